@@ -1,0 +1,1 @@
+"""Laplace approximations of trained PyTorch networks, debiased."""
