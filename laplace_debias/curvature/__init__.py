@@ -1,0 +1,1 @@
+"""Operators of networks: what curvature is, and how it is factored."""

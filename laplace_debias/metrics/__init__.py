@@ -1,0 +1,26 @@
+"""Metrics of predictives: accuracy, calibration, out-of-distribution detection, intervals."""
+
+from laplace_debias.metrics.calibration import ReliabilityCurve, reliability_curve
+from laplace_debias.metrics.classification import accuracy, brier, ece, nll
+from laplace_debias.metrics.evaluation import evaluate
+from laplace_debias.metrics.intervals import Interval, bootstrap
+from laplace_debias.metrics.ood import aupr, auroc, entropy, fpr95
+from laplace_debias.metrics.regression import gaussian_nll, rmse
+
+__all__ = [
+    "Interval",
+    "ReliabilityCurve",
+    "accuracy",
+    "aupr",
+    "auroc",
+    "bootstrap",
+    "brier",
+    "ece",
+    "entropy",
+    "evaluate",
+    "fpr95",
+    "gaussian_nll",
+    "nll",
+    "reliability_curve",
+    "rmse",
+]

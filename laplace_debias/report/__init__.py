@@ -1,0 +1,1 @@
+"""Tables and pictures from results. Needs the extra `cli`, and knows no model."""

@@ -1,0 +1,1 @@
+"""Kronecker-factored curvature: factors, directions, magnitudes."""

@@ -1,0 +1,80 @@
+"""Batches of data: checked, moved to the model's device, with a progress bar."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+class OnDevice:
+    """Batches `(x, y)` as tensors on the model's device, re-iterable if the source is.
+
+    Args:
+        batches: The source.
+        device: Where the model is.
+        dtype: The dtype of the model's parameters, which floating-point inputs must share.
+    """
+
+    def __init__(self, batches: Batches, device: torch.device, dtype: torch.dtype) -> None:
+        self._batches = batches
+        self._device = device
+        self._dtype = dtype
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self._batches:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise TypeError(
+                    f"Batches must be pairs (inputs, targets), got {type(batch).__name__}"
+                    f"{f' of length {len(batch)}' if isinstance(batch, Sized) else ''}: wrap the "
+                    "loader so that it yields pairs."
+                )
+            x, y = batch
+            if not isinstance(y, Tensor):
+                raise TypeError(f"Targets must be a tensor, got {type(y).__name__}.")
+            x = move(x, self._device, self._dtype)
+            if len(x) != len(y):
+                raise ValueError(f"A batch holds {len(x)} inputs but {len(y)} targets.")
+            yield x, y.to(self._device, non_blocking=True)
+
+
+def move(x: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Inputs `[B, ...]` on a device.
+
+    Raises:
+        TypeError: If they are no tensor, or floating point of another dtype than the model's.
+        ValueError: If there is no example.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"Inputs must be a tensor, got {type(x).__name__}.")
+    if x.ndim == 0 or len(x) == 0:
+        raise ValueError(f"Inputs must hold at least one example, got shape {tuple(x.shape)}.")
+    if x.is_floating_point() and x.dtype != dtype:
+        raise TypeError(
+            f"Inputs are {x.dtype}, the model's parameters {dtype}: convert one of them with "
+            "`.to(...)`."
+        )
+    return x.to(device, non_blocking=True)
+
+
+def with_progress(batches: Batches, progress: bool, what: str) -> Batches:
+    """The same batches, with a progress bar on each pass if wanted."""
+    return _Progress(batches, what) if progress else batches
+
+
+class _Progress:
+    def __init__(self, batches: Batches, what: str) -> None:
+        self._batches = batches
+        self._what = what
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(tqdm(self._batches, desc=self._what, unit="batch", leave=False))
+
+
+def size_of(loader: Any) -> int | None:
+    """The number of examples of a loader's data set, None if it does not say."""
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else None

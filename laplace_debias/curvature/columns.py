@@ -1,0 +1,97 @@
+"""The cotangents at the outputs whose outer products make the curvature."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.likelihood import Likelihood
+
+FISHERS = ("exact", "mc", "empirical")
+
+
+@dataclass(frozen=True)
+class Fisher:
+    r"""How the loss Hessian of an example becomes a sum of outer products $\sum_k s_k s_k^\top$.
+
+    Attributes:
+        kind: `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`:
+            gradients at labels drawn from the model (type-I); `"empirical"`: the gradient at the
+            true label.
+        mc_samples: Labels an example for `"mc"`.
+        seed: Fixes the labels of `"mc"`: an example's labels depend on the seed and its position in
+            the data alone, not on how the data is cut into batches.
+
+    Raises:
+        ValueError: For an unknown kind, or fewer than one sample.
+    """
+
+    kind: str = "exact"
+    mc_samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in FISHERS:
+            raise ValueError(f"Unknown fisher={self.kind!r}: use one of {', '.join(FISHERS)}.")
+        if self.mc_samples < 1:
+            raise ValueError(f"mc_samples must be at least 1, got {self.mc_samples}.")
+        if self.kind != "mc" and self.mc_samples != 1:
+            raise ValueError(
+                f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
+            )
+
+    def columns(
+        self, likelihood: Likelihood, outputs: Tensor, targets: Tensor, first: int
+    ) -> Float[Tensor, "columns batch outputs"]:
+        """The cotangents of a batch, `[K, B, C]`.
+
+        Args:
+            likelihood: What the outputs mean.
+            outputs: `[B, C]`.
+            targets: The true targets, used by `"empirical"` alone.
+            first: Position of the batch's first example in the data.
+        """
+        if self.kind == "exact":
+            return likelihood.hessian_root(outputs)
+        if self.kind == "empirical":
+            return likelihood.gradient(outputs, targets).unsqueeze(0)
+        gradients = []
+        for sample in range(self.mc_samples):
+            uniforms = keyed_uniforms(self.seed, sample, first, outputs)
+            labels = likelihood.sample(outputs, uniforms)
+            gradients.append(likelihood.gradient(outputs, labels))
+        return torch.stack(gradients) / self.mc_samples**0.5
+
+
+def keyed_uniforms(
+    seed: int, stream: int, first: int, like: Float[Tensor, "batch outputs"]
+) -> Float[Tensor, "batch outputs"]:
+    """Uniform numbers in (0, 1), a function of (seed, stream, row, column) alone, float64.
+
+    A counter-based generator, so that the numbers do not depend on the batch size or the device:
+    the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
+
+    Args:
+        seed: Any integer.
+        stream: Which of several independent tables.
+        first: Row number of the first row.
+        like: Gives shape and device.
+    """
+    rows = torch.arange(first, first + like.shape[0], device=like.device)[:, None]
+    columns = torch.arange(like.shape[1], device=like.device)[None, :]
+    state = torch.full_like(rows, seed)
+    for key in (torch.full_like(rows, stream), rows, columns):
+        state = _mix(state + (key + 1) * -7046029254386353131)  # 0x9E3779B97F4A7C15, signed
+    return (_shift(state, 11).double() + 0.5) / 2**53
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right of int64."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(values: Tensor) -> Tensor:
+    values = (values ^ _shift(values, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    values = (values ^ _shift(values, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return values ^ _shift(values, 31)

@@ -1,0 +1,297 @@
+"""Likelihoods: what the network's outputs mean, and how the loss curves in them."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributions import (
+    Bernoulli as BernoulliDistribution,
+)
+from torch.distributions import (
+    Categorical as CategoricalDistribution,
+)
+from torch.distributions import (
+    Distribution,
+    MultivariateNormal,
+)
+
+
+class Likelihood(ABC):
+    """p(y | f) for network outputs f of shape `[B, C]`.
+
+    ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
+    these six methods.
+    """
+
+    @abstractmethod
+    def check(self, outputs: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
+        """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs."""
+
+    @abstractmethod
+    def nll(
+        self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
+    ) -> Float[Tensor, " batch"]:
+        """ℓ of every example, in nats, `[B]`; differentiable in the outputs."""
+
+    @abstractmethod
+    def hessian_root(
+        self, outputs: Float[Tensor, "batch outputs"]
+    ) -> Float[Tensor, "columns batch outputs"]:
+        """Columns `s_k` with `Σ_k s_k s_kᵀ = ∇²_f ℓ`, `[K, B, C]`, in closed form."""
+
+    @abstractmethod
+    def sample(
+        self,
+        outputs: Float[Tensor, "batch outputs"],
+        uniforms: Float[Tensor, "batch outputs"],
+    ) -> Tensor:
+        """Targets drawn from p(y | f), as many as examples: the labels of the Monte-Carlo Fisher.
+
+        By inversion, so that the caller decides where the randomness comes from.
+        """
+
+    @abstractmethod
+    def predictive(
+        self,
+        mean: Float[Tensor, "batch outputs"],
+        covariance: Float[Tensor, "batch outputs outputs"] | None = None,
+    ) -> Distribution:
+        """p(y) for Gaussian outputs `f ~ N(mean, covariance)`; at `f = mean` without covariance.
+
+        Closed form: exact for the Gaussian, the probit approximation (MacKay, 1992) for the others.
+        """
+
+    @abstractmethod
+    def mixture(self, samples: Float[Tensor, "samples batch outputs"]) -> Distribution:
+        """p(y) averaged over samples of the outputs (Eq. 18)."""
+
+    def gradient(
+        self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
+    ) -> Float[Tensor, "batch outputs"]:
+        """∇_f ℓ of every example, `[B, C]`."""
+        with torch.enable_grad():
+            f = outputs.detach().requires_grad_()
+            return torch.autograd.grad(self.nll(f, targets).sum(), f)[0]
+
+
+def _check_finite_floats(targets: Tensor, kind: str) -> None:
+    if not targets.is_floating_point():
+        raise TypeError(
+            f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."
+        )
+    if not torch.isfinite(targets).all():
+        raise ValueError(f"{kind} targets hold NaN or Inf: remove these examples.")
+
+
+# MacKay's factor: the logistic function is close to the normal distribution function of √(π/8)·x.
+_PROBIT = math.pi / 8
+
+
+class Categorical(Likelihood):
+    """Softmax classification; targets are class indices `[B]`."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require integer labels `[B]` in `0 … C−1`."""
+        num_classes = outputs.shape[1]
+        if num_classes < 2:
+            raise ValueError(
+                "Classification needs at least two outputs, the model has one: use "
+                'likelihood="binary" for a single logit.'
+            )
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise TypeError(
+                f"Class labels must be integers, got {targets.dtype}: pass class indices, "
+                "`targets.long()`; one-hot targets are turned into them by `targets.argmax(1)`."
+            )
+        if targets.shape != outputs.shape[:1]:
+            raise ValueError(
+                f"Expected one class label an example, shape ({outputs.shape[0]},), got "
+                f"{tuple(targets.shape)}."
+            )
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= num_classes:
+            raise ValueError(
+                f"Class labels must lie in 0 … {num_classes - 1} for {num_classes} outputs, got "
+                f"{low} … {high}."
+            )
+
+    def nll(self, outputs: Tensor, targets: Int[Tensor, " batch"]) -> Tensor:
+        """Cross-entropy."""
+        return F.cross_entropy(outputs, targets.long(), reduction="none")
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        r"""The Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
+
+        With the tail sums $q_j = \sum_{k>j} p_k$ and $q_{-1} = 1$:
+        $L_{jj} = \sqrt{p_j q_j / q_{j-1}}$ and $L_{ij} = -p_i \sqrt{p_j / (q_{j-1} q_j)}$ for $i > j$. The last column is zero and left
+        out. Reference: Tanabe & Sagae (1992), "An exact Cholesky decomposition and the generalized
+        inverse of the variance–covariance matrix of the multinomial distribution".
+        """
+        p = outputs.softmax(-1)
+        tiny = torch.finfo(p.dtype).tiny
+        # heads[j] = Σ_{k≥j} p_k, summed from the end so that small tails keep their digits.
+        heads = p.flip(-1).cumsum(-1).flip(-1)
+        head, tail = heads[..., :-1].clamp_min(tiny), heads[..., 1:]
+        ratio = (p[..., :-1] / head).sqrt()
+        diagonal = ratio * tail.sqrt()
+        below = ratio / tail.clamp_min(tiny).sqrt()
+        root = -p.unsqueeze(-1) * below.unsqueeze(-2)  # [B, C, C−1]
+        root = root.tril(-1) + F.pad(torch.diag_embed(diagonal), (0, 0, 0, 1))
+        return root.movedim(-1, 0)
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
+        """Class indices from the softmax; uses the first uniform of every example."""
+        cumulative = outputs.softmax(-1).cumsum(-1)
+        above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
+        return (cumulative[:, :-1] <= above).sum(-1)
+
+    def predictive(self, mean: Tensor, covariance: Tensor | None = None) -> CategoricalDistribution:
+        r"""Softmax of the logits, each divided by $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$."""
+        if covariance is None:
+            return CategoricalDistribution(logits=mean)
+        variances = covariance.diagonal(dim1=-2, dim2=-1)
+        return CategoricalDistribution(logits=mean / (1 + _PROBIT * variances).sqrt())
+
+    def mixture(self, samples: Tensor) -> CategoricalDistribution:
+        """The mean of the softmaxes."""
+        return CategoricalDistribution(probs=samples.softmax(-1).mean(0))
+
+
+class Bernoulli(Likelihood):
+    """Binary classification on one logit; targets in {0, 1}, `[B]` or `[B, 1]`."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require one output and targets 0 or 1."""
+        if outputs.shape[1] != 1:
+            raise ValueError(
+                f"Binary classification needs one output (a logit), the model has "
+                f'{outputs.shape[1]}: use likelihood="classification".'
+            )
+        if targets.shape not in (outputs.shape, outputs.shape[:1]):
+            raise ValueError(
+                f"Expected binary targets of shape {tuple(outputs.shape[:1])} or "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}."
+            )
+        if not ((targets == 0) | (targets == 1)).all():
+            raise ValueError("Binary targets must be 0 or 1.")
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Binary cross-entropy on the logit."""
+        labels = targets.reshape(outputs.shape).to(outputs.dtype)
+        return F.binary_cross_entropy_with_logits(outputs, labels, reduction="none")[:, 0]
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        r"""$\sqrt{p(1-p)}$, from log-sigmoids so that saturated logits keep their digits."""
+        return (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp().unsqueeze(0)
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch 1"]:
+        """Zeros and ones from the sigmoid."""
+        return (uniforms.to(outputs) < outputs.sigmoid()).to(outputs.dtype)
+
+    def predictive(self, mean: Tensor, covariance: Tensor | None = None) -> BernoulliDistribution:
+        r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
+        if covariance is None:
+            return BernoulliDistribution(logits=mean[:, 0])
+        variances = covariance[:, 0, 0]
+        return BernoulliDistribution(logits=mean[:, 0] / (1 + _PROBIT * variances).sqrt())
+
+    def mixture(self, samples: Tensor) -> BernoulliDistribution:
+        """The mean of the sigmoids."""
+        return BernoulliDistribution(probs=samples[..., 0].sigmoid().mean(0))
+
+
+class Gaussian(Likelihood):
+    r"""Regression with Gaussian noise; targets are floating point, `[B, C]`.
+
+    $\ell = \tfrac12\|(f-y)/\sigma\|^2 + \sum_c \log\sigma_c + \tfrac C2\log 2\pi$
+
+    Args:
+        sigma: Standard deviation of the noise in the targets' units, one number or one an output.
+
+    Raises:
+        ValueError: If a standard deviation is not positive and finite.
+    """
+
+    def __init__(self, sigma: float | Sequence[float] | Tensor = 1.0) -> None:
+        self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu()
+        if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
+            raise ValueError(f"sigma must be one positive number, or one an output, got {sigma}.")
+
+    def _sigma(self, outputs: Tensor) -> Tensor:
+        return self.sigma.to(outputs).expand(outputs.shape[-1])
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require floating-point targets of the outputs' shape."""
+        if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[1]:
+            raise ValueError(
+                f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[1]} outputs."
+            )
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
+                f"{tuple(targets.shape)}: use `targets.reshape(...)`."
+            )
+        _check_finite_floats(targets, "Regression")
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-density of the targets."""
+        sigma = self._sigma(outputs)
+        constant = sigma.log().sum() + 0.5 * outputs.shape[-1] * math.log(2 * math.pi)
+        return 0.5 * ((outputs - targets) / sigma).square().sum(-1) + constant
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        """The C columns of `diag(1/σ)`, the same for every example."""
+        root = torch.diag(1 / self._sigma(outputs))
+        return root.unsqueeze(1).expand(-1, outputs.shape[0], -1)
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
+        """`f + σ ε` with standard normal ε, the normal quantiles of the uniforms."""
+        return outputs + self._sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
+
+    def predictive(self, mean: Tensor, covariance: Tensor | None = None) -> MultivariateNormal:
+        """Normal with the outputs' covariance plus σ² on the diagonal."""
+        noise = torch.diag(self._sigma(mean).square()).expand(mean.shape[0], -1, -1)
+        total = noise if covariance is None else covariance + noise
+        return MultivariateNormal(mean, covariance_matrix=total)
+
+    def mixture(self, samples: Tensor) -> MultivariateNormal:
+        """The normal with the mixture's mean and covariance."""
+        mean = samples.mean(0)
+        residuals = samples - mean
+        covariance = torch.einsum("sbi,sbj->bij", residuals, residuals) / len(samples)
+        return self.predictive(mean, covariance)
+
+
+def likelihood_from(
+    name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
+) -> Likelihood:
+    """The likelihood of a name, or the instance itself.
+
+    Args:
+        name: `"classification"`, `"regression"`, `"binary"`, or a `Likelihood`.
+        sigma: Noise of `"regression"` (1.0 if not given).
+
+    Raises:
+        ValueError: For an unknown name, or a `sigma` that the likelihood has no use for.
+    """
+    if sigma is not None and name != "regression":
+        raise ValueError(
+            f'sigma belongs to likelihood="regression", not to {name!r}; build '
+            "`Gaussian(sigma)` to pass an instance."
+        )
+    if isinstance(name, Likelihood):
+        return name
+    if name == "classification":
+        return Categorical()
+    if name == "binary":
+        return Bernoulli()
+    if name == "regression":
+        return Gaussian(1.0 if sigma is None else sigma)
+    raise ValueError(
+        f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', or an "
+        "instance of Likelihood."
+    )

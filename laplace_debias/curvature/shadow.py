@@ -1,0 +1,88 @@
+"""A stand-in for the user's model that can be hooked, extended and differentiated freely."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+_DROPOUT = nn.modules.dropout._DropoutNd
+
+
+def shadow(model: nn.Module) -> nn.Module:
+    """Copy a model's module tree while sharing the storage of its parameters and buffers.
+
+    Whatever is done to the copy (hooks, attributes, `requires_grad`, gradients, modes) never
+    reaches the original, also when an exception cuts the work short; and since the storage is
+    shared, the copy costs no memory and is never out of date.
+
+    The copy is in eval mode, its parameters require no gradient, and modules that would work in
+    place (`nn.ReLU(inplace=True)`) do not, so that a layer's output stays what the layer computed.
+
+    Args:
+        model: Any module; see `check_deterministic` for the mode it has to be in.
+
+    Returns:
+        The copy.
+
+    Raises:
+        TypeError: If the module tree cannot be copied.
+    """
+    memo: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach()
+    try:
+        twin = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
+            "so that your model stays untouched: keep non-leaf tensors, locks and open files out "
+            "of the module's attributes, or implement `__deepcopy__`."
+        ) from error
+    for module in twin.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+    return twin.eval()
+
+
+def check_deterministic(model: nn.Module) -> None:
+    """Refuse a model whose outputs are random or depend on the other examples of the batch.
+
+    Raises:
+        ValueError: If dropout is active, or batch normalisation uses the batch's own statistics.
+    """
+    for path, module in model.named_modules():
+        name = f"{path or 'model'} ({type(module).__name__})"
+        if isinstance(module, _BATCH_NORM) and module.running_mean is None:
+            raise ValueError(
+                f"{name} keeps no running statistics, so an example's output depends on the rest "
+                "of its batch, and curvature per example is not defined: train it with "
+                "track_running_stats=True."
+            )
+        if not module.training:
+            continue
+        if isinstance(module, _DROPOUT) and module.p > 0:
+            raise ValueError(
+                f"{name} is active: dropout makes the outputs random. Curvature is computed in "
+                "eval mode: call `model.eval()` first."
+            )
+        if isinstance(module, _BATCH_NORM):
+            raise ValueError(
+                f"{name} is in training mode and would mix the examples of a batch. Curvature is "
+                "computed in eval mode: call `model.eval()` first."
+            )
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse a model that holds NaN or Inf.
+
+    Raises:
+        ValueError: Naming the first parameter or buffer with an entry that is not finite.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{name} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
+            )

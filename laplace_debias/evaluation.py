@@ -1,0 +1,62 @@
+"""A report on predictions: the metrics of a predictive over loaders."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from laplace_debias import metrics
+
+Predict = Callable[[Tensor], Distribution]
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+def evaluate_predictions(
+    predict: Predict, batches: Batches, ood: Mapping[str, Batches]
+) -> dict[str, float]:
+    """Metrics of a predictive on labelled data, and of its entropy on OOD data.
+
+    Args:
+        predict: From inputs `[B, ...]` to a distribution of batch shape `[B]`.
+        batches: Labelled batches.
+        ood: Out-of-distribution batches by name; labels are ignored.
+
+    Returns:
+        For class probabilities what `metrics.evaluate` gives; for regression `nll` and `rmse`.
+
+    Raises:
+        ValueError: For an empty loader, or OOD data with a regression likelihood.
+    """
+    predictives, targets = [], []
+    for x, y in batches:
+        predictives.append(predict(x))
+        targets.append(y)
+    if not targets:
+        raise ValueError("The loader holds no batch: nothing to evaluate.")
+    labels = torch.cat(targets)
+    if not hasattr(predictives[0], "probs"):
+        if ood:
+            raise ValueError("OOD detection by the entropy needs class probabilities.")
+        return _regression(predictives, targets)
+    ood_probs = {}
+    for name, data in ood.items():
+        parts = [_probabilities(predict(x)) for x, _ in data]
+        if not parts:
+            raise ValueError(f"The OOD loader {name!r} holds no batch.")
+        ood_probs[name] = torch.cat(parts)
+    probs = torch.cat([_probabilities(p) for p in predictives])
+    return metrics.evaluate(probs, labels.reshape(len(probs)).long(), ood_probs)
+
+
+def _probabilities(predictive: Distribution) -> Tensor:
+    return predictive.probs  # type: ignore[attr-defined]
+
+
+def _regression(predictives: list[Distribution], targets: list[Tensor]) -> dict[str, float]:
+    log_probs = [p.log_prob(y) for p, y in zip(predictives, targets, strict=True)]
+    squares = [(p.mean - y).square() for p, y in zip(predictives, targets, strict=True)]
+    return {
+        "nll": -torch.cat(log_probs).double().mean().item(),
+        "rmse": torch.cat(squares).double().mean().sqrt().item(),
+    }

@@ -1,0 +1,589 @@
+"""The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from laplace_debias import predictive, serialization, tuning
+from laplace_debias.batches import Batches, OnDevice, move, size_of, with_progress
+from laplace_debias.curvature.blocks import (
+    ParameterSelection,
+    curvature_blocks,
+    select_parameters,
+)
+from laplace_debias.curvature.columns import Fisher
+from laplace_debias.curvature.kfac.backpack import stream_with_backpack, why_not_backpack
+from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
+from laplace_debias.curvature.kfac.stream import Stream, stream_with_hooks
+from laplace_debias.curvature.likelihood import Gaussian, Likelihood, likelihood_from
+from laplace_debias.curvature.shadow import check_deterministic, check_finite
+from laplace_debias.evaluation import evaluate_predictions
+from laplace_debias.posterior import GaussianPosterior, check_prior_precision
+
+PriorPrecision = float | Tensor
+
+MODES = ("full", "mini", "debiased")
+METHODS = ("glm", "glm-mc", "nn", "map")
+_DEFAULT_SAMPLES = 100
+
+
+class Laplace:
+    r"""A Laplace approximation of a trained network's posterior.
+
+    The posterior is $N(\theta^*, P^{-1})$ with $P = N C + \mathrm{diag}(\delta)$: θ* the trained
+    parameters, C the curvature of the mean loss, N the number of training examples and δ the prior
+    precision (Eq. 4 and 17 of Tatzel et al., 2025, "Debiasing mini-batch quadratics for
+    applications in deep learning"). The model itself is never changed.
+
+    Args:
+        model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
+        likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
+            `"binary"` (one logit), or a `Likelihood`.
+        curvature: `"kfac"` (Kronecker-factored) or `"ekfac"` (the same directions, exact curvature
+            along each of them).
+        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"last_layer"`,
+            names, or a predicate `(name, parameter) -> bool`. Frozen ones never are.
+        prior_precision: δ, one number or one a block (see `block_names`).
+        backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can, hooks elsewhere. Both
+            give the same factors.
+        fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
+            `"empirical"` (the true labels).
+        factor_dtype: In what Kronecker factors are summed and decomposed.
+        sigma: Noise of `"regression"`: standard deviation, one number or one an output.
+        mc_samples: Labels an example for `fisher="mc"`.
+        memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
+            are cut to it; results do not depend on it.
+
+    Attributes:
+        model: The model.
+        likelihood: The likelihood.
+        param_names: Names of the Bayesian parameters, in the model's order.
+        num_data: N, after a fit.
+
+    Raises:
+        ValueError: For an unknown name, a prior precision that is not positive, a model that holds
+            NaN, or one with dropout or batch normalisation in training mode.
+        NotImplementedError: If a Bayesian parameter's layer has no Kronecker form here.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from laplace_debias import Laplace
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+        >>> data = TensorDataset(torch.randn(64, 2), torch.randint(3, (64,)))
+        >>> la = Laplace(model).fit(DataLoader(data, batch_size=16), mode="debiased")
+        >>> la.predict(torch.randn(5, 2)).probs.shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        curvature: str = "kfac",
+        params: ParameterSelection = "all",
+        prior_precision: PriorPrecision = 1.0,
+        backend: str = "auto",
+        fisher: str = "exact",
+        factor_dtype: torch.dtype = torch.float64,
+        *,
+        sigma: float | Sequence[float] | Tensor | None = None,
+        mc_samples: int = 1,
+        memory_bound: int = 2**28,
+    ) -> None:
+        if curvature not in FITS:
+            raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
+        if factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
+            )
+        if memory_bound < 1:
+            raise ValueError(
+                f"memory_bound must be a positive number of bytes, got {memory_bound}."
+            )
+        check_deterministic(model)
+        check_finite(model)
+        self.model = model
+        self.likelihood = likelihood_from(likelihood, sigma)
+        self.param_names = select_parameters(model, params)
+        self._blocks = curvature_blocks(model, self.param_names)
+        self._curvature = curvature
+        self._stream = _choose_stream(model, backend)
+        self._fisher = Fisher(fisher, mc_samples)
+        self._factor_dtype = factor_dtype
+        self._memory_bound = memory_bound
+        self._prior_precision = self._check_prior_precision(prior_precision)
+        self._posterior: GaussianPosterior | None = None
+        self._nll: float = float("nan")
+
+    # ---------------------------------------------------------------- fitting
+
+    def fit(
+        self,
+        train_loader: Batches,
+        mode: str = "full",
+        num_data: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> "Laplace":
+        """Fit the posterior's curvature.
+
+        Args:
+            train_loader: Batches `(x, y)` of training data. `"ekfac"` in full mode goes through
+                them twice.
+            mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
+                magnitudes are both the extremes of that batch). `"debiased"`: directions from the
+                first batch, magnitudes from the second (Eq. 9).
+            num_data: N; if None the size of the loader's data set, or for `"full"` of data that
+                does not tell its size the number of examples seen.
+            generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
+            progress: Show a progress bar over the batches of a full fit.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            ValueError: For an unknown mode, an empty loader, fewer than two batches for
+                `"debiased"`, targets or outputs that do not fit the likelihood, NaN in the outputs.
+            TypeError: For targets or inputs of the wrong dtype.
+        """
+        if mode not in MODES:
+            raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        if num_data is None:
+            num_data = size_of(train_loader)
+        if mode == "full":
+            data = with_progress(train_loader, progress, "fit")
+            return self.fit_batches(data, num_data=num_data, generator=generator)
+        if num_data is None:
+            raise ValueError(
+                f'mode="{mode}" sees a part of the data, and the loader does not tell how many '
+                "examples there are in all: pass num_data=."
+            )
+        wanted = 1 if mode == "mini" else 2
+        batches = list(itertools.islice(train_loader, wanted))
+        if len(batches) < wanted:
+            raise ValueError(
+                f'mode="{mode}" needs {wanted} batch(es), the loader gave {len(batches)}: use a '
+                "smaller batch size or more data."
+            )
+        return self.fit_batches(
+            batches[:1], batches[1:] or None, num_data=num_data, generator=generator
+        )
+
+    def fit_batches(
+        self,
+        directions: Batches,
+        magnitudes: Batches | None = None,
+        *,
+        num_data: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> "Laplace":
+        """Fit with explicit data: directions from some batches, magnitudes from others.
+
+        Args:
+            directions: Batches `(x, y)` that give the eigenbases.
+            magnitudes: Batches that the curvature along them is measured on; None for the same.
+            num_data: N; the number of examples in `directions` and `magnitudes` if None.
+            generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            ValueError: As `fit`; also for `num_data` below 1.
+            TypeError: As `fit`; also for data that can be read only once where it is needed twice.
+        """
+        if num_data is not None and num_data < 1:
+            raise ValueError(f"num_data must be at least 1, got {num_data}.")
+        if self._curvature == "ekfac" and magnitudes is None and iter(directions) is directions:
+            raise TypeError(
+                "EKFAC goes through the data twice, but this iterator can be read only once: pass "
+                "a DataLoader or a list of batches."
+            )
+        check_deterministic(self.model)
+        check_finite(self.model)
+        fitted = FITS[self._curvature](
+            self._problem(generator),
+            self._on_device(directions),
+            None if magnitudes is None else self._on_device(magnitudes),
+        )
+        self._set_posterior(fitted, num_data)
+        return self
+
+    def _problem(self, generator: torch.Generator | None) -> Problem:
+        fisher = self._fisher
+        if fisher.kind == "mc":
+            device = "cpu" if generator is None else generator.device
+            seed = torch.randint(2**62, (), generator=generator, device=device)
+            fisher = Fisher(fisher.kind, fisher.mc_samples, int(seed))
+        return Problem(
+            self.model,
+            self.likelihood,
+            self._blocks,
+            self._stream,
+            fisher,
+            self._factor_dtype,
+            self._memory_bound,
+        )
+
+    def _set_posterior(self, fitted: Fitted, num_data: int | None) -> None:
+        seen = fitted.seen
+        num_data = seen.num_examples if num_data is None else num_data
+        self._nll = seen.nll * (num_data / seen.num_examples)
+        self._posterior = GaussianPosterior(
+            self._flat_parameters(), fitted.curvature, num_data, self._prior_precision
+        )
+
+    def _flat_parameters(self) -> Float[Tensor, " parameters"]:
+        values = [self.model.get_parameter(name).detach() for name in self.param_names]
+        return torch.cat([value.flatten() for value in values])
+
+    def _on_device(self, batches: Batches) -> OnDevice:
+        first = self.model.get_parameter(self.param_names[0])
+        return OnDevice(batches, first.device, first.dtype)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        first = self.model.get_parameter(self.param_names[0])
+        return move(x, first.device, first.dtype)
+
+    # -------------------------------------------------------------- posterior
+
+    @property
+    def posterior(self) -> GaussianPosterior:
+        """The Gaussian over the Bayesian parameters.
+
+        Raises:
+            RuntimeError: Before a fit, or if the model's parameters have changed since.
+        """
+        if self._posterior is None:
+            raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
+        return self._posterior
+
+    @property
+    def mean(self) -> Float[Tensor, " parameters"]:
+        """θ*, the Bayesian parameters at the fit, flattened in the model's order, `[D]`."""
+        return self.posterior.mean
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training examples that the posterior stands for."""
+        return self.posterior.num_data
+
+    @property
+    def block_names(self) -> list[str]:
+        """Names of the curvature blocks, in the order that per-block prior precisions take."""
+        return [block.name for block in self._blocks]
+
+    @property
+    def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
+        """δ; setting it needs no refit."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: PriorPrecision) -> None:
+        self._prior_precision = self._check_prior_precision(value)
+        if self._posterior is not None:
+            self._posterior = GaussianPosterior(
+                self._posterior.mean,
+                self._posterior.curvature,
+                self._posterior.num_data,
+                self._prior_precision,
+            )
+
+    def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
+        device = self.model.get_parameter(self.param_names[0]).device
+        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+        check_prior_precision(prior_precision, len(self._blocks))
+        return prior_precision
+
+    def sample(
+        self, n: int, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "samples parameters"]:
+        """Draw Bayesian parameters, `[n, D]`, in the model's order."""
+        if n < 1:
+            raise ValueError(f"The number of samples must be at least 1, got {n}.")
+        return self.posterior.sample(n, generator)
+
+    def log_marginal_likelihood(
+        self, prior_precision: PriorPrecision | None = None
+    ) -> Float[Tensor, ""]:
+        r"""The Laplace approximation of log p(D), in nats over all N examples, float64.
+
+        $-\sum_n \ell_n + \log N(\theta^* \mid 0, \delta^{-1}) + \tfrac D2\log 2\pi
+        - \tfrac12\log\det P$, every constant included. Where the fit saw fewer than N examples,
+        the first term is scaled up from those.
+
+        Args:
+            prior_precision: δ to evaluate at, differentiable; the current one if None.
+        """
+        posterior = self.posterior
+        delta = self.prior_precision if prior_precision is None else prior_precision
+        delta = torch.as_tensor(delta, dtype=torch.float64, device=self.mean.device)
+        check_prior_precision(delta.detach(), len(self._blocks))
+        normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
+        return (
+            -self._nll
+            + posterior.log_prior(delta)
+            + normaliser
+            - 0.5 * posterior.log_det_precision(delta)
+        )
+
+    # ------------------------------------------------------------- predicting
+
+    def functional(
+        self, x: Tensor
+    ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch outputs outputs"]]:
+        """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact."""
+        mean, covariances = self._moments(x, self.prior_precision.reshape(1, -1))
+        return mean, covariances[0]
+
+    def _moments(self, x: Tensor, prior_precisions: Tensor) -> tuple[Tensor, Tensor]:
+        posterior = self._checked_posterior()
+        grid = prior_precisions.expand(-1, len(self._blocks)).to(posterior.mean)
+        x = self._moved(x)
+        return predictive.functional_moments(
+            self.model, self._blocks, posterior, x, grid, self._memory_bound
+        )
+
+    def _checked_posterior(self) -> GaussianPosterior:
+        posterior = self.posterior
+        current = self._flat_parameters()
+        if current.device != posterior.mean.device or current.dtype != posterior.mean.dtype:
+            raise RuntimeError(
+                f"The model has moved to {current.device}, {current.dtype} since the fit on "
+                f"{posterior.mean.device}, {posterior.mean.dtype}: move it back or fit again."
+            )
+        if not torch.equal(current, posterior.mean):
+            raise RuntimeError(
+                "The model's parameters have changed since the fit, so the posterior is not "
+                "around them any more: fit again."
+            )
+        return posterior
+
+    def predict(
+        self,
+        x: Tensor,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Distribution:
+        """The predictive distribution p(y | x), batch shape `[B]`.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            method: `"glm"`: linearised network with exact functional covariance, averaged in closed
+                form (probit) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
+                samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
+                samples through the network itself. `"map"`: the trained network, no uncertainty.
+            samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
+            generator: For the draws.
+
+        Returns:
+            `Categorical`, `Bernoulli` or `MultivariateNormal`; the latter includes the noise σ².
+
+        Raises:
+            ValueError: For an unknown method, samples below 1, or samples of a method that
+                has none; outputs that are not finite.
+            RuntimeError: Before a fit, or if the model has changed since.
+        """
+        if method not in METHODS:
+            raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
+        if samples is not None and (method == "map" or samples < 1):
+            raise ValueError(
+                f'samples={samples} with method="{method}": give a positive number of samples to '
+                '"glm", "glm-mc" or "nn", none to "map".'
+            )
+        posterior = self._checked_posterior()
+        if method == "glm":
+            mean, covariance = self.functional(x)
+            return predictive.predict_from_moments(
+                self.likelihood, mean, covariance, samples, generator
+            )
+        x = self._moved(x)
+        if method == "map":
+            return self.likelihood.predictive(predictive.map_outputs(self.model, x))
+        draws = posterior.sample(_DEFAULT_SAMPLES if samples is None else samples, generator)
+        push = predictive.linearised_outputs if method == "glm-mc" else predictive.sampled_outputs
+        return self.likelihood.mixture(push(self.model, self.param_names, x, draws))
+
+    # ------------------------------------------------- tuning and evaluation
+
+    def tune(
+        self,
+        loader: Batches | None = None,
+        metric: str = "nll",
+        grid: Float[Tensor, " grid"] | None = None,
+        method: str = "grid",
+        progress: bool = False,
+    ) -> tuning.Tuning:
+        """Find the best prior precision, set it and return it.
+
+        Args:
+            loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves the whole grid.
+            metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive.
+            grid: Prior precisions to try; 21 from 1e-4 to 1e4 if None.
+            method: `"grid"`, or `"marglik"`: maximise the marginal likelihood, no data needed.
+            progress: Show a progress bar over the loader.
+
+        Returns:
+            The best value, the metric there, and `.table` with every value tried.
+
+        Raises:
+            ValueError: For an unknown method or metric, a grid that is empty or not positive, an
+                empty loader; if the marginal likelihood has no optimum.
+            RuntimeError: Before a fit.
+        """
+        if method == "marglik":
+            if loader is not None or grid is not None:
+                raise ValueError('method="marglik" uses neither a loader nor a grid.')
+            found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
+        elif method == "grid":
+            if loader is None:
+                raise ValueError(
+                    'method="grid" needs held-out data: pass a loader, or use method="marglik".'
+                )
+            grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
+            found = self._tune_on_grid(loader, metric, grid, progress)
+        else:
+            raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
+        self.prior_precision = found.prior_precision
+        return found
+
+    def _tune_on_grid(
+        self, loader: Batches, metric: str, grid: Tensor, progress: bool
+    ) -> tuning.Tuning:
+        tuning.check_metric(metric, not isinstance(self.likelihood, Gaussian))
+        tuning.check_grid(grid)
+        scores = [tuning.Score(metric) for _ in grid]
+        for x, y in self._on_device(with_progress(loader, progress, "tune")):
+            mean, covariances = self._moments(x, grid.reshape(-1, 1))
+            self.likelihood.check(mean, y)
+            for score, covariance in zip(scores, covariances, strict=True):
+                score.add(self.likelihood.predictive(mean, covariance), y)
+        return tuning.best_of(metric, grid.tolist(), [score.value() for score in scores])
+
+    def evaluate(
+        self,
+        loader: Batches,
+        ood: Mapping[str, Batches] | None = None,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> dict[str, float]:
+        """Accuracy, NLL, ECE and Brier score on labelled data; OOD detection by the entropy.
+
+        Args:
+            loader: Labelled batches `(x, y)`.
+            ood: Out-of-distribution batches by name; their labels are ignored. Each gives
+                `auroc_<name>` and the like (in-distribution = 0, OOD = 1).
+            method: As `predict`.
+            samples: As `predict`.
+            generator: As `predict`.
+            progress: Show progress bars over the loaders.
+
+        Returns:
+            The metrics by name; for regression NLL and RMSE.
+
+        Raises:
+            ValueError: As `predict`; for an empty loader; for `ood` with a regression likelihood.
+        """
+        self._checked_posterior()
+
+        def predict(x: Tensor) -> Distribution:
+            return self.predict(x, method, samples, generator)
+
+        def batches(data: Batches) -> Batches:
+            return self._on_device(with_progress(data, progress, "evaluate"))
+
+        return evaluate_predictions(
+            predict,
+            batches(loader),
+            {name: batches(data) for name, data in (ood or {}).items()},
+        )
+
+    # -------------------------------------------------------------- on disk
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted posterior as a safetensors file (no pickle), atomically.
+
+        The model itself is not in it.
+
+        Raises:
+            RuntimeError: Before a fit.
+            ValueError: If the likelihood is an instance of a user's class.
+        """
+        serialization.save(
+            Path(path),
+            self._checked_posterior(),
+            serialization.Header(
+                likelihood=serialization.likelihood_to_json(self.likelihood),
+                curvature=self._curvature,
+                param_names=self.param_names,
+                block_names=self.block_names,
+                num_data=self.num_data,
+                nll=self._nll,
+            ),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module, **options: Any) -> "Laplace":
+        """Read a posterior that `save` wrote, for the same trained model.
+
+        Args:
+            path: The file.
+            model: The model, with the parameters that it had at the fit.
+            options: Further constructor arguments that shape a refit or predictions alone:
+                `backend`, `fisher`, `mc_samples`, `factor_dtype`, `memory_bound`.
+
+        Raises:
+            ValueError: If the file is damaged, of another format, or does not fit the model.
+            FileNotFoundError: If there is no such file.
+        """
+        header, tensors = serialization.load(Path(path))
+        known = dict(model.named_parameters())
+        missing = [name for name in header.param_names if name not in known]
+        if missing:
+            raise ValueError(
+                f"The file's parameters {missing} are not in the model: it was saved for another "
+                "model."
+            )
+        la = cls(
+            model,
+            likelihood=serialization.likelihood_from_json(header.likelihood),
+            curvature=header.curvature,
+            params=header.param_names,
+            **options,
+        )
+        la._posterior = serialization.posterior_from(
+            header,
+            tensors,
+            la._flat_parameters(),
+            [(block.name, block.shape) for block in la._blocks],
+        )
+        la._prior_precision = la._posterior.prior_precision
+        la._nll = header.nll
+        return la
+
+
+def _choose_stream(model: nn.Module, backend: str) -> Stream:
+    if backend == "hooks":
+        return stream_with_hooks
+    if backend not in ("auto", "backpack"):
+        raise ValueError(f"Unknown backend={backend!r}: use 'auto', 'backpack' or 'hooks'.")
+    obstacle = why_not_backpack(model)
+    if obstacle is None:
+        return stream_with_backpack
+    if backend == "auto":
+        return stream_with_hooks
+    raise NotImplementedError(
+        f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
+    )

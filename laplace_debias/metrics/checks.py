@@ -1,0 +1,217 @@
+"""What every metric asks of its input before it computes anything."""
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+_ROW_SUM_TOLERANCE = 1e-4
+"""How far from 1 a row of float32 or float64 probabilities may sum."""
+
+
+def check_probs(
+    probs: Float[Tensor, "n *classes"], name: str = "probs"
+) -> Float[Tensor, "n classes"]:
+    """Checks predicted probabilities and brings them into two-dimensional form.
+
+    Rows that miss a sum of 1 by rounding alone pass as they are; entries above 1 by rounding alone
+    are set to 1.
+
+    Args:
+        probs: Probabilities `[n, classes]`, or `[n]` probabilities of class 1 of a binary problem.
+        name: What the error messages call `probs`.
+
+    Returns:
+        Probabilities `[n, classes]`, with two columns if `probs` had one dimension; half precision
+        comes back as float32.
+
+    Raises:
+        TypeError: `probs` is no tensor.
+        ValueError: `probs` is empty, not floating point, of another rank, has one column, holds NaN
+            or negative entries, or its rows do not sum to 1.
+    """
+    _check_floating(probs, name)
+    if probs.ndim not in (1, 2):
+        raise ValueError(
+            f"`{name}` has shape {list(probs.shape)}; expected [n, classes], or [n] probabilities "
+            "of class 1. Flatten the other dimensions into n."
+        )
+    _check_not_empty(probs, name)
+    if probs.ndim == 2 and probs.shape[1] < 2:
+        raise ValueError(
+            f"`{name}` has shape {list(probs.shape)}; expected at least two classes. Pass a binary "
+            "problem's probabilities of class 1 as [n]: squeeze the last dimension."
+        )
+    tolerance = max(_ROW_SUM_TOLERANCE, 4 * torch.finfo(probs.dtype).eps)
+    if probs.dtype in (torch.float16, torch.bfloat16):
+        probs = probs.float()
+    lowest, highest = (bound.item() for bound in probs.aminmax())
+    if lowest != lowest:
+        raise ValueError(
+            f"`{name}` holds NaN; expected probabilities. Look at the outputs of the network."
+        )
+    if lowest < 0 or highest > 1 + tolerance:
+        raise ValueError(
+            f"`{name}` lies in [{lowest:.4g}, {highest:.4g}]; expected probabilities in [0, 1]. "
+            "Apply softmax (or sigmoid) to logits first."
+        )
+    if probs.ndim == 2:
+        error = (probs.sum(dim=1) - 1).abs().max().item()
+        if error > tolerance:
+            raise ValueError(
+                f"rows of `{name}` miss a sum of 1 by up to {error:.4g}; expected at most "
+                f"{tolerance:.1g}. Apply softmax to logits, or divide each row by its sum."
+            )
+    probs = probs.clamp(max=1)
+    return torch.stack([1 - probs, probs], dim=1) if probs.ndim == 1 else probs
+
+
+def check_classification(
+    probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"]
+) -> tuple[Float[Tensor, "n classes"], Int[Tensor, " n"]]:
+    """Checks predicted probabilities together with their labels.
+
+    Args:
+        probs: Probabilities `[n, classes]`, or `[n]` probabilities of class 1.
+        labels: Class indices `[n]`, of any integer dtype.
+
+    Returns:
+        Probabilities `[n, classes]` as `check_probs` returns them, and int64 labels `[n]`.
+
+    Raises:
+        TypeError: Either is no tensor.
+        ValueError: `probs` is invalid (see `check_probs`), or the labels are not integers, not
+            `[n]`, on another device, or outside `0 ... classes - 1`.
+    """
+    _check_tensor(labels, "labels")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(
+            f"`labels` has dtype {labels.dtype}; expected integer class indices. "
+            "Convert them with `labels.long()`."
+        )
+    if labels.ndim != 1:
+        raise ValueError(
+            f"`labels` has shape {list(labels.shape)}; expected [n]. Take the argmax of one-hot "
+            "labels, squeeze a trailing dimension of one."
+        )
+    probs = check_probs(probs)
+    check_same_length(probs, labels, "probs", "labels")
+    check_same_device(probs, labels, "probs", "labels")
+    lowest, highest = (bound.item() for bound in labels.aminmax())
+    if lowest < 0 or highest >= probs.shape[1]:
+        raise ValueError(
+            f"`labels` lie in {lowest} ... {highest}; expected 0 ... {probs.shape[1] - 1}, as "
+            f"`probs` has {probs.shape[1]} classes. Renumber them or drop the examples without one."
+        )
+    return probs, labels.long()
+
+
+def check_values(values: Float[Tensor, "n *outputs"], name: str) -> None:
+    """Checks real-valued predictions or targets.
+
+    Args:
+        values: Anything of floating point with at least one dimension.
+        name: What the error messages call `values`.
+
+    Raises:
+        TypeError: `values` is no tensor.
+        ValueError: `values` is empty, a scalar, not floating point, or holds NaN or Inf.
+    """
+    _check_floating(values, name)
+    if values.ndim == 0:
+        raise ValueError(
+            f"`{name}` is a scalar; expected [n] or [n, outputs]. Stack the values of all examples."
+        )
+    _check_not_empty(values, name)
+    if not values.isfinite().all():
+        raise ValueError(
+            f"`{name}` holds NaN or Inf; expected finite values. Drop or repair those examples."
+        )
+
+
+def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
+    """Checks scores of examples, of which only the order counts, so that Inf is allowed.
+
+    Args:
+        scores: One score an example, `[n]`.
+        name: What the error messages call `scores`.
+
+    Raises:
+        TypeError: `scores` is no tensor.
+        ValueError: `scores` is empty, not `[n]`, not floating point, or holds NaN.
+    """
+    _check_floating(scores, name)
+    if scores.ndim != 1:
+        raise ValueError(
+            f"`{name}` has shape {list(scores.shape)}; expected one score an example, [n]. "
+            "Reduce probabilities first, with `entropy` for example."
+        )
+    _check_not_empty(scores, name)
+    if scores.isnan().any():
+        raise ValueError(f"`{name}` holds NaN; expected scores with an order. Drop those examples.")
+
+
+def check_same_length(
+    first: Shaped[Tensor, "n ..."], second: Shaped[Tensor, "m ..."], name: str, other: str
+) -> None:
+    """Checks that two tensors speak of the same examples.
+
+    Args:
+        first: `[n, ...]`.
+        second: `[m, ...]`.
+        name: What the error messages call `first`.
+        other: What the error messages call `second`.
+
+    Raises:
+        ValueError: `n` and `m` differ.
+    """
+    if len(first) != len(second):
+        raise ValueError(
+            f"`{name}` has {len(first)} examples and `{other}` {len(second)}; expected as many. "
+            "Pass both for the same examples, in the same order."
+        )
+
+
+def check_same_device(
+    first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."], name: str, other: str
+) -> None:
+    """Checks that two tensors can be computed with.
+
+    Args:
+        first: Any tensor.
+        second: Any tensor.
+        name: What the error messages call `first`.
+        other: What the error messages call `second`.
+
+    Raises:
+        ValueError: The devices differ.
+    """
+    if first.device != second.device:
+        raise ValueError(
+            f"`{name}` is on {first.device} and `{other}` on {second.device}; expected one device. "
+            "Move one of them with `.to(...)`."
+        )
+
+
+def _check_tensor(values: Shaped[Tensor, "..."], name: str) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(
+            f"`{name}` is a {type(values).__name__}; expected a tensor. "
+            "Convert it with `torch.as_tensor`."
+        )
+
+
+def _check_floating(values: Shaped[Tensor, "..."], name: str) -> None:
+    _check_tensor(values, name)
+    if not values.is_floating_point():
+        raise ValueError(
+            f"`{name}` has dtype {values.dtype}; expected floating point. "
+            "Convert it with `.float()`."
+        )
+
+
+def _check_not_empty(values: Shaped[Tensor, "..."], name: str) -> None:
+    if values.numel() == 0:
+        raise ValueError(
+            f"`{name}` is empty, of shape {list(values.shape)}; expected at least one example. "
+            "Is the loader empty?"
+        )

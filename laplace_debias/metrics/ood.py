@@ -1,0 +1,131 @@
+"""How well a score tells out-of-distribution (OOD) examples from in-distribution (ID) ones.
+
+ID is the negative class (0), OOD the positive one (1): a good score, such as the entropy of the
+predictive, is higher on OOD examples. Only the order of the scores counts.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    binary_average_precision,
+    binary_specificity_at_sensitivity,
+)
+
+from laplace_debias.metrics.checks import check_probs, check_same_device, check_scores
+
+
+def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
+    """Entropy of each predicted distribution, `-Σ_c p_c log p_c`, in nats.
+
+    Args:
+        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
+
+    Returns:
+        Entropies `[n]`, between 0 and `log(classes)` nats.
+
+    Raises:
+        TypeError: `probs` is no tensor.
+        ValueError: `probs` are no probabilities.
+    """
+    return torch.special.entr(check_probs(probs)).sum(dim=1)
+
+
+def auroc(
+    scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
+) -> Float[Tensor, ""]:
+    """Area under the receiver operating characteristic: P(OOD score > ID score), ties count half.
+
+    Args:
+        scores_id: Scores of in-distribution examples, `[num_id]`.
+        scores_ood: Scores of out-of-distribution examples, `[num_ood]`.
+
+    Returns:
+        The area, in [0, 1]; 0.5 for a score that knows nothing.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: An argument is empty, not one-dimensional, or holds NaN.
+
+    Reference:
+        Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
+        in neural networks. ICLR, 2017.
+    """
+    return binary_auroc(*_ranked(scores_id, scores_ood), validate_args=False)
+
+
+def aupr(
+    scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
+) -> Float[Tensor, ""]:
+    """Area under the precision-recall curve with OOD positive, as average precision.
+
+    `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score that knows
+    nothing it is the fraction of OOD examples, so it compares only between sets of equal sizes.
+
+    Args:
+        scores_id: Scores of in-distribution examples, `[num_id]`.
+        scores_ood: Scores of out-of-distribution examples, `[num_ood]`.
+
+    Returns:
+        The area, in [0, 1].
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: An argument is empty, not one-dimensional, or holds NaN.
+
+    Reference:
+        Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
+        in neural networks. ICLR, 2017.
+    """
+    return binary_average_precision(*_ranked(scores_id, scores_ood), validate_args=False)
+
+
+def fpr95(
+    scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
+) -> Float[Tensor, ""]:
+    """Fraction of ID examples taken for OOD where at least 95% of the OOD ones are detected.
+
+    OOD is the positive class, as in the reference; some papers take ID as the positive one, which
+    gives another number.
+
+    Args:
+        scores_id: Scores of in-distribution examples, `[num_id]`.
+        scores_ood: Scores of out-of-distribution examples, `[num_ood]`.
+
+    Returns:
+        The false positive rate, in [0, 1]; lower is better.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: An argument is empty, not one-dimensional, or holds NaN.
+
+    Reference:
+        Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.
+    """
+    specificity, _ = binary_specificity_at_sensitivity(
+        *_ranked(scores_id, scores_ood), min_sensitivity=0.95, validate_args=False
+    )
+    return 1 - specificity
+
+
+def _ranked(
+    scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
+) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
+    """Scores as ranks in [0, 1], and what they belong to (ID = 0, OOD = 1).
+
+    torchmetrics would take scores outside [0, 1] for logits and squash them, which merges large
+    ones; their ranks keep the order and the ties exactly.
+    """
+    check_scores(scores_id, "scores_id")
+    check_scores(scores_ood, "scores_ood")
+    check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
+    scores = torch.cat([scores_id, scores_ood])
+    ranks = scores.unique(return_inverse=True)[1].double() / len(scores)
+    target = torch.cat(
+        [
+            torch.zeros_like(scores_id, dtype=torch.long),
+            torch.ones_like(scores_ood, dtype=torch.long),
+        ]
+    )
+    return ranks, target

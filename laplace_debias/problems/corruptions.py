@@ -1,0 +1,212 @@
+"""Deterministic image corruptions at five severities, after CIFAR-10-C.
+
+The kinds are those of the benchmark that are well-defined from a formula, for grey and for colour
+images, and whose distance to the clean image grows with the severity; the severity constants are
+those of CIFAR-10-C. Lengths are in pixels, whatever the image's size.
+
+Reference:
+    Hendrycks & Dietterich (2019), Benchmarking Neural Network Robustness to Common Corruptions and
+    Perturbations.
+"""
+
+import difflib
+import io
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from numpy.random import Generator
+from scipy import ndimage
+from torch import Tensor
+
+Image = Float[np.ndarray, "height width channels"]
+
+
+def corrupt(
+    images: UInt8[Tensor, "n channels height width"],
+    severity: int,
+    kind: str | None = None,
+    seed: int = 0,
+    offset: int = 0,
+) -> UInt8[Tensor, "n channels height width"]:
+    """Corrupt images, each by its own random numbers.
+
+    Image n of the call is number `offset + n`; what becomes of it depends on that number, its
+    pixels, `seed`, `severity` and `kind` alone, so a set may be corrupted in batches of any size.
+    The random numbers of an image are the same at every severity, so severities are compared on
+    the same draw.
+
+    Args:
+        images: Grey or RGB images, 0 … 255.
+        severity: 1 (slight) to 5 (strong).
+        kind: One of `KINDS`, or `None`: each image gets one of them, chosen uniformly at random and
+            the same at every severity.
+        seed: Non-negative seed.
+        offset: Number of the first image.
+
+    Returns:
+        Corrupted images on the device of `images`.
+
+    Raises:
+        ValueError: If the kind is unknown, the severity not in 1 … 5, the images have neither 1 nor
+            3 channels, or the seed or offset is negative.
+        ImportError: If Pillow is missing and the kind needs it.
+    """
+    if kind is not None and kind not in _FUNCTIONS:
+        close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"unknown corruption {kind!r}; did you mean {close!r}? Expected one of {KINDS}"
+        )
+    if severity not in (1, 2, 3, 4, 5):
+        raise ValueError(f"severity {severity}; expected 1, 2, 3, 4 or 5")
+    if images.shape[1] not in (1, 3):
+        raise ValueError(f"images of {images.shape[1]} channels; expected 1 (grey) or 3 (RGB)")
+    if seed < 0 or offset < 0:
+        raise ValueError(f"seed {seed} and offset {offset}; expected non-negative numbers")
+    result = torch.empty_like(images, device="cpu")
+    for n, image in enumerate(images.cpu().numpy()):
+        name = kind or KINDS[np.random.default_rng((seed, offset + n)).integers(len(KINDS))]
+        rng = np.random.default_rng((seed, offset + n, zlib.crc32(name.encode())))
+        clean = image.transpose(1, 2, 0) / 255.0
+        corrupted = _FUNCTIONS[name](clean, severity, rng).clip(0.0, 1.0)
+        result[n] = torch.from_numpy(np.rint(255.0 * corrupted).transpose(2, 0, 1))
+    return result.to(images.device)
+
+
+def _gaussian_noise(x: Image, severity: int, rng: Generator) -> Image:
+    return x + (0.04, 0.06, 0.08, 0.09, 0.10)[severity - 1] * rng.standard_normal(x.shape)
+
+
+def _shot_noise(x: Image, severity: int, rng: Generator) -> Image:
+    photons = (500, 250, 100, 75, 50)[severity - 1]
+    return rng.poisson(photons * x) / photons
+
+
+def _impulse_noise(x: Image, severity: int, rng: Generator) -> Image:
+    hit = rng.random(x.shape) < (0.01, 0.02, 0.03, 0.05, 0.07)[severity - 1]
+    return np.where(hit, rng.integers(2, size=x.shape).astype(x.dtype), x)
+
+
+def _speckle_noise(x: Image, severity: int, rng: Generator) -> Image:
+    return x * (1.0 + (0.06, 0.1, 0.12, 0.16, 0.2)[severity - 1] * rng.standard_normal(x.shape))
+
+
+def _gaussian_blur(x: Image, severity: int, rng: Generator) -> Image:
+    sigma = (0.4, 0.6, 0.7, 0.8, 1.0)[severity - 1]
+    return ndimage.gaussian_filter(x, (sigma, sigma, 0.0), mode="nearest")
+
+
+def _defocus_blur(x: Image, severity: int, rng: Generator) -> Image:
+    radius, sigma = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity - 1]
+    rows, columns = np.mgrid[-3:4, -3:4]
+    disk = (rows**2 + columns**2 <= radius**2).astype(x.dtype)
+    kernel = ndimage.gaussian_filter(disk / disk.sum(), sigma, radius=1)
+    return ndimage.convolve(x, kernel[:, :, None], mode="mirror")
+
+
+def _motion_blur(x: Image, severity: int, rng: Generator) -> Image:
+    radius, sigma = ((6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5))[severity - 1]
+    angle = np.deg2rad(rng.uniform(-45.0, 45.0))
+    steps = np.arange(2 * radius + 1)
+    weights = np.exp(-0.5 * (steps / sigma) ** 2)
+    rows, columns = np.arange(x.shape[0]), np.arange(x.shape[1])
+    blurred = np.zeros_like(x)
+    for step, weight in zip(steps, weights / weights.sum(), strict=True):
+        # The edge is repeated beyond the image, as a moving camera would see more of the same.
+        moved_rows = (rows + round(step * np.sin(angle))).clip(0, x.shape[0] - 1)
+        moved_columns = (columns + round(step * np.cos(angle))).clip(0, x.shape[1] - 1)
+        blurred += weight * x[moved_rows[:, None], moved_columns]
+    return blurred
+
+
+def _zoom_blur(x: Image, severity: int, rng: Generator) -> Image:
+    centre = np.array([(x.shape[0] - 1) / 2, (x.shape[1] - 1) / 2, 0.0])
+    zooms = 1.0 + 0.01 * np.arange(1 + (5, 10, 15, 20, 25)[severity - 1])
+    total = x.copy()
+    for zoom in zooms:
+        scale = np.array([1.0 / zoom, 1.0 / zoom, 1.0])
+        total += ndimage.affine_transform(x, scale, centre * (1.0 - scale), order=1, mode="nearest")
+    return total / (len(zooms) + 1)
+
+
+def _fog(x: Image, severity: int, rng: Generator) -> Image:
+    amount, decay = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))[severity - 1]
+    height, width = x.shape[:2]
+    haze = np.zeros((height, width))
+    for octave in range(1, int(np.ceil(np.log2(max(height, width)))) + 1):
+        grid = rng.uniform(size=(2**octave + 1, 2**octave + 1))
+        where = np.ix_(np.linspace(0, 2**octave, height), np.linspace(0, 2**octave, width))
+        coordinates = np.broadcast_arrays(*where)
+        haze += ndimage.map_coordinates(grid, coordinates, order=1) / decay**octave
+    haze = (haze - haze.min()) / max(np.ptp(haze), np.finfo(haze.dtype).tiny)
+    return (x + amount * haze[:, :, None]) * x.max() / (x.max() + amount)
+
+
+def _brightness(x: Image, severity: int, rng: Generator) -> Image:
+    # The value of HSV is the largest channel; hue and saturation stay as they are.
+    value = x.max(axis=2, keepdims=True)
+    brighter = np.minimum(value + (0.05, 0.1, 0.15, 0.2, 0.3)[severity - 1], 1.0)
+    return np.where(value > 0.0, x * brighter / np.where(value > 0.0, value, 1.0), brighter)
+
+
+def _contrast(x: Image, severity: int, rng: Generator) -> Image:
+    mean = x.mean(axis=(0, 1), keepdims=True)
+    return mean + (0.75, 0.5, 0.4, 0.3, 0.15)[severity - 1] * (x - mean)
+
+
+def _pixelate(x: Image, severity: int, rng: Generator) -> Image:
+    pillow = _pillow()
+    scale = (0.95, 0.9, 0.85, 0.75, 0.65)[severity - 1]
+    height, width = x.shape[:2]
+    coarse = max(1, int(scale * width)), max(1, int(scale * height))
+    box = pillow.Resampling.BOX
+    return _from_pillow(_to_pillow(x).resize(coarse, box).resize((width, height), box), x)
+
+
+def _jpeg_compression(x: Image, severity: int, rng: Generator) -> Image:
+    pillow = _pillow()
+    buffer = io.BytesIO()
+    _to_pillow(x).save(buffer, "JPEG", quality=(80, 65, 58, 50, 40)[severity - 1])
+    return _from_pillow(pillow.open(buffer), x)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image as pillow  # noqa: N813
+    except ImportError as error:
+        raise ImportError(
+            "this corruption needs Pillow: pip install 'laplace-debias[cli]'"
+        ) from error
+    return pillow
+
+
+def _to_pillow(x: Image) -> Any:
+    pixels = np.rint(255.0 * x).astype(np.uint8)
+    return _pillow().fromarray(pixels[:, :, 0] if x.shape[2] == 1 else pixels)
+
+
+def _from_pillow(picture: Any, like: Image) -> Image:
+    return np.asarray(picture).reshape(like.shape) / 255.0
+
+
+_FUNCTIONS: dict[str, Callable[[Image, int, Generator], Image]] = {
+    "gaussian_noise": _gaussian_noise,
+    "shot_noise": _shot_noise,
+    "impulse_noise": _impulse_noise,
+    "speckle_noise": _speckle_noise,
+    "gaussian_blur": _gaussian_blur,
+    "defocus_blur": _defocus_blur,
+    "motion_blur": _motion_blur,
+    "zoom_blur": _zoom_blur,
+    "fog": _fog,
+    "brightness": _brightness,
+    "contrast": _contrast,
+    "pixelate": _pixelate,
+    "jpeg_compression": _jpeg_compression,
+}
+
+KINDS: tuple[str, ...] = tuple(_FUNCTIONS)
+"""The kinds of corruption, all of them defined for grey and for RGB images."""

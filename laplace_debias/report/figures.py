@@ -1,0 +1,194 @@
+"""Metrics against prior precision and against severity: one panel a metric, one line a method."""
+
+import math
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from laplace_debias.report.reliability import reliability_figure
+from laplace_debias.report.style import (
+    FONT_SIZE,
+    check_suffix,
+    method_colours,
+    metric_label,
+    save,
+    style_axes,
+)
+from laplace_debias.report.summary import Curve, Row, summarise
+
+__all__ = ["prior_precision_figure", "reliability_figure", "severity_figure"]
+
+_PANEL_WIDTH, _PANEL_HEIGHT = 3.5, 3.3
+_UNBOUNDED_METRICS = ("nll",)
+_DODGE = 0.1
+"""Distance of neighbouring methods with bars, as a fraction of that of neighbouring points."""
+
+
+def prior_precision_figure(
+    rows: Sequence[Row],
+    path: str | os.PathLike[str],
+    metrics: Sequence[str] = ("nll", "ece", "accuracy"),
+) -> Figure:
+    """Draws metrics against the prior precision, as Figure 6 of the paper does.
+
+    A dot is the mean over draws of batches, a vertical bar reaches from the least to the greatest
+    draw; methods with bars stand a little apart, so as not to hide each other. A method without
+    prior precision is a dashed horizontal line, at the mean of its draws. The NLL has a
+    logarithmic axis where it spans more than a decade.
+
+    Args:
+        rows: One row a method, prior precision and draw, with the keys `method`, `draw` (both
+            anything), `prior_precision` (δ > 0, or None for a method without) and the metrics.
+        path: Where to write the picture, PNG or PDF by its suffix.
+        metrics: Which metrics, one panel each.
+
+    Returns:
+        The picture as it was written.
+
+    Raises:
+        ValueError: There are no rows or metrics, a row lacks a key or holds no number where one is
+            due, a prior precision is not positive, or the suffix is unknown.
+
+    Reference:
+        Tatzel, Mucsányi, Hackel, Hennig. Debiasing mini-batch quadratics for applications in deep
+        learning. ICLR, 2025, Figure 6.
+    """
+    check_suffix(path)
+    curves = {metric: summarise(rows, "prior_precision", metric) for metric in metrics}
+    for curve in (curve for by_method in curves.values() for curve in by_method.values()):
+        if not curve.is_constant and min(curve.x) <= 0:
+            raise ValueError(
+                f"the prior precision {min(curve.x)} appears in `rows`; expected positive ones. "
+                "Give a method without prior precision the value None."
+            )
+    return _draw(curves, path, "Prior precision δ", is_log=True)
+
+
+def severity_figure(
+    rows: Sequence[Row],
+    path: str | os.PathLike[str],
+    metrics: Sequence[str] = ("nll", "ece", "accuracy"),
+) -> Figure:
+    """Draws metrics against the severity of a corruption of the inputs.
+
+    Dots, bars and axes are those of `prior_precision_figure`.
+
+    Args:
+        rows: One row a method, severity and draw, with the keys `method`, `draw` (both anything),
+            `severity` (0 for clean inputs, usually up to 5) and the metrics.
+        path: Where to write the picture, PNG or PDF by its suffix.
+        metrics: Which metrics, one panel each.
+
+    Returns:
+        The picture as it was written.
+
+    Raises:
+        ValueError: There are no rows or metrics, a row lacks a key or holds no number where one is
+            due, or the suffix is unknown.
+
+    Reference:
+        Hendrycks, Dietterich. Benchmarking neural network robustness to common corruptions and
+        perturbations. ICLR, 2019.
+    """
+    check_suffix(path)
+    curves = {metric: summarise(rows, "severity", metric) for metric in metrics}
+    return _draw(curves, path, "Severity of corruption", is_log=False)
+
+
+def _draw(
+    curves: dict[str, dict[str, Curve]], path: str | os.PathLike[str], x_label: str, is_log: bool
+) -> Figure:
+    if not curves:
+        raise ValueError("`metrics` is empty; expected at least one, for example 'nll'.")
+    figure = Figure(
+        figsize=(_PANEL_WIDTH * len(curves), _PANEL_HEIGHT), layout="constrained", facecolor="white"
+    )
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    for ax, (metric, by_method) in zip(panels, curves.items(), strict=True):
+        if is_log:
+            ax.set_xscale("log")
+        _draw_methods(ax, by_method, is_log)
+        ax.set_xlabel(x_label)
+        ax.set_ylabel(metric_label(metric))
+        style_axes(ax)
+        if metric in _UNBOUNDED_METRICS:
+            _compress(ax, by_method)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper center",
+        ncols=min(len(labels), 2 * len(panels)),
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
+    save(figure, path)
+    return figure
+
+
+def _draw_methods(ax: Axes, by_method: dict[str, Curve], is_log: bool) -> None:
+    colours = method_colours(by_method)
+    shifts = _dodge(by_method, is_log)
+    for method, curve in by_method.items():
+        if curve.is_constant:
+            ax.axhline(
+                curve.mean[0],
+                linestyle=(0, (5, 2)),
+                linewidth=1.6,
+                zorder=1.8,
+                color=colours[method],
+                label=method,
+            )
+            continue
+        shift = shifts.get(method, 0.0)
+        x = np.asarray(curve.x)
+        mean, low, high = map(np.asarray, (curve.mean, curve.low, curve.high))
+        ax.errorbar(
+            x * np.exp(shift) if is_log else x + shift,
+            mean,
+            yerr=(mean - low, high - mean),
+            marker="o",
+            markersize=4.5,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            linewidth=1.6,
+            elinewidth=1.4,
+            zorder=2.2 if curve.has_spread else 2.1,
+            color=colours[method],
+            label=method,
+        )
+
+
+def _dodge(by_method: dict[str, Curve], is_log: bool) -> dict[str, float]:
+    """Shift of each method with bars along x (its logarithm if `is_log`), symmetric about zero."""
+    methods = [
+        method for method, curve in by_method.items() if curve.has_spread and not curve.is_constant
+    ]
+    x = np.unique([x for curve in by_method.values() for x in curve.x])
+    steps = np.diff(np.log(x) if is_log else x)
+    step = _DODGE * min(steps, default=0.0)
+    return {
+        method: step * (position - (len(methods) - 1) / 2)
+        for position, method in enumerate(methods)
+    }
+
+
+def _compress(ax: Axes, by_method: dict[str, Curve]) -> None:
+    """Makes the y axis logarithmic where its values span more than a decade."""
+    values = [
+        value
+        for curve in by_method.values()
+        for value in (*curve.low, *curve.high)
+        if math.isfinite(value)
+    ]
+    if not values or min(values) <= 0 or max(values) <= 10 * min(values):
+        return
+    ax.set_yscale("log")
+    few_decades = max(values) < 1e3 * min(values)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())

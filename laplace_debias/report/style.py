@@ -1,0 +1,132 @@
+"""How pictures look: one colour a method, names of metrics, and how they are saved.
+
+Nothing here or in the pictures goes through pyplot, so that no state of the user's is touched.
+"""
+
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from laplace_debias.report.files import written_atomically
+
+OKABE_ITO = {
+    "orange": "#E69F00",
+    "sky blue": "#56B4E9",
+    "green": "#009E73",
+    "yellow": "#F0E442",
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "purple": "#CC79A7",
+    "black": "#000000",
+}
+"""The palette of Okabe and Ito (2008), told apart by readers with any colour vision."""
+
+INK = "#333333"
+"""Colour of text and axes."""
+
+GRID = "#E3E3E3"
+"""Colour of grid lines."""
+
+FONT_SIZE = 10.0
+"""Size of text in points; ticks are a little smaller, titles a little larger."""
+
+_DPI = 150
+_SUFFIXES = (".png", ".pdf")
+_METHOD_COLOURS = {
+    "MAP": "#7F7F7F",
+    "vanilla": "#7F7F7F",
+    "mini-batch": OKABE_ITO["orange"],
+    "debiased": OKABE_ITO["blue"],
+    "full-batch": OKABE_ITO["black"],
+}
+_OTHER_COLOURS = [OKABE_ITO[name] for name in ("green", "purple", "sky blue", "vermillion")]
+_METRIC_NAMES = {
+    "nll": "NLL (nats) ↓",
+    "ece": "ECE ↓",
+    "accuracy": "Accuracy ↑",
+    "brier": "Brier score ↓",
+    "mean_entropy": "Mean entropy (nats)",
+}
+_METRIC_FAMILIES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
+
+
+def method_colours(methods: Iterable[str]) -> dict[str, str]:
+    """The colour of each method, the same in every picture for the four of the paper.
+
+    Args:
+        methods: Names in the order in which they appear; others than "MAP" (or "vanilla"),
+            "mini-batch", "debiased" and "full-batch" get the remaining colours one by one.
+
+    Returns:
+        Hexadecimal colours by method, in the same order.
+    """
+    others = itertools.cycle(_OTHER_COLOURS)
+    return {
+        method: _METHOD_COLOURS.get(method) or next(others) for method in dict.fromkeys(methods)
+    }
+
+
+def metric_label(metric: str) -> str:
+    """What an axis calls a metric, with an arrow to where it is better.
+
+    Args:
+        metric: Name of a metric as `laplace_debias.metrics.evaluate` gives it.
+
+    Returns:
+        A label; for an unknown metric its name.
+    """
+    family, _, name = metric.partition("_")
+    if family in _METRIC_FAMILIES:
+        of_which = f" ({name})" if name else ""
+        return f"{_METRIC_FAMILIES[family]}{of_which} {'↓' if family == 'fpr95' else '↑'}"
+    return _METRIC_NAMES.get(metric, metric)
+
+
+def style_axes(ax: Axes) -> None:
+    """Gives axes the look of this package: a light grid behind, no frame above and to the right.
+
+    Args:
+        ax: The axes, changed in place.
+    """
+    ax.grid(visible=True, which="major", color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(INK)
+    ax.tick_params(which="both", labelsize=FONT_SIZE - 1, color=INK, labelcolor=INK)
+    for text in (ax.xaxis.label, ax.yaxis.label):
+        text.set(fontsize=FONT_SIZE, color=INK)
+
+
+def check_suffix(path: str | os.PathLike[str]) -> None:
+    """Checks that a picture can be written in the format that its suffix names.
+
+    Args:
+        path: Where the picture shall be.
+
+    Raises:
+        ValueError: The suffix is neither `.png` nor `.pdf`.
+    """
+    if Path(path).suffix.lower() not in _SUFFIXES:
+        raise ValueError(
+            f"the picture's path is {os.fspath(path)!r}; expected a name that ends in "
+            f"{' or '.join(_SUFFIXES)}. Change the suffix."
+        )
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Writes a picture at once and whole; missing parent folders are made.
+
+    Args:
+        figure: The picture.
+        path: The file, PNG (150 dots an inch) or PDF by its suffix.
+
+    Raises:
+        ValueError: The suffix is neither `.png` nor `.pdf`.
+    """
+    check_suffix(path)
+    with written_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=_DPI, format=Path(path).suffix.lower()[1:])

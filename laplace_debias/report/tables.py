@@ -1,0 +1,221 @@
+"""Tables of results as text, on the terminal and as CSV.
+
+A table is a sequence of rows; a row maps the names of columns to numbers, strings, booleans or
+None. Rows may lack columns.
+"""
+
+import csv
+import math
+import numbers
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from laplace_debias.report.files import written_atomically
+
+Row = Mapping[str, object]
+
+_MISSING = "–"
+_INTEGER = re.compile(r"[+-]?\d+")
+_REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE)
+_WORDS: dict[str, object] = {"": None, "True": True, "False": False}
+
+
+def markdown_table(
+    rows: Sequence[Row], columns: Sequence[str] | None = None, digits: int = 3
+) -> str:
+    """Table in GitHub's Markdown, columns of numbers aligned to the right.
+
+    Args:
+        rows: The rows.
+        columns: Which columns, in which order; all in order of appearance if None.
+        digits: Decimal places of real numbers; those that would vanish, or have more than six
+            digits before the point, appear in scientific notation.
+
+    Returns:
+        The table, without a newline at its end. Missing values and None appear as a dash.
+
+    Raises:
+        ValueError: There are no rows, no row has one of the `columns`, or `digits` < 0.
+
+    Example:
+        >>> print(markdown_table([{"method": "MAP", "nll": 0.61803}], digits=2))
+        | method |  nll |
+        | :----- | ---: |
+        | MAP    | 0.62 |
+    """
+    columns = _checked_columns(rows, columns)
+    numeric = {column: _is_numeric(rows, column) for column in columns}
+    header = [_escape(column) for column in columns]
+    body = [[_escape(cell) for cell in line] for line in _cells(rows, columns, digits)]
+    widths = [max(3, *map(len, column)) for column in zip(header, *body, strict=True)]
+    right = [numeric[column] for column in columns]
+    ruler = [
+        "-" * (width - 1) + ":" if is_right else ":" + "-" * (width - 1)
+        for width, is_right in zip(widths, right, strict=True)
+    ]
+    lines = [_markdown_line(line, widths, right) for line in (header, ruler, *body)]
+    return "\n".join(lines)
+
+
+def print_table(
+    rows: Sequence[Row],
+    title: str,
+    columns: Sequence[str] | None = None,
+    digits: int = 3,
+    console: Console | None = None,
+) -> None:
+    """Prints a table to the terminal.
+
+    Args:
+        rows: The rows.
+        title: What stands above.
+        columns: Which columns, in which order; all in order of appearance if None.
+        digits: Decimal places of real numbers, as in `markdown_table`.
+        console: Where to print; the standard output if None.
+
+    Raises:
+        ValueError: There are no rows, no row has one of the `columns`, or `digits` < 0.
+    """
+    columns = _checked_columns(rows, columns)
+    body = _cells(rows, columns, digits)
+    table = Table(title=Text(title), title_justify="left")
+    for column in columns:
+        table.add_column(Text(column), justify="right" if _is_numeric(rows, column) else "left")
+    for line in body:
+        table.add_row(*map(Text, line))
+    (console or Console()).print(table)
+
+
+def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Writes a table as CSV, real numbers in full precision, None and missing values as nothing.
+
+    The file appears at once and whole; missing parent folders are made.
+
+    Args:
+        rows: The rows; the columns are all that appear, in order of appearance.
+        path: The file.
+
+    Raises:
+        ValueError: There are no rows, or a value is neither number, string, boolean nor None.
+    """
+    columns = _checked_columns(rows, None)
+    lines = [[_plain(row.get(column), column) for column in columns] for row in rows]
+    with (
+        written_atomically(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(lines)
+
+
+def read_csv(path: str | os.PathLike[str]) -> list[dict[str, object]]:
+    """Reads what `write_csv` wrote.
+
+    What looks like an integer, a real number, `True` or `False` becomes one; nothing becomes None.
+    A string that looks like a number, or is empty, does therefore not come back as a string.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The rows, each with every column.
+
+    Raises:
+        ValueError: The file is empty, or a line has more or fewer values than the header.
+        FileNotFoundError: There is no such file.
+    """
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        lines = list(csv.reader(file))
+    if not lines:
+        raise ValueError(f"{path} is empty; expected a header. Write it with `write_csv`.")
+    columns, *body = lines
+    for number, line in enumerate(body, start=1):
+        if len(line) != len(columns):
+            raise ValueError(
+                f"row {number} of {path} has {len(line)} values; expected {len(columns)} as in the "
+                "header. Has the file been cut off or edited?"
+            )
+    return [dict(zip(columns, map(_parse, line), strict=True)) for line in body]
+
+
+def _checked_columns(rows: Sequence[Row], columns: Sequence[str] | None) -> list[str]:
+    if not rows:
+        raise ValueError("the table has no rows; expected at least one. Did the run give results?")
+    known = list(dict.fromkeys(column for row in rows for column in row))
+    if columns is None:
+        return known
+    unknown = [column for column in columns if column not in known]
+    if unknown or not columns:
+        raise ValueError(
+            f"`columns` has {unknown or 'no names'}; expected some of {known}. Correct the names."
+        )
+    return list(columns)
+
+
+def _cells(rows: Sequence[Row], columns: Sequence[str], digits: int) -> list[list[str]]:
+    if digits < 0:
+        raise ValueError(f"`digits` is {digits}; expected 0 or more, for example 3.")
+    return [
+        [_formatted(_plain(row.get(column), column), digits) for column in columns] for row in rows
+    ]
+
+
+def _plain(value: object, column: str) -> str | bool | int | float | None:
+    """A value as one of Python's own types; scalars of torch and NumPy are converted."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise ValueError(
+        f"column {column!r} holds a {type(value).__name__}; expected a number, string, boolean or "
+        "None. Convert it with `str(...)` or leave the column out."
+    )
+
+
+def _formatted(value: str | bool | int | float | None, digits: int) -> str:
+    if value is None:
+        return _MISSING
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    vanishes = value != 0 and abs(value) < 0.5 * 10**-digits
+    if vanishes or abs(value) >= 1e6:
+        return f"{value:.{max(digits - 1, 0)}e}"
+    return f"{value:.{digits}f}"
+
+
+def _is_numeric(rows: Sequence[Row], column: str) -> bool:
+    values = [_plain(row.get(column), column) for row in rows]
+    present = [value for value in values if value is not None]
+    return bool(present) and all(isinstance(value, int | float) for value in present)
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", r"\|").replace("\n", " ")
+
+
+def _markdown_line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    padded = [
+        cell.rjust(width) if is_right else cell.ljust(width)
+        for cell, width, is_right in zip(cells, widths, right, strict=True)
+    ]
+    return "| " + " | ".join(padded) + " |"
+
+
+def _parse(cell: str) -> object:
+    if cell in _WORDS:
+        return _WORDS[cell]
+    if _INTEGER.fullmatch(cell):
+        return int(cell)
+    return float(cell) if _REAL.fullmatch(cell) else cell

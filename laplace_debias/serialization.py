@@ -1,0 +1,174 @@
+"""A fitted posterior on disk: one safetensors file, no pickle."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.posterior import GaussianPosterior
+
+FORMAT = "laplace-debias/1"
+_PARTS = ("U_G", "U_A", "magnitudes")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says besides its tensors.
+
+    Attributes:
+        likelihood: As `likelihood_to_json` gives it.
+        curvature: The curvature's name.
+        param_names: The Bayesian parameters.
+        block_names: The curvature blocks.
+        num_data: N.
+        nll: Summed negative log-likelihood of the N examples, in nats.
+    """
+
+    likelihood: dict[str, Any]
+    curvature: str
+    param_names: list[str]
+    block_names: list[str]
+    num_data: int
+    nll: float
+
+
+def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
+    """A likelihood of this package as plain data.
+
+    Raises:
+        ValueError: For an instance of any other class.
+    """
+    if type(likelihood) is Categorical:
+        return {"name": "classification"}
+    if type(likelihood) is Bernoulli:
+        return {"name": "binary"}
+    if type(likelihood) is Gaussian:
+        return {"name": "regression", "sigma": likelihood.sigma.tolist()}
+    raise ValueError(
+        f"A {type(likelihood).__name__} cannot be written to a file: only 'classification', "
+        "'binary' and 'regression' can."
+    )
+
+
+def likelihood_from_json(data: Mapping[str, Any]) -> Likelihood:
+    """The inverse of `likelihood_to_json`."""
+    if data["name"] == "regression":
+        return Gaussian(data["sigma"])
+    return {"classification": Categorical, "binary": Bernoulli}[data["name"]]()
+
+
+def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
+    """Write a posterior; an existing file is replaced only once the new one is complete.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
+    for index, block in enumerate(posterior.curvature.blocks.values()):
+        for part in _PARTS:
+            tensors[f"{index}.{part}"] = getattr(block, part)
+    metadata = {"format": FORMAT, "header": json.dumps(asdict(header))}
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
+    """Read a file's header and tensors (on the CPU).
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, truncated, or not of this format.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is damaged or no safetensors file ({error}): save the posterior again."
+        ) from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is of format {metadata.get('format')!r}, expected {FORMAT!r}: it was not "
+            "written by Laplace.save of this version."
+        )
+    try:
+        data = json.loads(metadata["header"])
+        header = Header(**{field.name: data[field.name] for field in fields(Header)})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The header of {path} is damaged ({error!r}).") from error
+    return header, tensors
+
+
+def posterior_from(
+    header: Header,
+    tensors: Mapping[str, Tensor],
+    model_mean: Tensor,
+    blocks: Sequence[tuple[str, tuple[int, int]]],
+) -> GaussianPosterior:
+    """Check a file's tensors against the model and build the posterior on the model's device.
+
+    Args:
+        header: The file's header.
+        tensors: The file's tensors.
+        model_mean: The model's Bayesian parameters, `[D]`.
+        blocks: Name and `(d_out, d_in)` of the model's curvature blocks.
+
+    Raises:
+        ValueError: If the file belongs to another model, or to other parameters of this one.
+    """
+    if header.block_names != [name for name, _ in blocks]:
+        raise ValueError(
+            f"The file's curvature blocks {header.block_names} are not the model's "
+            f"{[name for name, _ in blocks]}: it was saved for another model."
+        )
+    shapes = {"mean": tuple(model_mean.shape)}
+    for index, (_, (d_out, d_in)) in enumerate(blocks):
+        for part, shape in zip(_PARTS, ((d_out, d_out), (d_in, d_in), (d_out, d_in)), strict=True):
+            shapes[f"{index}.{part}"] = shape
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    prior_precision = tensors.get("prior_precision")
+    found.pop("prior_precision", None)
+    if prior_precision is None or found != shapes:
+        wrong = sorted(k for k in {*found, *shapes} if found.get(k) != shapes.get(k))
+        raise ValueError(
+            f"The file's tensors do not fit the model: {wrong or ['prior_precision']} are missing, "
+            "superfluous or of another shape."
+        )
+    mean = tensors["mean"].to(model_mean.device)
+    if mean.dtype != model_mean.dtype:
+        raise ValueError(
+            f"The file holds a posterior in {mean.dtype}, the model is {model_mean.dtype}: load it "
+            "for the model in the dtype that it was fitted in."
+        )
+    if not mean.equal(model_mean):
+        raise ValueError(
+            "The model's parameters are not those of the fit: load the checkpoint that the "
+            "posterior was fitted on."
+        )
+    operators = {}
+    for index, (name, _) in enumerate(blocks):
+        parts = [tensors[f"{index}.{part}"].to(model_mean) for part in _PARTS]
+        if not all(bool(part.isfinite().all()) for part in parts):
+            raise ValueError(f"The curvature of {name} in the file holds NaN or Inf.")
+        operators[name] = EigenKronecker(*parts)
+    return GaussianPosterior(
+        mean,
+        BlockDiagonal(operators),
+        header.num_data,
+        prior_precision.to(model_mean.device),
+    )

@@ -1,0 +1,155 @@
+"""The prior precision: tuned on held-out data or by the marginal likelihood."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+from torch.distributions import Distribution
+
+from laplace_debias.metrics import accuracy, brier, ece, nll
+
+# Metrics of class probabilities; True where more is better.
+_OF_PROBABILITIES: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
+    "accuracy": (accuracy, True),
+    "brier": (brier, False),
+    "ece": (ece, False),
+    "nll": (nll, False),
+}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a search for the prior precision found.
+
+    Attributes:
+        prior_precision: The best value.
+        metric: What was optimised: a metric's name, or `"log_marginal_likelihood"`.
+        value: The metric there.
+        table: One row for each value tried: `prior_precision` and the metric.
+    """
+
+    prior_precision: float
+    metric: str
+    value: float
+    table: list[dict[str, float]]
+
+    def __float__(self) -> float:
+        return self.prior_precision
+
+
+def check_metric(metric: str, has_probabilities: bool) -> None:
+    """Require a metric that fits the likelihood.
+
+    Raises:
+        ValueError: For an unknown metric, or one that needs class probabilities.
+    """
+    known = list(_OF_PROBABILITIES) if has_probabilities else ["nll"]
+    if metric not in known:
+        raise ValueError(
+            f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
+        )
+
+
+def check_grid(grid: Tensor) -> None:
+    """Require a non-empty vector of positive, finite prior precisions.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if grid.ndim != 1 or len(grid) == 0 or not bool(((grid > 0) & grid.isfinite()).all()):
+        raise ValueError(
+            "The grid must hold positive, finite prior precisions, as torch.logspace(-4, 4, 21) "
+            f"does; got {grid.tolist()}."
+        )
+
+
+class Score:
+    """Accumulates predictions over batches and scores them.
+
+    Args:
+        metric: `"nll"` of any likelihood, or `"accuracy"`, `"brier"`, `"ece"` of one with class
+            probabilities.
+    """
+
+    def __init__(self, metric: str) -> None:
+        self.metric = metric
+        self._log_probs: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._targets: list[Tensor] = []
+
+    def add(self, predictive: Distribution, targets: Tensor) -> None:
+        """Take one batch's predictive and targets."""
+        if self.metric == "nll":
+            shape = predictive.batch_shape + predictive.event_shape
+            self._log_probs.append(
+                predictive.log_prob(targets.reshape(shape).to(_dtype(predictive)))
+            )
+        else:
+            self._probs.append(predictive.probs)  # type: ignore[attr-defined]
+            self._targets.append(targets.reshape(predictive.batch_shape))
+
+    def value(self) -> float:
+        """The metric over all batches."""
+        if self.metric == "nll":
+            return -torch.cat(self._log_probs).double().mean().item()
+        function, _ = _OF_PROBABILITIES[self.metric]
+        return float(function(torch.cat(self._probs), torch.cat(self._targets).long()))
+
+
+def _dtype(predictive: Distribution) -> torch.dtype:
+    return (
+        torch.long
+        if isinstance(predictive, torch.distributions.Categorical)
+        else predictive.mean.dtype
+    )
+
+
+def best_of(metric: str, grid: Sequence[float], values: Sequence[float]) -> Tuning:
+    """Pick the best grid point.
+
+    Raises:
+        ValueError: If no value is a number.
+    """
+    _, more_is_better = _OF_PROBABILITIES[metric]
+    table = [{"prior_precision": p, metric: v} for p, v in zip(grid, values, strict=True)]
+    rows = [row for row in table if row[metric] == row[metric]]
+    if not rows:
+        raise ValueError(f"The {metric} is NaN at every prior precision: check the predictions.")
+    best = (max if more_is_better else min)(rows, key=lambda row: row[metric])
+    return Tuning(best["prior_precision"], metric, best[metric], table)
+
+
+def maximise_marginal_likelihood(
+    log_marginal_likelihood: Callable[[Tensor], Tensor],
+    bounds: tuple[float, float] = (1e-8, 1e8),
+) -> Tuning:
+    """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale.
+
+    Args:
+        log_marginal_likelihood: From a scalar δ to the log marginal likelihood.
+        bounds: The range searched.
+
+    Raises:
+        ValueError: If the optimum lies on the range's edge.
+    """
+    name = "log_marginal_likelihood"
+    table: list[dict[str, float]] = []
+
+    def loss(log_delta: float) -> float:
+        delta = torch.tensor(10.0**log_delta, dtype=torch.float64)
+        value = log_marginal_likelihood(delta).item()
+        table.append({"prior_precision": delta.item(), name: value})
+        return -value
+
+    low, high = (torch.tensor(bounds).log10()).tolist()
+    result = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3})
+    if min(result.x - low, high - result.x) < 1e-2:
+        raise ValueError(
+            f"The marginal likelihood has no optimum between {bounds[0]:g} and {bounds[1]:g} "
+            f"(the search ended at {10**result.x:.3g}): tune on validation data instead."
+        )
+    table.sort(key=lambda row: row["prior_precision"])
+    return Tuning(10.0**result.x, name, -result.fun, table)

@@ -1,0 +1,297 @@
+"""`Laplace` against the dense float64 oracle: every step of the method, for every small network."""
+
+import oracle
+import pytest
+import torch
+from torch.func import functional_call
+
+from laplace_debias import Laplace
+
+NUM_DATA = 40
+DELTA = 0.7
+
+
+def close(actual, expected, tolerance=1e-8):
+    scale = expected.abs().max().clamp_min(1e-12)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * scale
+
+
+class Case:
+    """A small network, two halves of its data, and the package's fit."""
+
+    def __init__(self, name, **options):
+        self.model, self.x, self.y, self.likelihood, self.sigma = oracle.SMALL_MODELS[name]()
+        self.first = (self.x[:3], self.y[:3])
+        self.second = (self.x[3:], self.y[3:])
+        self.la = Laplace(
+            self.model, self.likelihood, prior_precision=DELTA, sigma=self.sigma, **options
+        )
+
+    def fit(self, mode):
+        loader = [self.first, self.second]
+        return self.la.fit(loader, mode=mode, num_data=NUM_DATA)
+
+    def data(self, mode):
+        """The inputs that directions and magnitudes come from."""
+        if mode == "full":
+            return self.x, self.x
+        return self.first[0], (self.second if mode == "debiased" else self.first)[0]
+
+    def factors(self, x, layer):
+        return oracle.kfac_factors(self.model, x, self.likelihood, layer, self.sigma)
+
+    def dense_blocks(self, mode, curvature):
+        """The oracle's blocks along the directions that the package found."""
+        directions, magnitudes = self.data(mode)
+        blocks = []
+        for name, block in self.la.posterior.curvature.blocks.items():
+            layer, _, role = name.rpartition(".")
+            one, two = self.factors(directions, layer), self.factors(magnitudes, layer)
+            if role == "bias":
+                unit = torch.ones(1, 1, dtype=torch.float64)
+                one, two = ({"A": unit, "G": f["bias"]} for f in (one, two))
+            if curvature == "kfac":
+                dense = oracle.debiased_block(one, two, block.U_G, block.U_A)
+            else:
+                exact = oracle.ggn_block(self.model, magnitudes, self.likelihood, name, self.sigma)
+                dense = oracle.ekfac_block(one, exact, block.U_G, block.U_A)
+            blocks.append(dense)
+        return blocks
+
+
+def operator_blocks(la):
+    return [block.to_dense() for block in la.posterior.curvature.blocks.values()]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_curvature_equals_the_dense_construction(name, mode, curvature):
+    case = Case(name, curvature=curvature)
+    case.fit(mode)
+    for actual, expected in zip(
+        operator_blocks(case.la), _dense(case.dense_blocks(mode, curvature)), strict=True
+    ):
+        close(actual, expected)
+
+
+def _dense(blocks):
+    return [block[0] if isinstance(block, tuple) else block for block in blocks]
+
+
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_full_kfac_is_the_kronecker_product_of_the_factors(name):
+    case = Case(name)
+    case.fit("full")
+    for block, actual in zip(case.la.block_names, operator_blocks(case.la), strict=True):
+        layer, _, role = block.rpartition(".")
+        factors = case.factors(case.x, layer)
+        expected = factors["bias"] if role == "bias" else oracle.kfac_block(factors)
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_functional_covariance_equals_dense_jacobians(name, mode):
+    case = Case(name)
+    la = case.fit(mode)
+    covariance = oracle.posterior_covariance(operator_blocks(la), NUM_DATA, DELTA)
+    J = oracle.flat_jacobian(case.model, case.x, la.param_names)
+    mean, actual = la.functional(case.x)
+    close(mean, case.model(case.x).detach())
+    close(actual, oracle.functional_covariance(J, covariance))
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_log_marginal_likelihood_includes_every_constant(name, mode):
+    case = Case(name)
+    la = case.fit(mode)
+    seen = case.x[:3] if mode == "mini" else case.x
+    nll = oracle.nll(case.likelihood, case.model(seen), case.y[: len(seen)], case.sigma)
+    precision = oracle.posterior_precision(operator_blocks(la), NUM_DATA, DELTA)
+    theta = oracle.flat_parameters(case.model, la.param_names)
+    expected = oracle.log_marginal_likelihood(
+        nll.sum() * NUM_DATA / len(seen), theta, precision, torch.full_like(theta, DELTA)
+    )
+    close(la.log_marginal_likelihood(), expected.detach())
+
+
+@pytest.mark.parametrize("name", ["conv2d", "regression_per_output"])
+def test_posterior_products_and_sample_root_are_dense_ones(name):
+    case = Case(name)
+    posterior = case.fit("debiased").posterior
+    dense = oracle.posterior_covariance(operator_blocks(case.la), NUM_DATA, DELTA)
+    close(posterior.covariance.to_dense(), dense)
+    close(posterior.precision.to_dense(), torch.linalg.inv(dense))
+    root = posterior.scale.to_dense()
+    close(root @ root.T, dense)
+    # A sample is the mean plus the root's block structure times a standard normal vector.
+    draws = case.la.sample(3, torch.Generator().manual_seed(1))
+    noise = torch.randn(
+        3, len(dense), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    for draw, z in zip(draws - case.la.mean, noise, strict=True):
+        mahalanobis = draw @ torch.linalg.inv(dense) @ draw
+        close(mahalanobis, z @ z)
+
+
+def test_sample_covariance_converges_to_the_posterior_covariance():
+    case = Case("regression")
+    la = case.fit("debiased")
+    dense = oracle.posterior_covariance(operator_blocks(la), NUM_DATA, DELTA)
+    draws = la.sample(200_000, torch.Generator().manual_seed(0))
+    error = torch.cov(draws.T) - dense
+    # The standard error of a Gaussian's sample covariance entry (Wishart).
+    deviation = ((dense**2 + torch.outer(dense.diag(), dense.diag())) / len(draws)).sqrt()
+    assert (error.abs() / deviation).max() < 5.5
+    assert ((draws.mean(0) - la.mean).abs() / (dense.diag() / len(draws)).sqrt()).max() < 5
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_debiased_with_the_same_batch_twice_is_mini(name, curvature):
+    mini, twice = Case(name, curvature=curvature), Case(name, curvature=curvature)
+    mini.fit("mini")
+    twice.la.fit_batches([twice.first], [twice.first], num_data=NUM_DATA)
+    for one, two in zip(operator_blocks(mini.la), operator_blocks(twice.la), strict=True):
+        close(two, one, 1e-10)
+
+
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_one_datum_with_one_position_gives_the_exact_ggn(name):
+    """K-FAC is exact for a single example where a layer has a single position."""
+    model, x, y, likelihood, sigma = oracle.SMALL_MODELS[name]()
+    la = Laplace(model, likelihood, sigma=sigma).fit_batches([(x[:1], y[:1])])
+    checked = 0
+    for block in la.block_names:
+        layer, _, role = block.rpartition(".")
+        a, _ = oracle.layer_statistics(model, x[:1], likelihood, layer, sigma)
+        if role == "bias" or a.shape[1] == 1:
+            exact = oracle.ggn_block(model, x[:1], likelihood, block, sigma)
+            close(la.posterior.curvature.blocks[block].to_dense(), exact)
+            checked += 1
+    assert checked
+
+
+def test_deep_linear_network_with_squared_loss_gives_the_exact_ggn():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)]
+    model = torch.nn.Sequential(*layers).double().eval()
+    x, y = torch.randn(9, 4).double(), torch.randn(9, 2).double()
+    la = Laplace(model, "regression").fit_batches([(x, y)])
+    for block, operator in la.posterior.curvature.blocks.items():
+        close(operator.to_dense(), oracle.ggn_block(model, x, "regression", block, 1.0))
+
+
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_backends_agree(name):
+    cases = [Case(name, backend=backend) for backend in ("backpack", "hooks")]
+    for case in cases:
+        case.fit("full")
+    for one, two in zip(*(operator_blocks(case.la) for case in cases), strict=True):
+        close(two, one, 1e-10)
+
+
+@pytest.mark.parametrize("backend", ["backpack", "hooks"])
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_other_fishers_use_the_gradients_of_labels(fisher, backend):
+    """With one Linear layer the G factor is the mean outer product of the label gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3)).double().eval()
+    x, y = torch.randn(5000, 4).double(), torch.randint(3, (5000,))
+    la = Laplace(model, fisher=fisher, backend=backend)
+    la.fit_batches([(x, y)], generator=torch.Generator().manual_seed(0))
+    actual = la.posterior.curvature.blocks["0.bias"].to_dense()
+    p = model(x).softmax(1).detach()
+    if fisher == "empirical":
+        g = p - torch.nn.functional.one_hot(y, 3)
+        close(actual, g.T @ g / len(x))
+    else:
+        exact = torch.diag(p.mean(0)) - p.T @ p / len(x)
+        assert (actual - exact).abs().max() < 4 * 0.5 / len(x) ** 0.5
+
+
+def test_mc_labels_do_not_depend_on_the_batch_size():
+    case = Case("conv2d", fisher="mc", mc_samples=2)
+    blocks = []
+    for size in (6, 2, 1):
+        batches = list(zip(case.x.split(size), case.y.split(size), strict=True))
+        case.la.fit_batches(batches, generator=torch.Generator().manual_seed(3))
+        blocks.append(operator_blocks(case.la))
+    for other in blocks[1:]:
+        for one, two in zip(blocks[0], other, strict=True):
+            close(two, one, 1e-10)
+
+
+def test_the_generator_decides_the_mc_labels():
+    case = Case("conv2d", fisher="mc")
+    seeds = []
+    for seed in (0, 0, 1):
+        case.la.fit_batches([(case.x, case.y)], generator=torch.Generator().manual_seed(seed))
+        seeds.append(operator_blocks(case.la)[0])
+    assert torch.equal(seeds[0], seeds[1])
+    assert not torch.allclose(seeds[0], seeds[2])
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", ["conv2d_all", "regression"])
+def test_results_do_not_depend_on_the_memory_bound(name, curvature):
+    cases = [Case(name, memory_bound=bound, curvature=curvature) for bound in (1, 2**28)]
+    for case in cases:
+        case.fit("full")
+    for one, two in zip(*(operator_blocks(case.la) for case in cases), strict=True):
+        close(two, one, 1e-10)
+    close(cases[0].la.functional(cases[0].x)[1], cases[1].la.functional(cases[1].x)[1], 1e-10)
+
+
+def test_debiased_magnitudes_do_not_depend_on_how_the_data_is_cut():
+    """With full-rank factors, whose eigenbases are unique."""
+    torch.manual_seed(0)
+    model = oracle.SMALL_MODELS["mlp_tanh"]()[0]
+    width = next(model.parameters()).shape[1]
+    x, y = torch.randn(96, width).double(), torch.randint(3, (96,))
+    fits = []
+    for size, bound in ((48, 2**28), (7, 1)):
+        la = Laplace(model, memory_bound=bound)
+        halves = [
+            list(zip(x[part].split(size), y[part].split(size), strict=True))
+            for part in (slice(0, 48), slice(48, 96))
+        ]
+        fits.append(operator_blocks(la.fit_batches(*halves)))
+    for one, two in zip(*fits, strict=True):
+        close(two, one, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "mlp_tanh", "binary", "regression"])
+def test_linearised_samples_follow_the_dense_jacobian(name):
+    case = Case(name)
+    la = case.fit("full")
+    from laplace_debias.predictive import linearised_outputs, sampled_outputs
+
+    draws = la.sample(11, torch.Generator().manual_seed(0))
+    J = oracle.flat_jacobian(case.model, case.x, la.param_names)
+    expected = case.model(case.x).detach() + torch.einsum("bcd,sd->sbc", J, draws - la.mean)
+    close(linearised_outputs(case.model, la.param_names, case.x, draws), expected)
+    sampled = sampled_outputs(case.model, la.param_names, case.x, draws)
+    sizes = [case.model.get_parameter(n).numel() for n in la.param_names]
+    for row, outputs in zip(draws, sampled, strict=True):
+        values = {
+            n: part.view_as(case.model.get_parameter(n))
+            for n, part in zip(la.param_names, row.split(sizes), strict=True)
+        }
+        close(outputs, functional_call(case.model, values, (case.x,)).detach())
+
+
+@pytest.mark.parametrize("backend", ["backpack", "hooks"])
+def test_params_weights_leaves_out_the_biases(backend):
+    whole, weights = (
+        Case("conv2d", backend=backend),
+        Case("conv2d", params="weights", backend=backend),
+    )
+    whole.fit("full")
+    weights.fit("full")
+    assert all(name.endswith("weight") for name in weights.la.param_names)
+    for name, block in weights.la.posterior.curvature.blocks.items():
+        close(block.to_dense(), whole.la.posterior.curvature.blocks[name].to_dense(), 1e-10)
