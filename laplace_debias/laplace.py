@@ -345,12 +345,35 @@ class Laplace:
         mean, covariances = self._moments(x, self.prior_precision.reshape(1, -1))
         return mean, covariances[0]
 
-    def _moments(self, x: Tensor, prior_precisions: Tensor) -> tuple[Tensor, Tensor]:
+    def predict_grid(
+        self, x: Tensor, prior_precisions: Float[Tensor, "grid"] | Float[Tensor, "grid blocks"]
+    ) -> list[Distribution]:
+        """The closed-form `"glm"` predictive at several prior precisions, in one pass.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            prior_precisions: One δ a grid point, `[P]`, or one for each block, `[P, blocks]`.
+
+        Returns:
+            P predictives of batch shape `[B]`; the posterior's own prior precision stays.
+
+        Raises:
+            ValueError: If a prior precision is not positive; as `predict`.
+            RuntimeError: As `predict`.
+        """
+        for point in prior_precisions:
+            check_prior_precision(point, len(self._blocks))
+        grid = prior_precisions.reshape(len(prior_precisions), -1)
+        mean, covariances = self._moments(x, grid)
+        return [self.likelihood.predictive(mean, covariance) for covariance in covariances]
+
+    def _moments(
+        self, x: Tensor, prior_precisions: Float[Tensor, "grid deltas"]
+    ) -> tuple[Tensor, Tensor]:
         posterior = self._checked_posterior()
-        grid = prior_precisions.expand(-1, len(self._blocks)).to(posterior.mean)
-        x = self._moved(x)
+        grid = prior_precisions.to(posterior.mean).expand(-1, len(self._blocks))
         return predictive.functional_moments(
-            self.model, self._blocks, posterior, x, grid, self._memory_bound
+            self.model, self._blocks, posterior, self._moved(x), grid, self._memory_bound
         )
 
     def _checked_posterior(self) -> GaussianPosterior:
@@ -464,10 +487,9 @@ class Laplace:
         tuning.check_grid(grid)
         scores = [tuning.Score(metric) for _ in grid]
         for x, y in self._on_device(with_progress(loader, progress, "tune")):
-            mean, covariances = self._moments(x, grid.reshape(-1, 1))
-            self.likelihood.check(mean, y)
-            for score, covariance in zip(scores, covariances, strict=True):
-                score.add(self.likelihood.predictive(mean, covariance), y)
+            predictives = self.predict_grid(x, grid)
+            for score, predicted in zip(scores, predictives, strict=True):
+                score.add(predicted, y)
         return tuning.best_of(metric, grid.tolist(), [score.value() for score in scores])
 
     def evaluate(

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from laplace_debias.metrics.checks import check_classification
@@ -27,7 +27,7 @@ class ReliabilityCurve(NamedTuple):
 
 
 def reliability_curve(
-    probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"], num_bins: int = 15
+    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"], num_bins: int = 15
 ) -> ReliabilityCurve:
     """Groups the examples by confidence and compares confidence and accuracy in each group.
 

@@ -1,7 +1,7 @@
 """What every metric asks of its input before it computes anything."""
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 _ROW_SUM_TOLERANCE = 1e-4
@@ -66,8 +66,8 @@ def check_probs(
 
 
 def check_classification(
-    probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"]
-) -> tuple[Float[Tensor, "n classes"], Int[Tensor, " n"]]:
+    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
+) -> tuple[Float[Tensor, "n classes"], Integer[Tensor, " n"]]:
     """Checks predicted probabilities together with their labels.
 
     Args:

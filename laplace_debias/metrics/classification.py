@@ -5,7 +5,7 @@ problem, and class indices `[n]`; it returns a scalar tensor on their device. Ha
 computed in float32.
 """
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, finfo
 from torch.nn.functional import one_hot
 from torchmetrics.functional.classification import multiclass_calibration_error
@@ -13,7 +13,9 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from laplace_debias.metrics.checks import check_classification
 
 
-def accuracy(probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, ""]:
+def accuracy(
+    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
+) -> Float[Tensor, ""]:
     """Fraction of examples whose most probable class is the label.
 
     Of several most probable classes the one that `Tensor.argmax` names counts.
@@ -33,7 +35,7 @@ def accuracy(probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"]) -> F
     return (probs.argmax(dim=1) == labels).to(probs.dtype).mean()
 
 
-def nll(probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, ""]:
+def nll(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
     """Mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
 
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
@@ -56,13 +58,13 @@ def nll(probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"]) -> Float[
 
 
 def ece(
-    probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"], num_bins: int = 15
+    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"], num_bins: int = 15
 ) -> Float[Tensor, ""]:
     """Expected calibration error of the most probable class, `Σ_b (n_b/n) |acc_b - conf_b|`.
 
     The bins are `num_bins` equal intervals `[lower, upper)` of the confidence; as in torchmetrics'
-    `MulticlassCalibrationError`, whose value this is, a confidence of exactly 1 has a bin of its
-    own.
+    `MulticlassCalibrationError`, whose value this is, a confidence that float32 rounds to 1 has a
+    bin of its own, and sums are in float32 whatever the dtype.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1, whose confidence is that of the
@@ -84,12 +86,13 @@ def ece(
     """
     check_num_bins(num_bins)
     probs, labels = check_classification(probs, labels)
-    return multiclass_calibration_error(
+    error = multiclass_calibration_error(
         probs, labels, probs.shape[1], n_bins=num_bins, norm="l1", validate_args=False
     )
+    return error.to(probs.dtype)
 
 
-def brier(probs: Float[Tensor, "n *classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, ""]:
+def brier(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
     """Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`, summed over the classes.
 
     This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's

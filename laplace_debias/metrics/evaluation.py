@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from laplace_debias.metrics.checks import check_classification, check_probs, check_same_device
@@ -12,7 +12,7 @@ from laplace_debias.metrics.ood import aupr, auroc, entropy, fpr95
 
 def evaluate(
     probs: Float[Tensor, "n *classes"],
-    labels: Int[Tensor, " n"],
+    labels: Integer[Tensor, " n"],
     ood: Mapping[str, Float[Tensor, "..."]] | None = None,
 ) -> dict[str, float]:
     """Calibration, and separation of OOD examples by the entropy of the predictive.

@@ -5,7 +5,7 @@ predictive, is higher on OOD examples. Only the order of the scores counts.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 from torchmetrics.functional.classification import (
     binary_auroc,
@@ -111,7 +111,7 @@ def fpr95(
 
 def _ranked(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
-) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
+) -> tuple[Float[Tensor, " n"], Integer[Tensor, " n"]]:
     """Scores as ranks in [0, 1], and what they belong to (ID = 0, OOD = 1).
 
     torchmetrics would take scores outside [0, 1] for logits and squash them, which merges large

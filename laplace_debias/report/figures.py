@@ -1,6 +1,5 @@
 """Metrics against prior precision and against severity: one panel a metric, one line a method."""
 
-import math
 import os
 from collections.abc import Sequence
 
@@ -50,8 +49,8 @@ def prior_precision_figure(
         The picture as it was written.
 
     Raises:
-        ValueError: There are no rows or metrics, a row lacks a key or holds no number where one is
-            due, a prior precision is not positive, or the suffix is unknown.
+        ValueError: There are no rows or metrics, a row lacks a key or holds no finite number where
+            one is due, a prior precision is not positive, or the suffix is unknown.
 
     Reference:
         Tatzel, Mucsányi, Hackel, Hennig. Debiasing mini-batch quadratics for applications in deep
@@ -87,8 +86,8 @@ def severity_figure(
         The picture as it was written.
 
     Raises:
-        ValueError: There are no rows or metrics, a row lacks a key or holds no number where one is
-            due, or the suffix is unknown.
+        ValueError: There are no rows or metrics, a row lacks a key or holds no finite number where
+            one is due, or the suffix is unknown.
 
     Reference:
         Hendrycks, Dietterich. Benchmarking neural network robustness to common corruptions and
@@ -179,13 +178,8 @@ def _dodge(by_method: dict[str, Curve], is_log: bool) -> dict[str, float]:
 
 def _compress(ax: Axes, by_method: dict[str, Curve]) -> None:
     """Makes the y axis logarithmic where its values span more than a decade."""
-    values = [
-        value
-        for curve in by_method.values()
-        for value in (*curve.low, *curve.high)
-        if math.isfinite(value)
-    ]
-    if not values or min(values) <= 0 or max(values) <= 10 * min(values):
+    values = [bound for curve in by_method.values() for bound in (*curve.low, *curve.high)]
+    if min(values) <= 0 or max(values) <= 10 * min(values):
         return
     ax.set_yscale("log")
     few_decades = max(values) < 1e3 * min(values)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ _TICKS = (0, 0.2, 0.4, 0.6, 0.8, 1)
 
 
 def reliability_figure(
-    panels: Mapping[str, tuple[Float[Tensor, "n *classes"], Int[Tensor, " n"]]],
+    panels: Mapping[str, tuple[Float[Tensor, "n *classes"], Integer[Tensor, " n"]]],
     path: str | os.PathLike[str],
     num_bins: int = 15,
 ) -> Figure:

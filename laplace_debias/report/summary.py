@@ -50,8 +50,8 @@ def summarise(rows: Sequence[Row], x_key: str, metric: str) -> dict[str, Curve]:
         A curve a method, in order of appearance.
 
     Raises:
-        ValueError: There are no rows, a row lacks a key or holds no number where one is due, a draw
-            appears twice, or a method has x in some rows and None in others.
+        ValueError: There are no rows, a row lacks a key or holds no finite number where one is due,
+            a draw appears twice, or a method has x in some rows and None in others.
     """
     if not rows:
         raise ValueError("there are no rows; expected at least one. Did the run give results?")
@@ -93,8 +93,8 @@ def _curve(method: str, x_key: str, by_x: dict[float | None, dict[object, float]
 def _number(value: object, key: str) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(
-            f"a row has {key} = {value!r}; expected a number. Leave out rows without one."
+            f"a row has {key} = {value!r}; expected a finite number. Leave out rows without one."
         )
     return float(value)

@@ -4,7 +4,7 @@ BackPACK propagates all columns of the loss Hessian's root through a sequential 
 an `extension_hook` at every layer. Three of its rules are replaced here:
 
 - the loss: any `Likelihood` gives the columns, exact or sampled;
-- Linear and convolutions: BackPACK's convolution factor pairs the *sum* of the output gradients over
+- Linear and convolutions: BackPACK's convolution factor pairs the *sum* of the gradients over
   the positions with the *sum* over the positions of the activations' outer products, so its trace
   is too large by about the number of positions. The rule here measures the block as the rest of the
   package does, on the same rows of activations and gradients;
