@@ -19,9 +19,9 @@ from laplace_debias.curvature.blocks import (
     select_parameters,
 )
 from laplace_debias.curvature.columns import Fisher
-from laplace_debias.curvature.kfac.backpack import stream_with_backpack, why_not_backpack
+from laplace_debias.curvature.kfac.backpack import BackpackStream, why_not_backpack
 from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
-from laplace_debias.curvature.kfac.stream import Stream, stream_with_hooks
+from laplace_debias.curvature.kfac.stream import Backend, HookStream
 from laplace_debias.curvature.likelihood import Gaussian, Likelihood, likelihood_from
 from laplace_debias.curvature.shadow import check_deterministic, check_finite
 from laplace_debias.evaluation import evaluate_predictions
@@ -97,7 +97,7 @@ class Laplace:
         *,
         sigma: float | Sequence[float] | Tensor | None = None,
         mc_samples: int = 1,
-        memory_bound: int = 2**28,
+        memory_bound: int = 2**26,
     ) -> None:
         if curvature not in FITS:
             raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
@@ -116,7 +116,7 @@ class Laplace:
         self.param_names = select_parameters(model, params)
         self._blocks = curvature_blocks(model, self.param_names)
         self._curvature = curvature
-        self._stream = _choose_stream(model, backend)
+        self._backend = _choose_backend(model, backend)
         self._fisher = Fisher(fisher, mc_samples)
         self._factor_dtype = factor_dtype
         self._memory_bound = memory_bound
@@ -228,7 +228,7 @@ class Laplace:
             self.model,
             self.likelihood,
             self._blocks,
-            self._stream,
+            self._backend,
             fisher,
             self._factor_dtype,
             self._memory_bound,
@@ -596,16 +596,16 @@ class Laplace:
         return la
 
 
-def _choose_stream(model: nn.Module, backend: str) -> Stream:
+def _choose_backend(model: nn.Module, backend: str) -> Backend:
     if backend == "hooks":
-        return stream_with_hooks
+        return HookStream
     if backend not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={backend!r}: use 'auto', 'backpack' or 'hooks'.")
     obstacle = why_not_backpack(model)
     if obstacle is None:
-        return stream_with_backpack
+        return BackpackStream
     if backend == "auto":
-        return stream_with_hooks
+        return HookStream
     raise NotImplementedError(
         f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
     )

@@ -41,6 +41,10 @@ class Fisher:
                 f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
             )
 
+    def num_columns(self, num_outputs: int) -> int:
+        """K, at most: how many cotangents an example has."""
+        return num_outputs if self.kind == "exact" else self.mc_samples
+
     def columns(
         self, likelihood: Likelihood, outputs: Tensor, targets: Tensor, first: int
     ) -> Float[Tensor, "columns batch outputs"]:

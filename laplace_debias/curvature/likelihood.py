@@ -127,8 +127,10 @@ class Categorical(Likelihood):
         r"""The Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
 
         With the tail sums $q_j = \sum_{k>j} p_k$ and $q_{-1} = 1$:
-        $L_{jj} = \sqrt{p_j q_j / q_{j-1}}$ and $L_{ij} = -p_i \sqrt{p_j / (q_{j-1} q_j)}$ for $i > j$. The last column is zero and left
-        out. Reference: Tanabe & Sagae (1992), "An exact Cholesky decomposition and the generalized
+        $L_{jj} = \sqrt{p_j q_j / q_{j-1}}$ and, for $i > j$,
+        $L_{ij} = -p_i \sqrt{p_j / (q_{j-1} q_j)}$. The last column is zero and left out.
+
+        Reference: Tanabe & Sagae (1992), "An exact Cholesky decomposition and the generalized
         inverse of the variance–covariance matrix of the multinomial distribution".
         """
         p = outputs.softmax(-1)

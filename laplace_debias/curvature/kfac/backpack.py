@@ -70,38 +70,38 @@ def why_not_backpack(model: nn.Module) -> str | None:
     return None
 
 
-def stream_with_backpack(
-    network: nn.Module,
-    blocks: Sequence[Block],
-    x: Tensor,
-    columns: Columns,
-    measure: Measure[Measured],
-    consume: Consume[Measured],
-) -> None:
-    """Measure every block on one batch through BackPACK; arguments as `stream_with_hooks`.
+class BackpackStream:
+    """The stream through BackPACK; arguments as `HookStream`."""
 
-    Raises:
-        NotImplementedError: If an input of a layer that must be Linear has more dimensions.
-    """
-    wanted = {block.parameter: block for block in blocks}
-    for name, parameter in network.named_parameters():
-        parameter.requires_grad_(name in wanted)
-    by_module: dict[nn.Module, list[Block]] = {}
-    for block in blocks:
-        by_module.setdefault(network.get_submodule(block.layer), []).append(block)
+    def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+        wanted = {block.parameter for block in blocks}
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(name in wanted)
+        self._by_module: dict[nn.Module, list[Block]] = {}
+        for block in blocks:
+            self._by_module.setdefault(network.get_submodule(block.layer), []).append(block)
+        self._first = network.get_parameter(blocks[0].parameter)
+        handles_before = len(CTX.hook_handles)
+        self._network = extend(network)
+        self._loss = extend(_ColumnLoss())
+        # BackPACK keeps every hook's handle in a global list for good.
+        del CTX.hook_handles[handles_before:]
 
-    def hand_over(module: nn.Module) -> None:
-        for block in by_module.get(module, ()):
-            parameter = getattr(module, block.role)
-            consume(block, parameter.__dict__.pop(extension.savefield))
+    def __call__(
+        self,
+        x: Tensor,
+        columns: Columns,
+        measure: Measure[Measured],
+        consume: Consume[Measured],
+    ) -> None:
+        """Measure every block on one batch; arguments as `HookStream`."""
+        extension = _BlockExtension(self._network, self._by_module, columns, measure)
 
-    extension = _BlockExtension(network, by_module, measure)
-    loss = _ColumnLoss(columns)
-    handles_before = len(CTX.hook_handles)
-    try:
-        extend(network)
-        extend(loss)
-        first = network.get_parameter(blocks[0].parameter)
+        def hand_over(module: nn.Module) -> None:
+            for block in self._by_module.get(module, ()):
+                parameter = getattr(module, block.role)
+                consume(block, parameter.__dict__.pop(extension.savefield))
+
         with (
             torch.enable_grad(),
             warnings.catch_warnings(),
@@ -112,18 +112,11 @@ def stream_with_backpack(
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             # BackPACK rides on a backward pass of its own; differentiating one parameter of the
             # first block visits every layer behind it and computes no other weight gradient.
-            torch.autograd.grad(loss(network(x)), first)
-    finally:
-        # BackPACK keeps every hook's handle in a global list.
-        del CTX.hook_handles[handles_before:]
+            torch.autograd.grad(self._loss(self._network(x)), self._first)
 
 
 class _ColumnLoss(_Loss):
     """Stands behind the network: its BackPACK rule hands out the columns."""
-
-    def __init__(self, columns: Columns) -> None:
-        super().__init__()
-        self.columns = columns
 
     def forward(self, outputs: Tensor) -> Tensor:
         return outputs.sum()
@@ -133,7 +126,7 @@ class _LossRule(ModuleExtension):
     def backpropagate(
         self, extension: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
     ) -> Tensor:
-        return module.columns(module.input0.detach())
+        return extension.columns(module.input0.detach())
 
 
 class _PassThrough(ModuleExtension):
@@ -154,10 +147,15 @@ class _BlockExtension(KFLR):
     """BackPACK's exact Kronecker extension with the rules of this package."""
 
     def __init__(
-        self, network: nn.Module, by_module: dict[nn.Module, list[Block]], measure: Measure
+        self,
+        network: nn.Module,
+        by_module: dict[nn.Module, list[Block]],
+        columns: Columns,
+        measure: Measure,
     ) -> None:
         super().__init__()
         self.by_module = by_module
+        self.columns = columns
         self.measure = measure
         self.set_module_extension(_ColumnLoss, _LossRule())
         for kind, rule in _HBP_RULES.items():

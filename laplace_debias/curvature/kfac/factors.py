@@ -1,8 +1,16 @@
-"""Kronecker factors of one block, in the project's units."""
+r"""Kronecker factors of one block, in the project's units.
 
-from dataclasses import dataclass
+In the `expand` approximation for T positions, $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ over the
+columns k of the loss Hessian's root, and $A = \sum_n\sum_t a a^\top$, both summed over examples:
+the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1N A$. A bias is exact:
+$G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A.
 
-import torch
+Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
+network architectures".
+"""
+
+from collections.abc import Sequence
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -10,44 +18,19 @@ from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.kfac.layers import (
     Uses,
     activations,
+    group_of,
     output_gradients,
     slices,
     summed_gradients,
 )
+from laplace_debias.curvature.kfac.patches import has_fast_patches, patch_moments
+
+# Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
+_SYMMETRIC_FROM = 256
 
 
-@dataclass
-class Factors:
-    r"""The Kronecker factors of a block, summed over examples.
-
-    In the `expand` approximation for T positions: $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ over
-    the columns k of the loss Hessian's root, and $A = \sum_n\sum_t a a^\top$. The block of the
-    mean loss over N examples is $\tfrac1N G \otimes \tfrac1N A$. A bias block is exact:
-    $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, $A = N$.
-
-    Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern
-    neural network architectures".
-
-    Attributes:
-        G: `[d_out, d_out]`.
-        A: `[d_in, d_in]`.
-    """
-
-    G: Float[Tensor, "d_out d_out"]
-    A: Float[Tensor, "d_in d_in"]
-
-    def __iadd__(self, other: "Factors") -> "Factors":
-        self.G += other.G
-        self.A += other.A
-        return self
-
-    def to(self, dtype: torch.dtype) -> "Factors":
-        """Both factors in another dtype."""
-        return Factors(self.G.to(dtype), self.A.to(dtype))
-
-
-def kronecker_factors(layer: nn.Module, block: Block, uses: Uses) -> Factors:
-    """The factors of one block on one batch, summed over its examples.
+def gradient_factor(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "d_out d_out"]:
+    """G of one block on one batch, summed over its examples.
 
     Args:
         layer: The layer.
@@ -58,18 +41,51 @@ def kronecker_factors(layer: nn.Module, block: Block, uses: Uses) -> Factors:
     """
     if block.role == "bias":
         rows = summed_gradients(layer, block, uses).flatten(0, 1)
-        num_examples = rows.new_tensor([[float(uses[0][0].shape[0])]])
-        return Factors(rows.T @ rows, num_examples)
-    d_out, d_in = block.shape
-    x = uses[0][0]
-    G, A = x.new_zeros(d_out, d_out), x.new_zeros(d_in, d_in)
-    positions = 0
-    for x, g in uses:
-        gradients = output_gradients(layer, block, g)
-        positions += gradients.shape[2]
-        rows = gradients.flatten(0, 2)
-        G.addmm_(rows.T, rows)
+        return rows.T @ rows
+    parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
+    positions = sum(part.shape[-1] for part in parts)
+    if positions == len(parts):
+        # One position: a single product instead of one for every example.
+        products = [part[..., 0].T @ part[..., 0] for part in parts]
+    else:
+        products = [(part @ part.mT).sum(0) for part in parts]
+    return sum(products[1:], start=products[0]) / positions
+
+
+def input_factor(
+    layer: nn.Module, block: Block, inputs: Sequence[Tensor]
+) -> Float[Tensor, "d_in d_in"]:
+    """A of one weight block on one batch, summed over its examples.
+
+    Args:
+        layer: The layer.
+        block: Its weight block.
+        inputs: What went into the layer, use by use or part by part, each `[B, ...]`.
+    """
+    total: Tensor | None = None
+    for x in inputs:
+        if has_fast_patches(layer):
+            moments = patch_moments(layer, group_of(layer, block, x))  # type: ignore[arg-type]
+            total = moments if total is None else total.add_(moments)
+            continue
         for part in slices(layer, block, x):
             rows = activations(layer, block, x[part]).flatten(0, 1)
-            A.addmm_(rows.T, rows)
-    return Factors(G / positions, A)
+            if total is None:
+                total = rows.new_zeros(rows.shape[1], rows.shape[1])
+            _add_moments(total, rows)
+    assert total is not None
+    return total
+
+
+def _add_moments(total: Float[Tensor, "d d"], rows: Float[Tensor, "n d"]) -> None:
+    """Add `rowsᵀ rows`, computing one of each two symmetric halves where that pays."""
+    size = rows.shape[1]
+    if size < _SYMMETRIC_FROM:
+        total.addmm_(rows.T, rows)
+        return
+    step = -(-size // 8)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        product = rows[:, start:stop].T @ rows[:, start:]
+        total[start:stop, start:] += product
+        total[stop:, start:stop] += product[:, stop - start :].T

@@ -1,7 +1,8 @@
 """Fitting Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -9,20 +10,18 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.columns import Fisher
-from laplace_debias.curvature.kfac.factors import Factors, kronecker_factors
+from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.kfac.factors import gradient_factor, input_factor
 from laplace_debias.curvature.kfac.layers import Uses
-from laplace_debias.curvature.kfac.magnitudes import (
-    Eigenbasis,
-    along,
-    eigenbasis,
-    ekfac_magnitudes,
-)
-from laplace_debias.curvature.kfac.stream import Consume, Measure, Stream
+from laplace_debias.curvature.kfac.magnitudes import along, ekfac_magnitudes
+from laplace_debias.curvature.kfac.stream import Backend, Consume, Measure
 from laplace_debias.curvature.likelihood import Likelihood
 from laplace_debias.curvature.shadow import shadow
+from laplace_debias.curvature.tap import Tap
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+Sums = dict[Block, Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Problem:
         model: The trained network, left untouched.
         likelihood: What its outputs mean.
         blocks: The curvature blocks.
-        stream: The backend.
+        backend: Where the blocks' inputs and output gradients come from.
         fisher: Which cotangents stand for the loss Hessian.
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes that one chunk's output gradients may take.
@@ -42,7 +41,7 @@ class Problem:
     model: nn.Module
     likelihood: Likelihood
     blocks: Sequence[Block]
-    stream: Stream
+    backend: Backend
     fisher: Fisher
     factor_dtype: torch.dtype
     memory_bound: int
@@ -72,6 +71,8 @@ class Fitted:
 def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
     """K-FAC: directions from one set of batches, magnitudes from another (Eq. 9) or the same.
 
+    The second factors are projected and freed one block at a time.
+
     Args:
         problem: The network and its blocks.
         directions: Batches `(x, y)` whose factors give the eigenbases.
@@ -79,20 +80,23 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     """
     bases, seen = _eigenbases(problem, directions)
     if magnitudes is None:
-        table = {block: torch.outer(b.along_G, b.along_A) for block, b in bases.items()}
-        return Fitted(_assemble(problem, bases, table), seen)
+        return Fitted(_assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
 
-    along_G: dict[Block, Tensor] = {}
-    along_A: dict[Block, Tensor] = {}
+    along_G: Sums = {}
+    along_A: Sums = {}
 
-    def project(block: Block, factors: Factors) -> None:
-        basis, factors = bases[block], factors.to(problem.factor_dtype)
-        _add(along_G, block, along(factors.G, basis.U_G))
-        _add(along_A, block, along(factors.A, basis.U_A))
+    def project_gradients(block: Block, G: Tensor) -> None:
+        _add(along_G, block, along(G.to(problem.factor_dtype), bases[block].U_G))
 
-    measured = sweep(problem, magnitudes, kronecker_factors, project)
-    scale = measured.num_examples**-2.0
-    table = {block: scale * torch.outer(along_G[block], along_A[block]) for block in bases}
+    def project_inputs(layer: nn.Module, block: Block, inputs: Sequence[Tensor]) -> None:
+        A = input_factor(layer, block, inputs).to(problem.factor_dtype)
+        _add(along_A, block, along(A, bases[block].U_A))
+
+    measured = sweep(problem, magnitudes, gradient_factor, project_gradients, project_inputs)
+    table = {}
+    for block, G in along_G.items():
+        A = along_A[block] / measured.num_examples if block in along_A else G.new_ones(1)
+        table[block] = torch.outer(G / measured.num_examples, A)
     return Fitted(_assemble(problem, bases, table), _together(seen, measured))
 
 
@@ -108,15 +112,11 @@ def fit_ekfac(problem: Problem, directions: Batches, magnitudes: Batches | None)
     bases, seen = _eigenbases(problem, directions)
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = next(problem.model.parameters()).dtype
-    rotations = {
-        block: Eigenbasis(b.U_G.to(dtype), b.U_A.to(dtype), b.along_G, b.along_A)
-        for block, b in bases.items()
-    }
+    rotations = {block: (b.U_G.to(dtype), b.U_A.to(dtype)) for block, b in bases.items()}
+    table: Sums = {}
 
     def measure(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
-        return ekfac_magnitudes(layer, block, uses, rotations[block])
-
-    table: dict[Block, Tensor] = {}
+        return ekfac_magnitudes(layer, block, uses, *rotations[block])
 
     def collect(block: Block, squares: Tensor) -> None:
         _add(table, block, squares.to(problem.factor_dtype))
@@ -130,36 +130,56 @@ def fit_ekfac(problem: Problem, directions: Batches, magnitudes: Batches | None)
 FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac}
 
 
-def sweep(problem: Problem, batches: Batches, measure: Measure, consume: Consume) -> Seen:
+def sweep(
+    problem: Problem,
+    batches: Batches,
+    measure: Measure,
+    consume: Consume,
+    consume_inputs: Callable[[nn.Module, Block, Sequence[Tensor]], None] | None = None,
+) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
+
+    A batch is pushed through the network in chunks, to keep the output gradients of all columns
+    within the memory bound.
 
     Args:
         problem: The network and its blocks.
         batches: `(x, y)` pairs on the model's device.
         measure: What to compute of a block on a chunk of a batch.
         consume: Takes what was measured of a block.
+        consume_inputs: If given, takes at the end of every batch, one weight block after the
+            other, the layer and what went into it, chunk by chunk.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
             or targets do not fit.
     """
+    network = shadow(problem.model)
+    stream = problem.backend(network, problem.blocks)
     num_examples, nll, chunk = 0, torch.zeros((), dtype=torch.float64), 0
-    for inputs, targets in batches:
-        # Chunks of a batch keep the output gradients within the memory bound.
-        chunk = chunk or max(1, problem.memory_bound // gradient_bytes(problem, inputs))
-        for start in range(0, len(inputs), chunk):
-            first = num_examples + start
-            x, y = inputs[start : start + chunk], targets[start : start + chunk]
+    inputs: dict[Block, list[Tensor]] = {}
 
-            def columns(outputs: Tensor, y: Tensor = y, first: int = first) -> Tensor:
+    def measure_and_keep(layer: nn.Module, block: Block, uses: Uses) -> Any:
+        if consume_inputs is not None and block.role == "weight":
+            inputs.setdefault(block, []).extend(x for x, _ in uses)
+        return measure(layer, block, uses)
+
+    for all_x, all_y in batches:
+        chunk = chunk or _chunk_size(problem, all_x)
+        for x, y in zip(all_x.split(chunk), all_y.split(chunk), strict=True):
+
+            def columns(outputs: Tensor, y: Tensor = y, first: int = num_examples) -> Tensor:
                 nonlocal nll
                 check_outputs(outputs)
                 problem.likelihood.check(outputs, y)
                 nll = nll.to(outputs.device) + problem.likelihood.nll(outputs, y).double().sum()
                 return problem.fisher.columns(problem.likelihood, outputs, y, first)
 
-            problem.stream(shadow(problem.model), problem.blocks, x, columns, measure, consume)
-        num_examples += inputs.shape[0]
+            stream(x, columns, measure_and_keep, consume)
+            num_examples += len(x)
+        while inputs and consume_inputs is not None:
+            block, parts = inputs.popitem()
+            consume_inputs(network.get_submodule(block.layer), block, parts)
     if num_examples == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
     return Seen(num_examples, nll.item())
@@ -181,42 +201,41 @@ def check_outputs(outputs: Tensor) -> None:
         raise ValueError("The model's outputs hold NaN or Inf: check its inputs and parameters.")
 
 
-def gradient_bytes(problem: Problem, inputs: Tensor) -> int:
-    """Bytes that one example's output gradients take in all layers, for one column an output.
-
-    Found by running the first example.
-    """
-    network = shadow(problem.model)
-    sizes: list[int] = []
-    for path in {block.layer for block in problem.blocks}:
-        network.get_submodule(path).register_forward_hook(
-            lambda _, __, output: sizes.append(output[0].numel() * output.element_size())
-        )
-    with torch.no_grad():
-        outputs = network(inputs[:1])
+def _chunk_size(problem: Problem, x: Tensor) -> int:
+    """How many examples' output gradients fit into the memory bound, found by running one."""
+    tap = Tap(shadow(problem.model), list(dict.fromkeys(b.layer for b in problem.blocks)))
+    outputs = tap.forward(x[:1])
     check_outputs(outputs)
-    return max(1, sum(sizes) * outputs.shape[-1])
+    columns = problem.fisher.num_columns(outputs.shape[-1])
+    return max(1, problem.memory_bound // (columns * tap.output_bytes()))
 
 
 def _eigenbases(problem: Problem, batches: Batches) -> tuple[dict[Block, Eigenbasis], Seen]:
-    sums: dict[Block, Factors] = {}
+    sums_G: Sums = {}
+    sums_A: Sums = {}
 
-    def accumulate(block: Block, factors: Factors) -> None:
-        _add(sums, block, factors.to(problem.factor_dtype))
+    def add_gradients(block: Block, G: Tensor) -> None:
+        _add(sums_G, block, G.to(problem.factor_dtype))
 
-    seen = sweep(problem, batches, kronecker_factors, accumulate)
-    for block, factors in sums.items():
-        if not (torch.isfinite(factors.G).all() and torch.isfinite(factors.A).all()):
+    def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Tensor]) -> None:
+        _add(sums_A, block, input_factor(layer, block, inputs).to(problem.factor_dtype))
+
+    seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs)
+    bases = {}
+    for block in problem.blocks:
+        # A block's sums are freed as they become its eigenbasis.
+        G = sums_G.pop(block) / seen.num_examples
+        A = sums_A.pop(block) / seen.num_examples if block in sums_A else G.new_ones(1, 1)
+        if not (torch.isfinite(G).all() and torch.isfinite(A).all()):
             raise ValueError(
                 f"The curvature of {block.name} holds NaN or Inf: its activations or gradients "
                 "overflow; try the model in a wider dtype."
             )
-    # A block's sums are freed as they become its eigenbasis.
-    bases = {b: eigenbasis(sums.pop(b), seen.num_examples) for b in problem.blocks}
+        bases[block] = eigenbasis(G, A)
     return bases, seen
 
 
-def _add(sums: dict, block: Block, value: Factors | Tensor) -> None:
+def _add(sums: Sums, block: Block, value: Tensor) -> None:
     if block in sums:
         sums[block] += value
     else:

@@ -18,7 +18,7 @@ from laplace_debias.curvature.blocks import CONVOLUTIONS, Block
 Uses = Sequence[tuple[Tensor, Tensor]]
 
 # Unfolded activations are made in slices of at most so many numbers.
-_SLICE = 2**24
+_SLICE = 2**22
 
 
 def activations(layer: nn.Module, block: Block, x: Tensor) -> Float[Tensor, "batch positions d_in"]:
@@ -32,8 +32,7 @@ def activations(layer: nn.Module, block: Block, x: Tensor) -> Float[Tensor, "bat
     """
     if not isinstance(layer, CONVOLUTIONS):
         return x.reshape(x.shape[0], -1, x.shape[-1])
-    channels = layer.in_channels // layer.groups
-    x = x[:, block.group * channels : (block.group + 1) * channels]
+    x = group_of(layer, block, x)
     if any(layer._reversed_padding_repeated_twice):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
@@ -49,10 +48,16 @@ def activations(layer: nn.Module, block: Block, x: Tensor) -> Float[Tensor, "bat
     return x.flatten(1 + dims).flatten(1, dims)
 
 
+def group_of(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
+    """The input channels that meet the block's weight, `[B, C / groups, ...]`."""
+    channels = x.shape[1] // layer.groups  # type: ignore[operator]
+    return x[:, block.group * channels : (block.group + 1) * channels]
+
+
 def output_gradients(
     layer: nn.Module, block: Block, g: Tensor
-) -> Float[Tensor, "columns batch positions d_out"]:
-    """The gradients at the layer's output as rows, `[K, B, T, d_out]`.
+) -> Float[Tensor, "columns batch d_out positions"]:
+    """The gradients at the layer's output as columns, `[K, B, d_out, T]`.
 
     Args:
         layer: As in `activations`.
@@ -60,11 +65,11 @@ def output_gradients(
         g: Gradients with respect to the layer's output, `[K, B, ...]`.
     """
     if not isinstance(layer, CONVOLUTIONS):
-        return g.reshape(*g.shape[:2], -1, g.shape[-1])
+        return g.reshape(*g.shape[:2], -1, g.shape[-1]).mT
     if block.role == "weight":
         d_out = block.shape[0]
         g = g[:, :, block.group * d_out : (block.group + 1) * d_out]
-    return g.flatten(3).movedim(2, 3)
+    return g.flatten(3)
 
 
 def slices(layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
@@ -87,4 +92,4 @@ def summed_gradients(
     layer: nn.Module, block: Block, uses: Uses
 ) -> Float[Tensor, "columns batch d_out"]:
     """`Σ_t g_t` over positions and uses, `[K, B, d_out]`: the Jacobian rows of a bias."""
-    return torch.stack([output_gradients(layer, block, g).sum(2) for _, g in uses]).sum(0)
+    return torch.stack([output_gradients(layer, block, g).sum(-1) for _, g in uses]).sum(0)

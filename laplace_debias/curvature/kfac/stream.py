@@ -1,8 +1,7 @@
 """A batch's curvature, measured block by block as a backward pass reaches the layers.
 
 Two backends produce the same stream: BackPACK for plain sequential networks, the layer tap for any
-forward pass. Whatever is measured (factors, or curvature along given directions) is handed over per
-block and freed before the next one.
+forward pass. Whatever is measured of a block is handed over and freed before the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,33 +19,46 @@ Measure = Callable[[nn.Module, Block, Uses], Measured]
 Consume = Callable[[Block, Measured], None]
 # From the outputs [B, C] to the cotangents to push back, [K, B, C].
 Columns = Callable[[Tensor], Tensor]
-Stream = Callable[[nn.Module, Sequence[Block], Tensor, Columns, Measure, Consume], None]
 
 
-def stream_with_hooks(
-    network: nn.Module,
-    blocks: Sequence[Block],
-    x: Tensor,
-    columns: Columns,
-    measure: Measure[Measured],
-    consume: Consume[Measured],
-) -> None:
-    """Measure every block on one batch through the layer tap.
+# One batch: inputs [B, ...], the cotangents, what to compute of a block, and who takes it.
+Stream = Callable[[Tensor, Columns, Measure, Consume], None]
+# Built once on a `shadow` of the model and the blocks wanted.
+Backend = Callable[[nn.Module, Sequence[Block]], Stream]
+
+
+class HookStream:
+    """The stream through the layer tap.
 
     Args:
-        network: A `shadow` of the model, made for this call.
+        network: A `shadow` of the model: hooks are left on it.
         blocks: The blocks wanted.
-        x: Inputs, `[B, ...]`.
-        columns: Called once with the outputs; checks them and gives the cotangents.
-        measure: What to compute of a block.
-        consume: Takes it.
     """
-    of_layer: dict[str, list[Block]] = {}
-    for block in blocks:
-        of_layer.setdefault(block.layer, []).append(block)
-    tap = Tap(network, list(of_layer))
-    outputs = tap.forward(x)
-    for path, uses in tap.backward(outputs, columns(outputs.detach())):
-        layer = network.get_submodule(path)
-        for block in of_layer[path]:
-            consume(block, measure(layer, block, uses))
+
+    def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+        self._network = network
+        self._of_layer: dict[str, list[Block]] = {}
+        for block in blocks:
+            self._of_layer.setdefault(block.layer, []).append(block)
+        self._tap = Tap(network, list(self._of_layer))
+
+    def __call__(
+        self,
+        x: Tensor,
+        columns: Columns,
+        measure: Measure[Measured],
+        consume: Consume[Measured],
+    ) -> None:
+        """Measure every block on one batch.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            columns: Called once with the outputs; checks them and gives the cotangents.
+            measure: What to compute of a block.
+            consume: Takes it.
+        """
+        outputs = self._tap.forward(x)
+        for path, uses in self._tap.backward(outputs, columns(outputs.detach())):
+            layer = self._network.get_submodule(path)
+            for block in self._of_layer[path]:
+                consume(block, measure(layer, block, uses))
