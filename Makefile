@@ -13,7 +13,7 @@ demo: .venv/.installed
 	$(BIN)/laplace-debias demo
 
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .

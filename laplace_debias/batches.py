@@ -1,13 +1,14 @@
 """Batches of data: checked, moved to the model's device, with a progress bar."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-Batches = Iterable[tuple[Tensor, Tensor]]
+# Pairs (inputs, targets), as tuples or, from a DataLoader, lists.
+Batches = Iterable[Sequence[Tensor]]
 
 
 class OnDevice:
@@ -70,7 +71,7 @@ class _Progress:
         self._batches = batches
         self._what = what
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Sequence[Tensor]]:
         return iter(tqdm(self._batches, desc=self._what, unit="batch", leave=False))
 
 

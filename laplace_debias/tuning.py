@@ -92,7 +92,13 @@ class Score:
             self._targets.append(targets.reshape(predictive.batch_shape))
 
     def value(self) -> float:
-        """The metric over all batches."""
+        """The metric over all batches.
+
+        Raises:
+            ValueError: If there was none.
+        """
+        if not (self._log_probs or self._probs):
+            raise ValueError("The loader holds no batch: nothing to tune on.")
         if self.metric == "nll":
             return -torch.cat(self._log_probs).double().mean().item()
         function, _ = _OF_PROBABILITIES[self.metric]

@@ -3,21 +3,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from jaxtyping import config
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from laplace_debias import metrics
 
 CLASSIFICATION = [metrics.accuracy, metrics.nll, metrics.ece, metrics.brier]
 OOD = [metrics.auroc, metrics.aupr, metrics.fpr95]
-
-
-@pytest.fixture
-def unchecked():
-    """As for a user, whose annotations nobody checks: errors are the metrics' own."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class Tap:
 
         return record
 
-    def forward(self, x: Tensor) -> Float[Tensor, "batch outputs"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Run the network and record the uses of the tapped layers.
 
         Args:

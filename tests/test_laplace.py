@@ -1,0 +1,500 @@
+"""The front-end's contract: predictives, tuning, files, bad input, and the model left alone."""
+
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributions import Bernoulli, Categorical, MultivariateNormal
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+
+
+def network(inplace=False):
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(inplace=inplace),
+        nn.Conv2d(4, 6, 3, stride=2),
+        nn.GELU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 3),
+    ).eval()
+
+
+@pytest.fixture
+def model():
+    return network()
+
+
+@pytest.fixture
+def loader():
+    data = TensorDataset(torch.randn(24, 1, 8, 8), torch.randint(3, (24,)))
+    return DataLoader(data, batch_size=8)
+
+
+@pytest.fixture
+def fitted(model, loader):
+    return Laplace(model).fit(loader, mode="debiased")
+
+
+def snapshot(model):
+    """Everything about a model that must not change."""
+    hooks = [name for name in vars(nn.Module()) if "hooks" in name]
+    state = {}
+    for path, module in model.named_modules():
+        state[path, "mode"] = module.training
+        state[path, "attributes"] = sorted(vars(module))
+        state[path, "hooks"] = [list(getattr(module, name).items()) for name in hooks]
+        state[path, "inplace"] = getattr(module, "inplace", None)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        state[name] = (id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad)
+        state[name, "value"] = tensor.detach().clone().numpy().tobytes()
+        state[name, "grad"] = None if tensor.grad is None else tensor.grad.numpy().tobytes()
+        state[name, "attributes"] = sorted(vars(tensor))
+    return state
+
+
+# ------------------------------------------------------------------ the model is left alone
+
+
+@pytest.mark.parametrize("backend", ["backpack", "hooks"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_the_model_is_untouched(loader, backend, curvature):
+    model = network(inplace=True)
+    model[0].weight.requires_grad_(False)
+    model(torch.randn(2, 1, 8, 8)).sum().backward()
+    model[6].register_forward_hook(lambda *_: None)
+    before = snapshot(model)
+    la = Laplace(model, curvature=curvature, backend=backend)
+    for mode in ("full", "mini", "debiased"):
+        la.fit(loader, mode=mode)
+    x = torch.randn(4, 1, 8, 8)
+    for method in ("glm", "glm-mc", "nn", "map"):
+        la.predict(x, method=method, samples=None if method == "map" else 3)
+    la.tune(loader, grid=torch.tensor([0.1, 1.0]))
+    la.tune(method="marglik")
+    la.evaluate(loader, ood={"noise": loader})
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("backend", ["backpack", "hooks"])
+def test_the_model_and_the_old_fit_survive_an_exception(model, loader, backend):
+    la = Laplace(model, backend=backend).fit(loader)
+    before, posterior = snapshot(model), la.posterior
+    good = next(iter(loader))
+    for bad in (
+        (good[0], torch.full((8,), 3)),
+        (good[0] * float("nan"), good[1]),
+        (torch.randn(8, 2, 8, 8), good[1]),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            la.fit_batches([good, bad], num_data=24)
+        with pytest.raises((ValueError, RuntimeError)):
+            la.fit_batches([good], [bad], num_data=24)
+        assert snapshot(model) == before
+        assert la.posterior is posterior
+    with pytest.raises(ValueError, match="NaN"):
+        la.predict(good[0] * float("nan"))
+    assert snapshot(model) == before
+
+
+def test_backpack_keeps_no_trace(model, loader):
+    from backpack.context import CTX
+
+    before = (len(CTX.hook_handles), CTX.get_active_exts())
+    la = Laplace(model, backend="backpack").fit(loader)
+    with pytest.raises(ValueError, match="labels"):
+        la.fit_batches([(torch.randn(2, 1, 8, 8), torch.tensor([0, 9]))])
+    assert (len(CTX.hook_handles), CTX.get_active_exts()) == before
+
+
+# -------------------------------------------------------------------------- predictives
+
+
+def test_predictives_of_each_likelihood(loader):
+    x = torch.randn(5, 1, 8, 8)
+    cases = [
+        ("classification", 3, torch.randint(3, (24,)), Categorical),
+        ("binary", 1, torch.randint(2, (24,)), Bernoulli),
+        ("regression", 2, torch.randn(24, 2), MultivariateNormal),
+    ]
+    for likelihood, outputs, y, kind in cases:
+        model = network()
+        model[6] = nn.Linear(6, outputs)
+        data = [(torch.randn(24, 1, 8, 8), y)]
+        la = Laplace(model, likelihood).fit_batches(data)
+        for method in ("glm", "glm-mc", "nn", "map"):
+            predicted = la.predict(x, method=method)
+            assert isinstance(predicted, kind)
+            assert predicted.batch_shape == (5,)
+            assert predicted.log_prob(predicted.sample()).isfinite().all()
+            assert predicted.entropy().shape == (5,)
+        certain, uncertain = la.predict(x, "map").entropy(), la.predict(x).entropy()
+        assert (uncertain >= certain - 1e-6).all()
+        assert uncertain.sum() > certain.sum()
+
+
+def test_sampled_predictives_converge_to_the_exact_moments(fitted):
+    x = torch.randn(4, 1, 8, 8)
+    generator = torch.Generator().manual_seed(0)
+    exact = fitted.predict(x, "glm", samples=100_000, generator=generator).probs
+    by_weights = fitted.predict(x, "glm-mc", samples=20_000, generator=generator).probs
+    assert (exact - by_weights).abs().max() < 5 * 0.5 / 20_000**0.5
+
+
+def test_generators_decide_the_draws(fitted):
+    x = torch.randn(4, 1, 8, 8)
+    for method in ("glm", "glm-mc", "nn"):
+        draws = [
+            fitted.predict(x, method, 5, torch.Generator().manual_seed(seed)).probs
+            for seed in (0, 0, 1)
+        ]
+        assert torch.equal(draws[0], draws[1])
+        assert not torch.equal(draws[0], draws[2])
+
+
+def test_a_huge_prior_precision_gives_the_trained_network(fitted):
+    x = torch.randn(4, 1, 8, 8)
+    fitted.prior_precision = 1e12
+    torch.testing.assert_close(
+        fitted.predict(x).probs, fitted.predict(x, "map").probs, atol=1e-5, rtol=0
+    )
+
+
+def test_prior_precisions_by_block_match_the_scalar_and_act_on_their_block(fitted):
+    x = torch.randn(4, 1, 8, 8)
+    _, scalar = fitted.functional(x)
+    fitted.prior_precision = torch.ones(len(fitted.block_names))
+    torch.testing.assert_close(fitted.functional(x)[1], scalar)
+    deltas = torch.ones(len(fitted.block_names))
+    deltas[-1] = 1e12
+    fitted.prior_precision = deltas
+    assert fitted.sample(50)[:, -3:].std(0).max() < 1e-4
+    assert (
+        fitted.functional(x)[1].diagonal(dim1=1, dim2=2) < scalar.diagonal(dim1=1, dim2=2)
+    ).all()
+
+
+def test_predict_grid_equals_one_prediction_each(fitted):
+    x = torch.randn(4, 1, 8, 8)
+    grid = torch.logspace(-3, 3, 4)
+    for delta, predicted in zip(grid, fitted.predict_grid(x, grid), strict=True):
+        fitted.prior_precision = delta
+        torch.testing.assert_close(predicted.probs, fitted.predict(x).probs)
+
+
+# ----------------------------------------------------------------- tuning and evaluation
+
+
+@pytest.mark.parametrize("metric", ["nll", "ece", "brier", "accuracy"])
+def test_tune_takes_the_best_of_one_evaluation_each(fitted, loader, metric):
+    grid = torch.logspace(-2, 2, 5, dtype=torch.float64)
+    found = fitted.tune(loader, metric=metric, grid=grid)
+    values = []
+    for delta in grid:
+        fitted.prior_precision = delta
+        values.append(fitted.evaluate(loader)[metric])
+    assert [row["prior_precision"] for row in found.table] == grid.tolist()
+    assert [row[metric] for row in found.table] == pytest.approx(values, abs=1e-5)
+    best = max(values) if metric == "accuracy" else min(values)
+    assert found.value == pytest.approx(best, abs=1e-5)
+    fitted.tune(loader, metric=metric, grid=grid)
+    assert fitted.prior_precision.item() == found.prior_precision
+
+
+def test_marginal_likelihood_tuning_finds_a_stationary_point(fitted):
+    found = fitted.tune(method="marglik")
+    log_delta = torch.tensor(math.log(found.prior_precision), requires_grad=True).double()
+    value = fitted.log_marginal_likelihood(log_delta.exp())
+    (slope,) = torch.autograd.grad(value, log_delta)
+    assert abs(slope) < 1e-2 * len(fitted.mean)
+    assert value.item() == pytest.approx(found.value)
+    assert all(row["log_marginal_likelihood"] <= found.value + 1e-9 for row in found.table)
+
+
+def test_evaluate_regression_reports_nll_and_rmse():
+    model = nn.Sequential(nn.Linear(3, 2)).eval()
+    x, y = torch.randn(50, 3), torch.randn(50, 2)
+    la = Laplace(model, "regression", sigma=0.8).fit_batches([(x, y)])
+    report = la.evaluate([(x[:20], y[:20]), (x[20:], y[20:])])
+    assert report["nll"] == pytest.approx(-la.predict(x).log_prob(y).mean().item(), rel=1e-5)
+    assert report["rmse"] == pytest.approx((model(x) - y).square().mean().sqrt().item(), rel=1e-5)
+    assert la.tune([(x, y)]).table[0].keys() == {"prior_precision", "nll"}
+
+
+# ------------------------------------------------------------------------------- on disk
+
+
+def test_save_and_load_round_trip(fitted, model, loader, tmp_path):
+    fitted.prior_precision = torch.rand(len(fitted.block_names)) + 0.5
+    path = tmp_path / "posterior.safetensors"
+    fitted.save(path)
+    loaded = Laplace.load(path, model)
+    x = torch.randn(4, 1, 8, 8)
+    assert torch.equal(loaded.predict(x).probs, fitted.predict(x).probs)
+    assert torch.equal(loaded.log_marginal_likelihood(), fitted.log_marginal_likelihood())
+    assert torch.equal(loaded.prior_precision, fitted.prior_precision)
+    assert loaded.num_data == fitted.num_data
+    assert [p.name for p in tmp_path.iterdir()] == ["posterior.safetensors"]
+
+
+@pytest.mark.parametrize("likelihood", ["binary", "regression"])
+def test_likelihoods_survive_the_file(likelihood, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 1)).eval()
+    y = torch.randint(2, (9, 1)).float()
+    sigma = 0.3 if likelihood == "regression" else None
+    la = Laplace(model, likelihood, sigma=sigma).fit_batches([(torch.randn(9, 3), y)])
+    la.save(tmp_path / "la")
+    x = torch.randn(2, 3)
+    loaded = Laplace.load(tmp_path / "la", model)
+    assert torch.equal(loaded.predict(x).variance, la.predict(x).variance)
+
+
+def damaged(path, how):
+    data = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "header":
+        path.write_bytes(b"\xff" * 8 + data[8:])
+    elif how == "pickle":
+        torch.save({"mean": torch.zeros(3)}, path)
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        if how == "format":
+            metadata["format"] = "laplace-debias/999"
+        elif how == "missing":
+            del tensors["0.U_A"]
+        elif how == "shape":
+            tensors["0.magnitudes"] = tensors["0.magnitudes"][:, :-1].contiguous()
+        elif how == "nan":
+            tensors["0.magnitudes"][0, 0] = torch.nan
+        elif how == "json":
+            metadata["header"] = "{"
+        save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["truncated", "header", "pickle", "empty", "format", "missing", "shape", "nan", "json"],
+)
+def test_damaged_files_are_refused(fitted, model, tmp_path, how):
+    path = tmp_path / "la"
+    fitted.save(path)
+    damaged(path, how)
+    with pytest.raises(ValueError, match=r"la |file|header|damaged"):
+        Laplace.load(path, model)
+
+
+def test_files_of_other_models_are_refused(fitted, model, tmp_path):
+    path = tmp_path / "la"
+    fitted.save(path)
+    with pytest.raises(FileNotFoundError):
+        Laplace.load(tmp_path / "nothing", model)
+    other = network()
+    with pytest.raises(ValueError, match="not those of the fit"):
+        Laplace.load(path, other)
+    other[6] = nn.Linear(6, 4)
+    with pytest.raises(ValueError, match="do not fit the model"):
+        Laplace.load(path, other)
+    with pytest.raises(ValueError, match="not in the model"):
+        Laplace.load(path, nn.Sequential(nn.Linear(3, 3)).eval())
+    with pytest.raises(ValueError, match="dtype"):
+        Laplace.load(path, model.double())
+
+
+# ------------------------------------------------------------------------------ bad input
+
+pytest_unchecked = pytest.mark.usefixtures("unchecked")
+
+
+@pytest_unchecked
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"likelihood": "poisson"}, ValueError, "'classification', 'regression', 'binary'"),
+        ({"curvature": "kfra"}, ValueError, "kfac, ekfac"),
+        ({"params": "biases"}, ValueError, "'all', 'weights', 'last_layer'"),
+        ({"params": ["9.weight"]}, ValueError, "0.weight"),
+        ({"params": lambda name, p: False}, ValueError, "selects no parameter"),
+        ({"params": 3}, TypeError, "params must be"),
+        ({"backend": "autograd"}, ValueError, "'auto', 'backpack' or 'hooks'"),
+        ({"fisher": "true"}, ValueError, "exact, mc, empirical"),
+        ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),
+        ({"mc_samples": 4}, ValueError, 'belongs to fisher="mc"'),
+        ({"prior_precision": 0.0}, ValueError, "positive"),
+        ({"prior_precision": -1.0}, ValueError, "positive"),
+        ({"prior_precision": float("nan")}, ValueError, "positive"),
+        ({"prior_precision": torch.ones(2)}, ValueError, "6 blocks"),
+        ({"sigma": 1.0}, ValueError, 'belongs to likelihood="regression"'),
+        ({"factor_dtype": torch.int32}, ValueError, "float64"),
+        ({"memory_bound": 0}, ValueError, "positive number of bytes"),
+    ],
+)
+def test_unknown_options_are_refused_at_once(model, options, error, says):
+    with pytest.raises(error, match=says):
+        Laplace(model, **options)
+
+
+@pytest_unchecked
+@pytest.mark.parametrize(
+    ("layer", "error", "says"),
+    [
+        (nn.Dropout(0.1).train(), ValueError, r"7 \(Dropout\).*eval mode"),
+        (nn.BatchNorm1d(3).train(), ValueError, r"7 \(BatchNorm1d\).*eval mode"),
+        (nn.BatchNorm1d(3, track_running_stats=False), ValueError, "track_running_stats"),
+        (nn.LayerNorm(3), NotImplementedError, r"7 \(LayerNorm\).*7\.weight.*7\.bias"),
+    ],
+)
+def test_layers_that_cannot_be_handled_are_named(model, layer, error, says):
+    model.append(layer)
+    with pytest.raises(error, match=says):
+        Laplace(model)
+
+
+def test_frozen_layers_of_any_kind_are_passed_through(model, loader):
+    model.append(nn.LayerNorm(3).requires_grad_(False).eval())
+    for backend in ("backpack", "hooks"):
+        la = Laplace(model, backend=backend).fit(loader)
+        assert la.param_names[-1] == "6.bias"
+
+
+def test_backpack_refuses_what_it_would_get_wrong():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return x + self.layer(x)
+
+    model = nn.Sequential(Residual(), nn.Linear(3, 2)).eval()
+    with pytest.raises(NotImplementedError, match=r"0 \(Residual\) has a forward pass of its own"):
+        Laplace(model, backend="backpack")
+    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    la = Laplace(model).fit_batches([(x, y)])
+    assert la.block_names == ["0.layer.weight", "0.layer.bias", "1.weight", "1.bias"]
+
+
+def test_tied_weights_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).eval()
+    model[2].weight = model[0].weight
+    with pytest.raises(NotImplementedError, match=r"0\.weight and 2\.weight are one parameter"):
+        Laplace(model)
+
+
+def test_nan_parameters_are_refused_by_name(model, loader):
+    la = Laplace(model)
+    with torch.no_grad():
+        model[2].bias[0] = torch.nan
+    with pytest.raises(ValueError, match=r"2\.bias holds NaN"):
+        la.fit(loader)
+    with pytest.raises(ValueError, match=r"2\.bias holds NaN"):
+        Laplace(model)
+
+
+@pytest_unchecked
+@pytest.mark.parametrize(
+    ("batches", "error", "says"),
+    [
+        ([], ValueError, "no example"),
+        ([(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))], ValueError, "0 … 2"),
+        ([(torch.randn(4, 1, 8, 8), torch.rand(4))], TypeError, "integers"),
+        ([(torch.randn(4, 1, 8, 8), torch.zeros(3, dtype=torch.long))], ValueError, "4 inputs"),
+        ([torch.randn(4, 1, 8, 8)], TypeError, "pairs"),
+        ([(torch.randn(4, 1, 8, 8), [0, 1, 2, 0])], TypeError, "Targets must be a tensor"),
+        ([(torch.randn(4, 1, 8, 8).double(), torch.zeros(4).long())], TypeError, "float64"),
+        ([(torch.full((4, 1, 8, 8), torch.inf), torch.zeros(4).long())], ValueError, "NaN or Inf"),
+    ],
+)
+def test_bad_batches_are_refused(model, batches, error, says):
+    la = Laplace(model)
+    with pytest.raises(error, match=says):
+        la.fit_batches(batches, num_data=10)
+    with pytest.raises(RuntimeError, match="Not fitted"):
+        la.posterior  # noqa: B018
+
+
+def test_outputs_of_the_wrong_rank_are_refused(loader):
+    model = nn.Sequential(nn.Conv2d(1, 3, 3)).eval()
+    with pytest.raises(ValueError, match=r"\[batch, outputs\], got \(1, 3, 6, 6\)"):
+        Laplace(model).fit(loader)
+
+
+@pytest_unchecked
+def test_fit_needs_what_its_mode_needs(model, loader):
+    la = Laplace(model)
+    one = DataLoader(loader.dataset, batch_size=24)
+    with pytest.raises(ValueError, match="needs 2 batch"):
+        la.fit(one, mode="debiased")
+    with pytest.raises(ValueError, match="full, mini, debiased"):
+        la.fit(loader, mode="half")
+    with pytest.raises(ValueError, match="pass num_data"):
+        la.fit(list(loader), mode="mini")
+    with pytest.raises(ValueError, match="at least 1"):
+        la.fit(loader, num_data=0)
+    with pytest.raises(TypeError, match="only once"):
+        Laplace(model, curvature="ekfac").fit(iter(loader))
+    assert la.fit(list(loader)).num_data == 24
+    assert la.fit(loader, mode="mini").num_data == 24
+    assert la.fit(loader, mode="mini", num_data=1000).num_data == 1000
+
+
+@pytest_unchecked
+def test_nothing_works_before_a_fit(model, loader):
+    la = Laplace(model)
+    x = torch.randn(2, 1, 8, 8)
+    for call in (
+        lambda: la.predict(x),
+        lambda: la.functional(x),
+        lambda: la.sample(1),
+        lambda: la.mean,
+        lambda: la.log_marginal_likelihood(),
+        lambda: la.tune(loader),
+        lambda: la.evaluate(loader),
+        lambda: la.save("nowhere"),
+    ):
+        with pytest.raises(RuntimeError, match="call `fit"):
+            call()
+
+
+@pytest_unchecked
+def test_bad_arguments_after_the_fit_change_nothing(fitted, loader):
+    x = torch.randn(2, 1, 8, 8)
+    for value in (0.0, -1.0, float("inf"), torch.ones(2, 2)):
+        with pytest.raises(ValueError, match="prior precision"):
+            fitted.prior_precision = value
+    assert fitted.prior_precision.item() == 1.0
+    for call, says in (
+        (lambda: fitted.predict(x, "laplace"), "glm, glm-mc, nn, map"),
+        (lambda: fitted.predict(x, "map", samples=3), "none to"),
+        (lambda: fitted.predict(x, samples=0), "positive number"),
+        (lambda: fitted.predict(x[:0]), "at least one example"),
+        (lambda: fitted.sample(0), "at least 1"),
+        (lambda: fitted.tune(loader, metric="f1"), "accuracy, brier, ece, nll"),
+        (lambda: fitted.tune(loader, grid=torch.tensor([])), "grid"),
+        (lambda: fitted.tune(loader, grid=torch.tensor([0.0, 1.0])), "grid"),
+        (lambda: fitted.tune(), "needs held-out data"),
+        (lambda: fitted.tune(method="cv"), "'grid' or 'marglik'"),
+        (lambda: fitted.tune(loader, method="marglik"), "neither"),
+        (lambda: fitted.tune([]), "no batch"),
+        (lambda: fitted.evaluate([]), "no batch"),
+        (lambda: fitted.evaluate(loader, ood={"empty": []}), "empty"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
+    assert fitted.prior_precision.item() == 1.0
+
+
+def test_a_model_that_changed_after_the_fit_is_noticed(fitted, model):
+    with torch.no_grad():
+        model[0].weight[0] += 1e-3
+    with pytest.raises(RuntimeError, match="fit again"):
+        fitted.predict(torch.randn(2, 1, 8, 8))
