@@ -1,15 +1,15 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias import metrics
+from laplace_debias.batches import Batches
 
 Predict = Callable[[Tensor], Distribution]
-Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def evaluate_predictions(

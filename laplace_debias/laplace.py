@@ -97,7 +97,7 @@ class Laplace:
         *,
         sigma: float | Sequence[float] | Tensor | None = None,
         mc_samples: int = 1,
-        memory_bound: int = 2**26,
+        memory_bound: int = 2**27,
     ) -> None:
         if curvature not in FITS:
             raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
@@ -361,20 +361,13 @@ class Laplace:
             ValueError: If a prior precision is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
-        for point in prior_precisions:
-            check_prior_precision(point, len(self._blocks))
-        grid = prior_precisions.reshape(len(prior_precisions), -1)
-        mean, covariances = self._moments(x, grid)
-        return [self.likelihood.predictive(mean, covariance) for covariance in covariances]
+        return predict_grids([self], x, prior_precisions)[0]
 
     def _moments(
         self, x: Tensor, prior_precisions: Float[Tensor, "grid deltas"]
     ) -> tuple[Tensor, Tensor]:
-        posterior = self._checked_posterior()
-        grid = prior_precisions.to(posterior.mean).expand(-1, len(self._blocks))
-        return predictive.functional_moments(
-            self.model, self._blocks, posterior, self._moved(x), grid, self._memory_bound
-        )
+        mean, covariances = _shared_moments([self], x, prior_precisions)
+        return mean, covariances[0]
 
     def _checked_posterior(self) -> GaussianPosterior:
         posterior = self.posterior
@@ -594,6 +587,51 @@ class Laplace:
         la._prior_precision = la._posterior.prior_precision
         la._nll = header.nll
         return la
+
+
+def predict_grids(
+    posteriors: Sequence[Laplace],
+    x: Tensor,
+    prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"],
+) -> list[list[Distribution]]:
+    """`Laplace.predict_grid` for several fits of one model, which share the backward passes.
+
+    Args:
+        posteriors: Fitted approximations of the same model, parameters and likelihood.
+        x: Inputs, `[B, ...]`.
+        prior_precisions: As `Laplace.predict_grid`.
+
+    Returns:
+        For each of the posteriors its predictives.
+
+    Raises:
+        ValueError: If they are not of one model; as `Laplace.predict_grid`.
+        RuntimeError: As `Laplace.predict`.
+    """
+    first = posteriors[0]
+    for point in prior_precisions:
+        check_prior_precision(point, len(first.block_names))
+    grid = prior_precisions.reshape(len(prior_precisions), -1)
+    mean, covariances = _shared_moments(posteriors, x, grid)
+    return [
+        [la.likelihood.predictive(mean, covariance) for covariance in of_grid]
+        for la, of_grid in zip(posteriors, covariances, strict=True)
+    ]
+
+
+def _shared_moments(
+    posteriors: Sequence[Laplace], x: Tensor, prior_precisions: Float[Tensor, "grid deltas"]
+) -> tuple[Tensor, Tensor]:
+    first = posteriors[0]
+    if any(la.model is not first.model or la._blocks != first._blocks for la in posteriors):
+        raise ValueError(
+            "The posteriors are of different models or Bayesian parameters: predict with each."
+        )
+    checked = [la._checked_posterior() for la in posteriors]
+    grid = prior_precisions.to(checked[0].mean).expand(-1, len(first._blocks))
+    return predictive.functional_moments(
+        first.model, first._blocks, checked, first._moved(x), grid, first._memory_bound
+    )
 
 
 def _choose_backend(model: nn.Module, backend: str) -> Backend:

@@ -10,12 +10,17 @@ from torch.func import functional_call, jvp, vmap
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.kfac.fit import check_outputs
+from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
 from laplace_debias.curvature.likelihood import Likelihood
 from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.tap import Tap
 from laplace_debias.posterior import GaussianPosterior
 
+# From so many prior precisions on, products of pairs of outputs are formed once for all of them.
+_PAIRS_FROM = 3
+# Numbers that a slice of weighed products holds.
+_SLICE = 2**19
 # Weight samples that are pushed through the network at once.
 _SAMPLES_AT_ONCE = 8
 
@@ -23,27 +28,28 @@ _SAMPLES_AT_ONCE = 8
 def functional_moments(
     model: nn.Module,
     blocks: Sequence[Block],
-    posterior: GaussianPosterior,
+    posteriors: Sequence[GaussianPosterior],
     x: Tensor,
     prior_precisions: Float[Tensor, "grid blocks"],
     memory_bound: int,
-) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "grid batch outputs outputs"]]:
+) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "posteriors grid batch outputs outputs"]]:
     r"""Mean and covariance of the linearised network's outputs, exact.
 
     $\Sigma_f(x) = J(x) P^{-1} J(x)^\top$ without ever holding $J$ `[B, C, D]`: layer by layer,
     the rotated Jacobian $\hat J$ of a few examples is weighed by $1/(N\Lambda + \delta)$. One
-    pass serves every prior precision, which enters the weights alone.
+    rotation serves every prior precision, which enters the weights alone, and one backward pass
+    every posterior.
 
     Args:
         model: The trained network.
-        blocks: The blocks of the posterior, in its order.
-        posterior: The posterior.
+        blocks: The blocks of the posteriors, in their order.
+        posteriors: Posteriors of the model over the same blocks.
         x: Inputs, `[B, ...]`.
         prior_precisions: One δ for each block, for every grid point, `[P, blocks]`.
         memory_bound: Bytes that one chunk's output gradients may take.
 
     Returns:
-        The outputs at the mean, `[B, C]`, and the covariances, `[P, B, C, C]`.
+        The outputs at the mean, `[B, C]`, and the covariances, `[posteriors, P, B, C, C]`.
 
     Raises:
         ValueError: If the outputs are not `[B, C]` or not finite.
@@ -58,35 +64,74 @@ def functional_moments(
         check_outputs(outputs)
         if start == 0:
             chunk = max(1, memory_bound // (tap.output_bytes() * outputs.shape[-1]))
-        covariances.append(_covariance(network, tap, outputs, blocks, posterior, prior_precisions))
+        columns = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+        columns = columns.unsqueeze(1).expand(-1, len(part), -1)
+        total = outputs.new_zeros(
+            len(posteriors), len(prior_precisions), len(part), *outputs.shape[1:], outputs.shape[1]
+        )
+        for path, uses in tap.backward(outputs, columns):
+            of_layer = [(i, block) for i, block in enumerate(blocks) if block.layer == path]
+            layer = network.get_submodule(path)
+            _add_layer(total, layer, of_layer, uses, posteriors, prior_precisions)
+        covariances.append(total)
         means.append(outputs.detach())
         start += len(part)
-    return torch.cat(means), torch.cat(covariances, dim=1)
+    return torch.cat(means), torch.cat(covariances, dim=2)
 
 
-def _covariance(
-    network: nn.Module,
-    tap: Tap,
-    outputs: Float[Tensor, "batch outputs"],
-    blocks: Sequence[Block],
-    posterior: GaussianPosterior,
+def _add_layer(
+    total: Float[Tensor, "posteriors grid batch outputs outputs"],
+    layer: nn.Module,
+    blocks: Sequence[tuple[int, Block]],
+    uses: Uses,
+    posteriors: Sequence[GaussianPosterior],
     prior_precisions: Float[Tensor, "grid blocks"],
-) -> Float[Tensor, "grid batch outputs outputs"]:
-    batch, num_outputs = outputs.shape
-    columns = torch.eye(num_outputs, dtype=outputs.dtype, device=outputs.device)
-    columns = columns.unsqueeze(1).expand(-1, batch, -1)
-    total = outputs.new_zeros(len(prior_precisions), batch, num_outputs, num_outputs)
-    for path, uses in tap.backward(outputs, columns):
-        layer = network.get_submodule(path)
-        for index, block in enumerate(blocks):
-            if block.layer != path:
-                continue
+) -> None:
+    """Add what one layer's blocks (with their positions) give to the functional covariances."""
+    for index, block in blocks:
+        for covariances, posterior in zip(total, posteriors, strict=True):
             operator = posterior.curvature.blocks[block.name]
             curvature = posterior.num_data * operator.magnitudes.flatten()
+            deltas = prior_precisions[:, index]
             for part, J in rotated_jacobians(layer, block, uses, operator.U_G, operator.U_A):
-                rows = J.flatten(2)  # [b, C, d_out·d_in]
-                for point, delta in enumerate(prior_precisions[:, index]):
-                    total[point, part] += (rows / (curvature + delta)) @ rows.mT
+                covariances[:, part] += _weighted_gram(J.flatten(2), curvature, deltas)
+
+
+def _weighted_gram(
+    rows: Float[Tensor, "batch outputs d"],
+    curvature: Float[Tensor, " d"],
+    deltas: Float[Tensor, " grid"],
+) -> Float[Tensor, "grid batch outputs outputs"]:
+    r"""`Σ_i Ĵ_ci Ĵ_ki / (curvature_i + δ_p)` for every δ, `[P, B, C, C]`.
+
+    For a few δ each is a product of its own. For many, the products `Ĵ_ci Ĵ_ki` of each pair of
+    outputs are formed once, and a single matrix product weighs them for the whole grid. Columns are
+    taken in slices that stay in the processor's cache.
+    """
+    batch, num_outputs = rows.shape[:2]
+    pairs = num_outputs * (num_outputs + 1) // 2
+    as_pairs = len(deltas) > _PAIRS_FROM
+    width = max(1, _SLICE // (batch * (pairs if as_pairs else num_outputs)))
+    if not as_pairs:
+        total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
+        for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
+            for point, delta in enumerate(deltas):
+                total[point] += (part / (c + delta)) @ part.mT
+        return total
+    sums = rows.new_zeros(batch * pairs, len(deltas))
+    for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
+        products = part.new_empty(batch, pairs, part.shape[2])
+        first = 0
+        for output in range(num_outputs):
+            last = first + num_outputs - output
+            torch.mul(part[:, output, None], part[:, output:], out=products[:, first:last])
+            first = last
+        sums.addmm_(products.flatten(0, 1), (c[:, None] + deltas).reciprocal())
+    upper = torch.triu_indices(num_outputs, num_outputs, device=rows.device)
+    total = rows.new_empty(len(deltas), batch, num_outputs, num_outputs)
+    by_pair = sums.unflatten(0, (batch, pairs)).permute(2, 0, 1)
+    total[:, :, upper[0], upper[1]] = by_pair
+    total[:, :, upper[1], upper[0]] = by_pair
     return total
 
 

@@ -1,12 +1,12 @@
 import os
 from pathlib import Path
 
-import pytest
-import torch
-from jaxtyping import config
-
 # The networks here are tiny: one thread each, and the processes of pytest-xdist side by side.
-torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from jaxtyping import config  # noqa: E402
 
 
 @pytest.fixture

@@ -44,10 +44,8 @@ class DemoSettings:
         default_factory=lambda: ComparisonSettings(
             batch_size=16,
             draws=5,
-            prior_precisions=(
-                *(0.001, 0.00316, 0.01, 0.0316, 0.1, 0.316),
-                *(1.0, 3.16, 10.0, 31.6, 100.0, 316.0, 1000.0),
-            ),
+            prior_precisions=(0.001, 0.00562, 0.0316, 0.178, 1.0, 5.62, 31.6, 178.0, 1000.0),
+            validation_examples=200,
             ood_examples=250,
         )
     )

@@ -1,0 +1,100 @@
+"""The command line: `laplace-debias demo | evaluate | train`."""
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+_EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm"}
+_HINT = "pip install 'laplace-debias[cli]'"
+
+Command = tuple[type, Callable[[Any], object], str]
+"""A dataclass of settings, what runs with them, and help in one line."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: What stands behind `laplace-debias`; that of the process if None.
+
+    Returns:
+        The exit status: 0, or 2 after an error that is told in one line.
+    """
+    try:
+        return _run(sys.argv[1:] if arguments is None else list(arguments))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
+            raise
+        return _fail(f"this command needs {error.name}, which is not installed: {_HINT}")
+    except (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError) as error:
+        return _fail(str(error))
+    except ImportError as error:
+        if _HINT not in str(error):
+            raise
+        return _fail(str(error))
+
+
+def _run(arguments: list[str]) -> int:
+    from jsonargparse import ArgumentParser
+
+    commands = _commands()
+    options: list[str] = []
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            raise ValueError(_explained(message, commands, options)) from ex
+
+    parser = Parser(
+        prog="laplace-debias",
+        description="Laplace approximations of trained networks, debiased.",
+    )
+    subcommands = parser.add_subcommands(required=True, dest="command")
+    for name, (settings, _, help_) in commands.items():
+        subparser = Parser(description=help_)
+        subparser.add_argument("--config", action="config", help="YAML file of these options.")
+        subparser.add_class_arguments(settings, as_group=False)
+        subcommands.add_subcommand(name, subparser, help=help_)
+        options += [f"--{key}" for key in subparser.get_defaults().keys(branches=True)]
+    parsed = parser.parse_args(arguments)
+    chosen = parser.instantiate_classes(parsed)[parsed.command]
+    settings, run, _ = commands[parsed.command]
+    del chosen["config"]
+    run(settings(**vars(chosen)))
+    return 0
+
+
+def _commands() -> dict[str, Command]:
+    from laplace_debias.experiments.demo import DemoSettings, run_demo
+    from laplace_debias.experiments.evaluation import EvaluationSettings, run_evaluation
+    from laplace_debias.experiments.training import TrainingSettings, run_training
+
+    return {
+        "demo": (
+            DemoSettings,
+            run_demo,
+            "Train a small network on digits and make it Bayesian four ways.",
+        ),
+        "evaluate": (
+            EvaluationSettings,
+            run_evaluation,
+            "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
+        ),
+        "train": (TrainingSettings, run_training, "Train All-CNN-C on CIFAR-10 to a checkpoint."),
+    }
+
+
+def _explained(message: str, commands: Iterable[str], options: Iterable[str]) -> str:
+    """The parser's message, with options called as on the command line and the nearest ones."""
+    message = re.sub(rf"\b({'|'.join(commands)})\.(?=\w)", "--", message)
+    if not message.startswith("unrecognized arguments"):
+        return message
+    unknown = re.findall(r"--[\w.-]+", message)
+    near = [close for name in unknown for close in difflib.get_close_matches(name, options, n=1)]
+    return f"{message}; did you mean {' '.join(near)}?" if near else message
+
+
+def _fail(message: str) -> int:
+    print(f"laplace-debias: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
