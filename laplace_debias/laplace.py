@@ -342,11 +342,11 @@ class Laplace:
         self, x: Tensor
     ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch outputs outputs"]]:
         """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact."""
-        mean, covariances = self._moments(x, self.prior_precision.reshape(1, -1))
-        return mean, covariances[0]
+        mean, covariances = _shared_moments([self], x, [self.prior_precision.unsqueeze(0)])
+        return mean, covariances[0, 0]
 
     def predict_grid(
-        self, x: Tensor, prior_precisions: Float[Tensor, "grid"] | Float[Tensor, "grid blocks"]
+        self, x: Tensor, prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"]
     ) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
@@ -361,13 +361,7 @@ class Laplace:
             ValueError: If a prior precision is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
-        return predict_grids([self], x, prior_precisions)[0]
-
-    def _moments(
-        self, x: Tensor, prior_precisions: Float[Tensor, "grid deltas"]
-    ) -> tuple[Tensor, Tensor]:
-        mean, covariances = _shared_moments([self], x, prior_precisions)
-        return mean, covariances[0]
+        return predict_grids([self], x, [prior_precisions])[0]
 
     def _checked_posterior(self) -> GaussianPosterior:
         posterior = self.posterior
@@ -592,14 +586,15 @@ class Laplace:
 def predict_grids(
     posteriors: Sequence[Laplace],
     x: Tensor,
-    prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"],
+    prior_precisions: Sequence[Float[Tensor, " grid"] | Float[Tensor, "grid blocks"]],
 ) -> list[list[Distribution]]:
     """`Laplace.predict_grid` for several fits of one model, which share the backward passes.
 
     Args:
-        posteriors: Fitted approximations of the same model, parameters and likelihood.
+        posteriors: Fitted approximations of the same model and Bayesian parameters.
         x: Inputs, `[B, ...]`.
-        prior_precisions: As `Laplace.predict_grid`.
+        prior_precisions: For each of them a grid as `Laplace.predict_grid` takes it, all of one
+            length.
 
     Returns:
         For each of the posteriors its predictives.
@@ -608,11 +603,7 @@ def predict_grids(
         ValueError: If they are not of one model; as `Laplace.predict_grid`.
         RuntimeError: As `Laplace.predict`.
     """
-    first = posteriors[0]
-    for point in prior_precisions:
-        check_prior_precision(point, len(first.block_names))
-    grid = prior_precisions.reshape(len(prior_precisions), -1)
-    mean, covariances = _shared_moments(posteriors, x, grid)
+    mean, covariances = _shared_moments(posteriors, x, prior_precisions)
     return [
         [la.likelihood.predictive(mean, covariance) for covariance in of_grid]
         for la, of_grid in zip(posteriors, covariances, strict=True)
@@ -620,7 +611,7 @@ def predict_grids(
 
 
 def _shared_moments(
-    posteriors: Sequence[Laplace], x: Tensor, prior_precisions: Float[Tensor, "grid deltas"]
+    posteriors: Sequence[Laplace], x: Tensor, prior_precisions: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     first = posteriors[0]
     if any(la.model is not first.model or la._blocks != first._blocks for la in posteriors):
@@ -628,9 +619,18 @@ def _shared_moments(
             "The posteriors are of different models or Bayesian parameters: predict with each."
         )
     checked = [la._checked_posterior() for la in posteriors]
-    grid = prior_precisions.to(checked[0].mean).expand(-1, len(first._blocks))
+    num_blocks = len(first._blocks)
+    for grid in prior_precisions:
+        for point in grid:
+            check_prior_precision(point, num_blocks)
+    grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
     return predictive.functional_moments(
-        first.model, first._blocks, checked, first._moved(x), grid, first._memory_bound
+        first.model,
+        first._blocks,
+        checked,
+        first._moved(x),
+        torch.stack(grids).to(checked[0].mean),
+        first._memory_bound,
     )
 
 

@@ -30,7 +30,7 @@ def functional_moments(
     blocks: Sequence[Block],
     posteriors: Sequence[GaussianPosterior],
     x: Tensor,
-    prior_precisions: Float[Tensor, "grid blocks"],
+    prior_precisions: Float[Tensor, "posteriors grid blocks"],
     memory_bound: int,
 ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "posteriors grid batch outputs outputs"]]:
     r"""Mean and covariance of the linearised network's outputs, exact.
@@ -45,7 +45,7 @@ def functional_moments(
         blocks: The blocks of the posteriors, in their order.
         posteriors: Posteriors of the model over the same blocks.
         x: Inputs, `[B, ...]`.
-        prior_precisions: One δ for each block, for every grid point, `[P, blocks]`.
+        prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
         memory_bound: Bytes that one chunk's output gradients may take.
 
     Returns:
@@ -67,7 +67,7 @@ def functional_moments(
         columns = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
         columns = columns.unsqueeze(1).expand(-1, len(part), -1)
         total = outputs.new_zeros(
-            len(posteriors), len(prior_precisions), len(part), *outputs.shape[1:], outputs.shape[1]
+            *prior_precisions.shape[:2], len(part), outputs.shape[1], outputs.shape[1]
         )
         for path, uses in tap.backward(outputs, columns):
             of_layer = [(i, block) for i, block in enumerate(blocks) if block.layer == path]
@@ -85,14 +85,14 @@ def _add_layer(
     blocks: Sequence[tuple[int, Block]],
     uses: Uses,
     posteriors: Sequence[GaussianPosterior],
-    prior_precisions: Float[Tensor, "grid blocks"],
+    prior_precisions: Float[Tensor, "posteriors grid blocks"],
 ) -> None:
     """Add what one layer's blocks (with their positions) give to the functional covariances."""
     for index, block in blocks:
-        for covariances, posterior in zip(total, posteriors, strict=True):
+        for covariances, posterior, grid in zip(total, posteriors, prior_precisions, strict=True):
             operator = posterior.curvature.blocks[block.name]
             curvature = posterior.num_data * operator.magnitudes.flatten()
-            deltas = prior_precisions[:, index]
+            deltas = grid[:, index]
             for part, J in rotated_jacobians(layer, block, uses, operator.U_G, operator.U_A):
                 covariances[:, part] += _weighted_gram(J.flatten(2), curvature, deltas)
 

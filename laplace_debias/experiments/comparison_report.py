@@ -12,6 +12,7 @@ from laplace_debias.experiments.comparison import (
     ComparisonResult,
     TunedMeasurement,
 )
+from laplace_debias.experiments.distances import Distance
 from laplace_debias.report.figures import (
     prior_precision_figure,
     reliability_figure,
@@ -100,18 +101,14 @@ def findings(result: ComparisonResult) -> list[str]:
         result: What was measured.
 
     Returns:
-        One sentence on the distance to full-batch, one on the tuned posteriors, and one more for
+        The distance to full-batch, one sentence on the tuned posteriors, and one more for
         methods whose best prior precision lies on the grid's edge.
     """
     *points, overall = result.distances
-    first, last = points[0], points[-1]
+    best = min(points, key=lambda row: row.ratio)
+    worst = max(points, key=lambda row: row.ratio)
     error = "" if overall.ratio_se is None else f" (± {overall.ratio_se:.2f})"
-    closer = [row for row in points if row.debiased < row.mini]
-    where = (
-        f"It is closer at {len(closer)} of {len(points)} prior precisions; the ratio is "
-        f"{first.ratio:.2f} at {first.prior_precision:g} and "
-        f"{last.ratio:.2f} at {last.prior_precision:g}."
-    )
+    closer = sum(row.debiased < row.mini for row in points)
     clean = {row["method"]: row for row in tuned_table(result)}
     tuned = ", ".join(
         f"{row['NLL']:.3f} for {method} (ECE {row['ECE']:.3f})" for method, row in clean.items()
@@ -120,7 +117,9 @@ def findings(result: ComparisonResult) -> list[str]:
         f"From the same {2 * result.settings.batch_size} of {result.num_data:,} training images, "
         f"the debiased posterior's test NLL is {overall.ratio:.2f}{error} times as far from "
         f"full-batch's as the mini-batch's, over prior precisions "
-        f"{first.prior_precision:g} … {last.prior_precision:g}. {where}",
+        f"{points[0].prior_precision:g} … {points[-1].prior_precision:g}. It is closer at {closer} "
+        f"of {len(points)} of them; the ratio is best at {_told(best)} and worst at "
+        f"{_told(worst)}.",
         f"With the prior precision tuned on validation images, the test NLL is {tuned}.",
     ]
     edges = (result.settings.prior_precisions[0], result.settings.prior_precisions[-1])
@@ -188,21 +187,22 @@ def write_comparison(result: ComparisonResult, folder: Path) -> list[Path]:
 
 
 def _tables(result: ComparisonResult) -> dict[str, list[Row]]:
-    tables = {
-        "Test images, prior precision δ tuned by validation NLL (mean over draws)": (
-            tuned_table(result)
-        )
-    }
+    tables = {"Tuned δ, clean test images (mean over draws)": tuned_table(result)}
     if result.settings.severities:
-        tables["The same on corrupted images: NLL by severity"] = severity_table(result, "nll")
-        title = "OOD AUROC (entropy, corrupted against clean images) by severity"
-        tables[title] = severity_table(result, "auroc")
-    title = "Distance of the test NLL to full-batch's (mean over draws ± standard error)"
-    return {**tables, title: distance_table(result)}
+        tables["NLL by severity"] = severity_table(result, "nll")
+        tables["OOD AUROC by severity"] = severity_table(result, "auroc")
+    tables["Distance of the test NLL to full-batch's, ± standard error"] = distance_table(result)
+    return tables
 
 
 def _tuned(result: ComparisonResult, method: str, severity: int) -> list[TunedMeasurement]:
     return [row for row in result.tuned if row.method == method and row.severity == severity]
+
+
+def _told(row: Distance) -> str:
+    return (
+        f"{row.prior_precision:g} ({row.ratio:.2f}: {row.debiased:.3f} against {row.mini:.3f} nats)"
+    )
 
 
 def _range(values: Iterable[float | None]) -> str | None:

@@ -96,7 +96,8 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> Comparis
     )
     console.print(
         f"Trained {sum(p.numel() for p in model.parameters()):,} parameters on {len(training):,} "
-        f"digits: training accuracy {history[-1]['accuracy']:.3f}."
+        f"handwritten digits, corrupted at severity {settings.image_severity}: training accuracy "
+        f"{history[-1]['accuracy']:.3f}."
     )
     result = compare(model, training, validation, test, settings.comparison, settings.progress)
     print_comparison(result, console)

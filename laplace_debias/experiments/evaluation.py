@@ -101,7 +101,7 @@ def run_evaluation(
             f"{settings.min_accuracy}: check that checkpoint and data belong together, or lower "
             "min_accuracy"
         )
-    _check_held_out(checked, held_out)
+    check_held_out(checked, held_out)
     result = compare(model, train, validation, test, settings.comparison, settings.progress)
     print_comparison(result, console)
     pictures = write_comparison(result, settings.output)
@@ -169,8 +169,16 @@ def hits_of(
     return torch.cat(hits).double()
 
 
-def _check_held_out(test: Tensor, validation: Tensor) -> None:
-    """Refuse validation images that were trained on: they are far better known than test images."""
+def check_held_out(test: Tensor, validation: Tensor) -> None:
+    """Refuse validation images that were trained on.
+
+    Args:
+        test: Hits of the network on test images, float64 [N] of zeros and ones.
+        validation: Its hits on validation images, [M].
+
+    Raises:
+        ValueError: If the latter are more by five standard errors.
+    """
     both = torch.cat([test, validation]).mean().item()
     error = math.sqrt(both * (1 - both) * (1 / len(test) + 1 / len(validation)))
     excess = validation.mean().item() - test.mean().item()
