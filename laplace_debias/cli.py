@@ -58,7 +58,9 @@ def _run(arguments: list[str]) -> int:
         subcommands.add_subcommand(name, subparser, help=help_)
         options += [f"--{key}" for key in subparser.get_defaults().keys(branches=True)]
     parsed = parser.parse_args(arguments)
-    chosen = parser.instantiate_classes(parsed)[parsed.command]
+    # jsonargparse 4.49 renamed the method.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    chosen = instantiate(parsed)[parsed.command]
     settings, run, _ = commands[parsed.command]
     del chosen["config"]
     run(settings(**vars(chosen)))

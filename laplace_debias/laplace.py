@@ -20,6 +20,7 @@ from laplace_debias.curvature.blocks import (
 )
 from laplace_debias.curvature.columns import Fisher
 from laplace_debias.curvature.kfac.backpack import BackpackStream, why_not_backpack
+from laplace_debias.curvature.kfac.crossfit import fit_crossfit
 from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
 from laplace_debias.curvature.kfac.stream import Backend, HookStream
 from laplace_debias.curvature.likelihood import Gaussian, Likelihood, likelihood_from
@@ -29,9 +30,10 @@ from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 
 PriorPrecision = float | Tensor
 
-MODES = ("full", "mini", "debiased")
+MODES = ("full", "mini", "debiased", "crossfit")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
+_FOLDS = 8
 
 
 class Laplace:
@@ -141,7 +143,8 @@ class Laplace:
                 them twice.
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
-                first batch, magnitudes from the second (Eq. 9).
+                first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
+                whole first batch, magnitudes out of fold (8 folds of its examples).
             num_data: N; if None the size of the loader's data set, or for `"full"` of data that
                 does not tell its size the number of examples seen.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
@@ -167,7 +170,7 @@ class Laplace:
                 f'mode="{mode}" sees a part of the data, and the loader does not tell how many '
                 "examples there are in all: pass num_data=."
             )
-        wanted = 1 if mode == "mini" else 2
+        wanted = 2 if mode == "debiased" else 1
         batches = list(itertools.islice(train_loader, wanted))
         if len(batches) < wanted:
             raise ValueError(
@@ -175,7 +178,11 @@ class Laplace:
                 "smaller batch size or more data."
             )
         return self.fit_batches(
-            batches[:1], batches[1:] or None, num_data=num_data, generator=generator
+            batches[:1],
+            batches[1:] or None,
+            num_data=num_data,
+            folds=_FOLDS if mode == "crossfit" else None,
+            generator=generator,
         )
 
     def fit_batches(
@@ -184,6 +191,7 @@ class Laplace:
         magnitudes: Batches | None = None,
         *,
         num_data: int | None = None,
+        folds: int | None = None,
         generator: torch.Generator | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
@@ -192,29 +200,36 @@ class Laplace:
             directions: Batches `(x, y)` that give the eigenbases.
             magnitudes: Batches that the curvature along them is measured on; None for the same.
             num_data: N; the number of examples in `directions` and `magnitudes` if None.
+            folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
+                folds; no `magnitudes` then.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
 
         Returns:
             The object itself.
 
         Raises:
-            ValueError: As `fit`; also for `num_data` below 1.
+            ValueError: As `fit`; also for `num_data` below 1, for `folds` with `magnitudes`, fewer
+                than two or more than there are examples.
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
         if num_data is not None and num_data < 1:
             raise ValueError(f"num_data must be at least 1, got {num_data}.")
-        if self._curvature == "ekfac" and magnitudes is None and iter(directions) is directions:
+        if folds is not None and magnitudes is not None:
+            raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
+        reads_twice = self._curvature == "ekfac" and magnitudes is None and folds is None
+        if reads_twice and iter(directions) is directions:
             raise TypeError(
                 "EKFAC goes through the data twice, but this iterator can be read only once: pass "
                 "a DataLoader or a list of batches."
             )
         check_deterministic(self.model)
         check_finite(self.model)
-        fitted = FITS[self._curvature](
-            self._problem(generator),
-            self._on_device(directions),
-            None if magnitudes is None else self._on_device(magnitudes),
-        )
+        problem, data = self._problem(generator), self._on_device(directions)
+        if folds is not None:
+            fitted = fit_crossfit(problem, data, folds, self._curvature)
+        else:
+            measured = None if magnitudes is None else self._on_device(magnitudes)
+            fitted = FITS[self._curvature](problem, data, measured)
         self._set_posterior(fitted, num_data)
         return self
 

@@ -295,3 +295,102 @@ def test_params_weights_leaves_out_the_biases(backend):
     assert all(name.endswith("weight") for name in weights.la.param_names)
     for name, block in weights.la.posterior.curvature.blocks.items():
         close(block.to_dense(), whole.la.posterior.curvature.blocks[name].to_dense(), 1e-10)
+
+
+def slow_crossfit(factors, sizes):
+    """Cross-fitted magnitudes of one factor, written out fold by fold and vector by vector."""
+    lists = []
+    for k, (own, size) in enumerate(zip(factors, sizes, strict=True)):
+        rest = sum(f * s for j, (f, s) in enumerate(zip(factors, sizes, strict=True)) if j != k)
+        _, vectors = oracle.eigen(rest / (sum(sizes) - size))
+        lists.append([size / sum(sizes) * (u @ own @ u) for u in vectors.T])
+    return torch.stack([sum(values) for values in zip(*lists, strict=True)])
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_crossfit_kfac_equals_a_slow_loop(likelihood):
+    """On a network whose factors have full rank, so that every eigenbasis is unique."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 4)
+    ).double()
+    x, y = torch.randn(50, 4).double(), torch.randint(4, (50,))
+    if likelihood == "regression":
+        y = torch.randn(50, 4).double()
+    sigma = 1.0 if likelihood == "regression" else None
+    la = Laplace(model.eval(), likelihood).fit_batches(
+        [(x[:20], y[:20]), (x[20:], y[20:])], folds=3
+    )
+    sizes = [17, 17, 16]
+    for layer in ("0", "2"):
+        folds = [oracle.kfac_factors(model, x[k::3], likelihood, layer, sigma) for k in range(3)]
+        whole = oracle.kfac_factors(model, x, likelihood, layer, sigma)
+        weight = la.posterior.curvature.blocks[f"{layer}.weight"]
+        assert oracle.diagonalises(weight.U_G, whole["G"])
+        assert oracle.diagonalises(weight.U_A, whole["A"])
+        expected = torch.outer(
+            slow_crossfit([f["G"] for f in folds], sizes),
+            slow_crossfit([f["A"] for f in folds], sizes),
+        )
+        # The softmax has a direction without curvature, along which any sign of rounding may stand.
+        close(weight.magnitudes, expected)
+        bias = la.posterior.curvature.blocks[f"{layer}.bias"]
+        close(bias.magnitudes[:, 0], slow_crossfit([f["bias"] for f in folds], sizes))
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", ["mlp_tanh", "regression"])
+def test_crossfit_on_folds_of_identical_examples_is_mini(name, curvature):
+    mini, cross = Case(name, curvature=curvature), Case(name, curvature=curvature)
+    mini.la.fit_batches([(mini.x, mini.y)], num_data=NUM_DATA)
+    repeated = (mini.x.repeat_interleave(4, 0), mini.y.repeat_interleave(4, 0))
+    cross.la.fit_batches([repeated], folds=4, num_data=NUM_DATA)
+    for one, two in zip(operator_blocks(mini.la), operator_blocks(cross.la), strict=True):
+        close(two, one, 1e-9)
+
+
+def test_crossfit_ekfac_measures_the_exact_curvature_out_of_fold():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3)).double().eval()
+    x, y = torch.randn(24, 3).double(), torch.randn(24, 3).double()
+    la = Laplace(model, "regression", curvature="ekfac").fit_batches([(x, y)], folds=2)
+    expected = torch.zeros(3, 3).double()
+    for own, rest in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
+        factors = oracle.kfac_factors(model, rest, "regression", "0", 1.0)
+        U_A = oracle.eigen(factors["A"])[1]
+        # G is the identity: any basis of the outputs measures the same.
+        exact = oracle.ggn_block(model, own, "regression", "0.weight", 1.0)
+        U = torch.kron(torch.eye(3).double(), U_A)
+        expected += (U.T @ exact @ U).diag().reshape(3, 3) / 2
+    close(la.posterior.curvature.blocks["0.weight"].magnitudes, expected)
+
+
+def test_crossfit_is_unbiased_along_the_directions_of_the_other_folds():
+    """On a known covariance: eigenvalues are biased at both ends, cross-fitted magnitudes are not."""
+    from laplace_debias.curvature.kfac.crossfit import crossfit_magnitudes
+
+    dimension, examples, folds = 12, 40, 8
+    spectrum = torch.logspace(0, -1, dimension).double()
+    sizes = torch.full((folds,), examples // folds)
+    crossfit, mini = [], []
+    for _ in range(400):
+        x = torch.randn(examples, dimension).double() * spectrum.sqrt()
+        factors = torch.stack([x[k::folds].T @ x[k::folds] for k in range(folds)])
+        truths = []
+        for k in range(folds):
+            _, U = oracle.eigen(factors.sum(0) - factors[k])
+            truths.append((U * (spectrum[:, None] * U)).sum(0))
+        truth = torch.stack(truths).mean(0)
+        crossfit.append(crossfit_magnitudes(factors, sizes) - truth)
+        mini.append(oracle.eigen(factors.sum(0) / examples)[0] - truth)
+    bias, error = (f(torch.stack(crossfit)) for f in (lambda e: e.mean(0), lambda e: e.std(0) / 20))
+    assert (bias.abs() < 4 * error).all()
+    biased = torch.stack(mini).mean(0)
+    assert biased[0] > 20 * error[0]
+    assert biased[-1] < -20 * error[-1]
+
+
+def test_crossfit_needs_enough_examples():
+    case = Case("regression")
+    with pytest.raises(ValueError, match="2 to 6 folds, got 7"):
+        case.la.fit_batches([(case.x, case.y)], folds=7)
+    with pytest.raises(ValueError, match="no magnitudes"):
+        case.la.fit_batches([case.first], [case.second], folds=2)

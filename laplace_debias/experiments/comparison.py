@@ -160,6 +160,10 @@ def compare(
 
     Raises:
         ValueError: If a data set has fewer images than the settings ask for; as `Laplace`.
+
+    Reference:
+        Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning,
+        Figure 6.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     validation = _some(validation, settings.validation_examples, generator, "validation")
@@ -311,7 +315,11 @@ class _Batches:
 
 
 def _grid_predict(la: Laplace) -> Predict:
-    return lambda x, grid: [predictive.probs for predictive in la.predict_grid(x, grid)]
+    def predict(x: Tensor, grid: Tensor) -> list[Tensor]:
+        predictives = la.predict_grid(x, grid)
+        return [predictive.probs for predictive in predictives]  # type: ignore[attr-defined]
+
+    return predict
 
 
 def _map_predict(model: nn.Module) -> Predict:

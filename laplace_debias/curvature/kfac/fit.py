@@ -22,6 +22,11 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Sums = dict[Block, Tensor]
+ConsumeInputs = Callable[[nn.Module, Block, Sequence[Tensor]], None]
+# G and A of every block.
+FactorSums = dict[Block, tuple[Tensor, Tensor]]
+# Bytes of layers' inputs that are kept until A is computed from them.
+_KEPT_INPUTS = 2**30
 
 
 @dataclass(frozen=True)
@@ -78,26 +83,27 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
         directions: Batches `(x, y)` whose factors give the eigenbases.
         magnitudes: Batches that the curvature is measured on; None for the same.
     """
-    bases, seen = _eigenbases(problem, directions)
+    sums, seen = factor_sums(problem, directions)
+    bases = eigenbases(sums, seen.num_examples)
     if magnitudes is None:
-        return Fitted(_assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
+        return Fitted(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
 
     along_G: Sums = {}
     along_A: Sums = {}
 
     def project_gradients(block: Block, G: Tensor) -> None:
-        _add(along_G, block, along(G.to(problem.factor_dtype), bases[block].U_G))
+        add_to(along_G, block, along(G.to(problem.factor_dtype), bases[block].U_G))
 
     def project_inputs(layer: nn.Module, block: Block, inputs: Sequence[Tensor]) -> None:
         A = input_factor(layer, block, inputs).to(problem.factor_dtype)
-        _add(along_A, block, along(A, bases[block].U_A))
+        add_to(along_A, block, along(A, bases[block].U_A))
 
     measured = sweep(problem, magnitudes, gradient_factor, project_gradients, project_inputs)
     table = {}
     for block, G in along_G.items():
         A = along_A[block] / measured.num_examples if block in along_A else G.new_ones(1)
         table[block] = torch.outer(G / measured.num_examples, A)
-    return Fitted(_assemble(problem, bases, table), _together(seen, measured))
+    return Fitted(assemble(problem, bases, table), together(seen, measured))
 
 
 def fit_ekfac(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
@@ -109,22 +115,30 @@ def fit_ekfac(problem: Problem, directions: Batches, magnitudes: Batches | None)
         magnitudes: Batches that the curvature is measured on; None for the same, which are then
             gone through twice.
     """
-    bases, seen = _eigenbases(problem, directions)
+    sums, seen = factor_sums(problem, directions)
+    bases = eigenbases(sums, seen.num_examples)
+    table, measured = exact_sums(problem, bases, directions if magnitudes is None else magnitudes)
+    table = {block: squares / measured.num_examples for block, squares in table.items()}
+    everything = seen if magnitudes is None else together(seen, measured)
+    return Fitted(assemble(problem, bases, table), everything)
+
+
+def exact_sums(
+    problem: Problem, bases: dict[Block, Eigenbasis], batches: Batches
+) -> tuple[Sums, Seen]:
+    """Exact curvature along every direction, summed over examples, `[d_out, d_in]` a block."""
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = next(problem.model.parameters()).dtype
     rotations = {block: (b.U_G.to(dtype), b.U_A.to(dtype)) for block, b in bases.items()}
-    table: Sums = {}
+    sums: Sums = {}
 
     def measure(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
         return ekfac_magnitudes(layer, block, uses, *rotations[block])
 
     def collect(block: Block, squares: Tensor) -> None:
-        _add(table, block, squares.to(problem.factor_dtype))
+        add_to(sums, block, squares.to(problem.factor_dtype))
 
-    measured = sweep(problem, directions if magnitudes is None else magnitudes, measure, collect)
-    table = {block: squares / measured.num_examples for block, squares in table.items()}
-    together = seen if magnitudes is None else _together(seen, measured)
-    return Fitted(_assemble(problem, bases, table), together)
+    return sums, sweep(problem, batches, measure, collect)
 
 
 FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac}
@@ -135,7 +149,7 @@ def sweep(
     batches: Batches,
     measure: Measure,
     consume: Consume,
-    consume_inputs: Callable[[nn.Module, Block, Sequence[Tensor]], None] | None = None,
+    consume_inputs: ConsumeInputs | None = None,
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
 
@@ -147,8 +161,8 @@ def sweep(
         batches: `(x, y)` pairs on the model's device.
         measure: What to compute of a block on a chunk of a batch.
         consume: Takes what was measured of a block.
-        consume_inputs: If given, takes at the end of every batch, one weight block after the
-            other, the layer and what went into it, chunk by chunk.
+        consume_inputs: If given, takes at the end of every batch (of a very large one also within)
+            the layer of one weight block after the other and what went into it, chunk by chunk.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
@@ -158,11 +172,21 @@ def sweep(
     stream = problem.backend(network, problem.blocks)
     num_examples, nll, chunk = 0, torch.zeros((), dtype=torch.float64), 0
     inputs: dict[Block, list[Tensor]] = {}
+    kept = 0
 
     def measure_and_keep(layer: nn.Module, block: Block, uses: Uses) -> Any:
+        nonlocal kept
         if consume_inputs is not None and block.role == "weight":
             inputs.setdefault(block, []).extend(x for x, _ in uses)
+            kept += sum(x.numel() * x.element_size() for x, _ in uses)
         return measure(layer, block, uses)
+
+    def hand_over_inputs(consume_inputs: ConsumeInputs) -> None:
+        nonlocal kept
+        while inputs:
+            block, parts = inputs.popitem()
+            consume_inputs(network.get_submodule(block.layer), block, parts)
+        kept = 0
 
     for all_x, all_y in batches:
         chunk = chunk or _chunk_size(problem, all_x)
@@ -177,9 +201,10 @@ def sweep(
 
             stream(x, columns, measure_and_keep, consume)
             num_examples += len(x)
-        while inputs and consume_inputs is not None:
-            block, parts = inputs.popitem()
-            consume_inputs(network.get_submodule(block.layer), block, parts)
+            if consume_inputs is not None and kept > _KEPT_INPUTS:
+                hand_over_inputs(consume_inputs)
+        if consume_inputs is not None:
+            hand_over_inputs(consume_inputs)
     if num_examples == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
     return Seen(num_examples, nll.item())
@@ -210,47 +235,61 @@ def _chunk_size(problem: Problem, x: Tensor) -> int:
     return max(1, problem.memory_bound // (columns * tap.output_bytes()))
 
 
-def _eigenbases(problem: Problem, batches: Batches) -> tuple[dict[Block, Eigenbasis], Seen]:
-    sums_G: Sums = {}
-    sums_A: Sums = {}
+def factor_sums(problem: Problem, batches: Batches) -> tuple[FactorSums, Seen]:
+    """Factors of every block, summed over the examples of all batches."""
+    sums: FactorSums = {}
 
     def add_gradients(block: Block, G: Tensor) -> None:
-        _add(sums_G, block, G.to(problem.factor_dtype))
+        G = G.to(problem.factor_dtype)
+        if block not in sums:
+            d_in = block.shape[1]
+            A = G.new_zeros(d_in, d_in) if block.role == "weight" else G.new_ones(1, 1)
+            sums[block] = (torch.zeros_like(G), A)
+        sums[block][0].add_(G)
 
     def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Tensor]) -> None:
-        _add(sums_A, block, input_factor(layer, block, inputs).to(problem.factor_dtype))
+        sums[block][1].add_(input_factor(layer, block, inputs))
 
     seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs)
-    bases = {}
-    for block in problem.blocks:
-        # A block's sums are freed as they become its eigenbasis.
-        G = sums_G.pop(block) / seen.num_examples
-        A = sums_A.pop(block) / seen.num_examples if block in sums_A else G.new_ones(1, 1)
+    for block, (G, A) in sums.items():
         if not (torch.isfinite(G).all() and torch.isfinite(A).all()):
             raise ValueError(
                 f"The curvature of {block.name} holds NaN or Inf: its activations or gradients "
                 "overflow; try the model in a wider dtype."
             )
-        bases[block] = eigenbasis(G, A)
-    return bases, seen
+        if block.role == "bias":
+            A.mul_(seen.num_examples)
+    return sums, seen
 
 
-def _add(sums: Sums, block: Block, value: Tensor) -> None:
+def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
+    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way."""
+    bases = {}
+    for block in list(sums):
+        G, A = sums.pop(block)
+        bases[block] = eigenbasis(G / num_examples, A / num_examples)
+    return bases
+
+
+def add_to(sums: Sums, block: Block, value: Tensor) -> None:
+    """Add a value to a block's sum, which may not exist yet."""
     if block in sums:
         sums[block] += value
     else:
         sums[block] = value
 
 
-def _together(first: Seen, second: Seen) -> Seen:
+def together(first: Seen, second: Seen) -> Seen:
+    """What two passes over different data saw."""
     return Seen(first.num_examples + second.num_examples, first.nll + second.nll)
 
 
-def _assemble(
+def assemble(
     problem: Problem,
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "d_out d_in"]],
 ) -> BlockDiagonal:
+    """The curvature from directions and magnitudes, in the model's dtype; `bases` is emptied."""
     dtype = next(problem.model.parameters()).dtype
     blocks = {}
     for block in problem.blocks:
