@@ -358,13 +358,13 @@ def test_crossfit_ekfac_measures_the_exact_curvature_out_of_fold():
         U_A = oracle.eigen(factors["A"])[1]
         # G is the identity: any basis of the outputs measures the same.
         exact = oracle.ggn_block(model, own, "regression", "0.weight", 1.0)
-        U = torch.kron(torch.eye(3).double(), U_A)
+        U = torch.kron(torch.eye(3).double(), U_A.contiguous())
         expected += (U.T @ exact @ U).diag().reshape(3, 3) / 2
     close(la.posterior.curvature.blocks["0.weight"].magnitudes, expected)
 
 
 def test_crossfit_is_unbiased_along_the_directions_of_the_other_folds():
-    """On a known covariance: eigenvalues are biased at both ends, cross-fitted magnitudes are not."""
+    """On a known covariance, where the eigenvalues are biased at both ends."""
     from laplace_debias.curvature.kfac.crossfit import crossfit_magnitudes
 
     dimension, examples, folds = 12, 40, 8
