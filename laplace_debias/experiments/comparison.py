@@ -5,7 +5,7 @@ b, magnitudes from the other b) and full-batch, over prior precisions and severa
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -13,17 +13,22 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from tqdm import tqdm
 
 from laplace_debias import metrics
 from laplace_debias.experiments.distances import Distance, Measurement, distances
-from laplace_debias.laplace import Laplace
+from laplace_debias.laplace import Laplace, predict_grids
 from laplace_debias.problems import ImageDataset, corrupt
 
 MAP, MINI, DEBIASED, FULL = METHODS = ("MAP", "mini-batch", "debiased", "full-batch")
 
-Predict = Callable[[Tensor, Tensor], list[Tensor]]
-"""From inputs `[B, ...]` and a grid `[P]` to P matrices of probabilities `[B, C]`."""
+# A method and its draw.
+Name = tuple[str, int]
+# Prior precisions; the MAP has none.
+Grid = Sequence[float | None]
+# From inputs `[B, ...]` and grids to the probabilities of each posterior, `[P, B, C]`.
+Predict = Callable[[Tensor, Mapping[Name, Grid]], dict[Name, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +148,8 @@ def compare(
 ) -> ComparisonResult:
     """Compare the posteriors of a trained classifier.
 
-    Every posterior is fitted once, and predicts each data set once: the whole grid of prior
-    precisions in one pass over the validation and test images, and the tuned one on the corrupted
-    images.
+    Every posterior is fitted once; then all of them predict each data set in one pass: the whole
+    grid of prior precisions on the validation and test images, the tuned ones on corrupted images.
 
     Args:
         model: The trained network, in evaluation mode.
@@ -170,22 +174,14 @@ def compare(
     test = _some(test, settings.test_examples, generator, "test")
     ood = _some(test, settings.ood_examples, generator, "ood")
     reference = _some(train, settings.full_examples, generator, "full")
-    if 2 * settings.batch_size > len(train):
+    b = settings.batch_size
+    if 2 * b > len(train):
         raise ValueError(
-            f"batch_size {settings.batch_size} asks for {2 * settings.batch_size} training images "
-            f"a draw; there are {len(train)}"
+            f"batch_size {b} asks for {2 * b} training images a draw; there are {len(train)}"
         )
     chosen = [
-        torch.randperm(len(train), generator=generator)[: 2 * settings.batch_size]
-        for _ in range(settings.draws)
+        torch.randperm(len(train), generator=generator)[: 2 * b] for _ in range(settings.draws)
     ]
-    la = Laplace(
-        model,
-        likelihood="classification",
-        curvature=settings.curvature,
-        params=settings.params,
-        fisher=settings.fisher,
-    )
     with _threads(settings.num_threads):
         corrupted = {
             severity: ood.with_images(corrupt(ood.images, severity, seed=settings.seed))
@@ -193,24 +189,30 @@ def compare(
         }
         predictions = len(validation) + len(test) + sum(map(len, corrupted.values()))
         fit_passes = 2 if settings.curvature == "ekfac" else 1
-        total = (2 * settings.draws + 2) * predictions + fit_passes * len(reference)
+        total = 2 * predictions + fit_passes * (len(reference) + 4 * settings.draws * b)
         with tqdm(total=total, unit="image", disable=not progress) as bar:
-            run = _Run(settings, validation, test, corrupted, bar)
-            run.measure(MAP, 0, _map_predict(model), (None,))
+            posteriors: dict[Name, Laplace] = {}
             for draw, indices in enumerate(chosen):
                 x, y = train.batch(indices)
-                b = settings.batch_size
-                first, second = (x[:b], y[:b]), (x[b:], y[b:])
-                for method, batches in ((MINI, ([(x, y)],)), (DEBIASED, ([first], [second]))):
-                    la.fit_batches(*batches, num_data=len(train), generator=generator)
-                    run.measure(method, draw, _grid_predict(la), settings.prior_precisions)
-            bar.set_description(f"{FULL}: fit to {len(reference)} images")
-            la.fit_batches(
+                for method, batches in (
+                    (MINI, ([(x, y)],)),
+                    (DEBIASED, ([(x[:b], y[:b])], [(x[b:], y[b:])])),
+                ):
+                    bar.set_description(f"fit {method} {draw + 1}/{settings.draws}")
+                    posteriors[method, draw] = _laplace(model, settings).fit_batches(
+                        *batches, num_data=len(train), generator=generator
+                    )
+                    bar.update(2 * b * fit_passes)
+            bar.set_description(f"fit {FULL} to {len(reference)} images")
+            posteriors[FULL, 0] = _laplace(model, settings).fit_batches(
                 _Batches(reference, settings.eval_batch_size, bar),
                 num_data=len(train),
                 generator=generator,
             )
-            run.measure(FULL, 0, _grid_predict(la), settings.prior_precisions)
+            run = _Run(settings, validation, test, corrupted, bar)
+            run.measure({(MAP, 0): (None,)}, _map_predict(model))
+            grids = dict.fromkeys(posteriors, settings.prior_precisions)
+            run.measure(grids, _grid_predict(posteriors))
     order = METHODS.index
     sweep = sorted(run.sweep, key=lambda row: order(row.method))
     return ComparisonResult(
@@ -218,9 +220,15 @@ def compare(
         num_data=len(train),
         num_full=len(reference),
         sweep=sweep,
-        tuned=sorted(run.tuned, key=lambda row: order(row.method)),
+        tuned=sorted(run.tuned, key=lambda row: (order(row.method), row.draw, row.severity)),
         distances=distances(sweep, MINI, DEBIASED, FULL, settings.distance_range),
         reliability={method: run.reliability[method] for method in METHODS},
+    )
+
+
+def _laplace(model: nn.Module, settings: ComparisonSettings) -> Laplace:
+    return Laplace(
+        model, curvature=settings.curvature, params=settings.params, fisher=settings.fisher
     )
 
 
@@ -252,52 +260,54 @@ class _Run:
         self._corrupted = corrupted
         self._bar = bar
 
-    def measure(
-        self, method: str, draw: int, predict: Predict, grid: Sequence[float | None]
-    ) -> None:
-        """Measure one posterior at every prior precision, and at the best of them on OOD data."""
-        name = method if method in (MAP, FULL) else f"{method} {draw + 1}/{self._settings.draws}"
-        on_validation = self._predict(f"{name}: validation", predict, self._validation, grid)
-        on_test = self._predict(f"{name}: test", predict, self._test, grid)
-        rows = [
-            Measurement(
-                method=method,
-                draw=draw,
-                prior_precision=delta,
-                validation_nll=metrics.nll(tuning, self._validation.labels).item(),
-                **_metrics(probs, self._test.labels),
-            )
-            for delta, tuning, probs in zip(grid, on_validation, on_test, strict=True)
-        ]
-        self.sweep += rows
-        best = min(range(len(rows)), key=lambda i: rows[i].validation_nll)
-        probs = on_test[best]
-        if draw == 0:
-            self.reliability[method] = (probs, self._test.labels)
-        self.tuned.append(TunedMeasurement(**vars(rows[best]), severity=0, auroc=None))
-        scores = metrics.entropy(probs)
-        for severity, data in self._corrupted.items():
-            shifted = self._predict(f"{name}: severity {severity}", predict, data, [grid[best]])[0]
-            self.tuned.append(
-                TunedMeasurement(
-                    method=method,
-                    draw=draw,
-                    prior_precision=grid[best],
-                    validation_nll=rows[best].validation_nll,
-                    **_metrics(shifted, data.labels),
-                    severity=severity,
-                    auroc=metrics.auroc(scores, metrics.entropy(shifted)).item(),
+    def measure(self, grids: Mapping[Name, Grid], predict: Predict) -> None:
+        """Measure posteriors at every prior precision, and at the best of them on OOD data.
+
+        Args:
+            grids: The grid of each posterior.
+            predict: Predicts with all of them in one pass.
+        """
+        on_validation = self._predict("predict validation", predict, self._validation, grids)
+        on_test = self._predict("predict test", predict, self._test, grids)
+        best: dict[Name, Measurement] = {}
+        scores: dict[Name, Tensor] = {}
+        for name, grid in grids.items():
+            rows = [
+                Measurement(
+                    method=name[0],
+                    draw=name[1],
+                    prior_precision=delta,
+                    validation_nll=metrics.nll(tuning, self._validation.labels).item(),
+                    **_metrics(probs, self._test.labels),
                 )
-            )
+                for delta, tuning, probs in zip(
+                    grid, on_validation[name], on_test[name], strict=True
+                )
+            ]
+            self.sweep += rows
+            nlls = [row.validation_nll for row in rows]
+            index = nlls.index(min(nlls))
+            best[name], probs = rows[index], on_test[name][index]
+            if name[1] == 0:
+                self.reliability[name[0]] = (probs, self._test.labels)
+            scores[name] = metrics.entropy(probs)
+            self.tuned.append(TunedMeasurement(**vars(rows[index]), severity=0, auroc=None))
+        tuned: dict[Name, Grid] = {name: (row.prior_precision,) for name, row in best.items()}
+        for severity, data in self._corrupted.items():
+            shifted = self._predict(f"predict severity {severity}", predict, data, tuned)
+            for name, row in best.items():
+                probs = shifted[name][0]
+                values = vars(row) | _metrics(probs, data.labels)
+                auroc = metrics.auroc(scores[name], metrics.entropy(probs)).item()
+                self.tuned.append(TunedMeasurement(**values, severity=severity, auroc=auroc))
 
     def _predict(
-        self, what: str, predict: Predict, data: ImageDataset, grid: Sequence[float | None]
-    ) -> Float[Tensor, "grid n classes"]:
+        self, what: str, predict: Predict, data: ImageDataset, grids: Mapping[Name, Grid]
+    ) -> dict[Name, Float[Tensor, "grid n classes"]]:
         self._bar.set_description(what)
-        points = torch.tensor([math.nan if delta is None else delta for delta in grid]).double()
         batches = _Batches(data, self._settings.eval_batch_size, self._bar)
-        parts = [torch.stack(predict(x, points)).double().cpu() for x, _ in batches]
-        return torch.cat(parts, dim=1)
+        parts = [predict(x, grids) for x, _ in batches]
+        return {name: torch.cat([part[name] for part in parts], dim=1) for name in grids}
 
 
 class _Batches:
@@ -314,10 +324,14 @@ class _Batches:
             self._bar.update(len(indices))
 
 
-def _grid_predict(la: Laplace) -> Predict:
-    def predict(x: Tensor, grid: Tensor) -> list[Tensor]:
-        predictives = la.predict_grid(x, grid)
-        return [predictive.probs for predictive in predictives]  # type: ignore[attr-defined]
+def _grid_predict(posteriors: Mapping[Name, Laplace]) -> Predict:
+    def predict(x: Tensor, grids: Mapping[Name, Grid]) -> dict[Name, Tensor]:
+        points = [torch.tensor(grids[name], dtype=torch.float64) for name in posteriors]
+        predicted = predict_grids(list(posteriors.values()), x, points)
+        return {
+            name: torch.stack([_probabilities(p) for p in of_grid])
+            for name, of_grid in zip(posteriors, predicted, strict=True)
+        }
 
     return predict
 
@@ -326,10 +340,15 @@ def _map_predict(model: nn.Module) -> Predict:
     parameter = next(model.parameters())
 
     @torch.no_grad()
-    def predict(x: Tensor, grid: Tensor) -> list[Tensor]:
-        return [model(x.to(parameter)).softmax(1)] * len(grid)
+    def predict(x: Tensor, grids: Mapping[Name, Grid]) -> dict[Name, Tensor]:
+        probs = model(x.to(parameter)).softmax(1).double().cpu()
+        return {name: probs.expand(len(grid), -1, -1) for name, grid in grids.items()}
 
     return predict
+
+
+def _probabilities(predictive: Distribution) -> Tensor:
+    return predictive.probs.double().cpu()  # type: ignore[attr-defined]
 
 
 def _metrics(probs: Tensor, labels: Tensor) -> dict[str, float]:

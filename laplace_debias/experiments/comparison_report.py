@@ -187,7 +187,7 @@ def write_comparison(result: ComparisonResult, folder: Path) -> list[Path]:
 
 
 def _tables(result: ComparisonResult) -> dict[str, list[Row]]:
-    tables = {"Tuned δ, clean test images (mean over draws)": tuned_table(result)}
+    tables = {"Tuned δ, test images (mean over draws)": tuned_table(result)}
     if result.settings.severities:
         tables["NLL by severity"] = severity_table(result, "nll")
         tables["OOD AUROC by severity"] = severity_table(result, "auroc")

@@ -23,7 +23,8 @@ class DemoSettings:
     Attributes:
         train_examples: How many of the 1,000 training images are used.
         image_severity: Severity at which all images are corrupted from the start, which makes the
-            digits hard enough for an over-confident network; 0 for clean ones.
+            digits hard enough for an over-confident network; 0 for clean ones. Severities of the
+            comparison come on top.
         width: Channels of the network's first convolution.
         recipe: How it is trained.
         comparison: What is compared.
