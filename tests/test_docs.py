@@ -1,0 +1,43 @@
+"""What the documents say runs."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import laplace_debias.laplace
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_readme_code_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert (tmp_path / "posterior.safetensors").exists()
+
+
+def test_readme_links_point_to_files():
+    for text in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", text.read_text()):
+            assert (text.parent / target).exists(), f"{text.name} links to {target}"
+
+
+def test_docstring_examples_run():
+    result = doctest.testmod(laplace_debias.laplace)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_examples_run(example, tmp_path):
+    run = subprocess.run(
+        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
