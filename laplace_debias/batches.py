@@ -1,6 +1,6 @@
 """Batches of data: checked, moved to the model's device, with a progress bar."""
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -17,13 +17,15 @@ class OnDevice:
     Args:
         batches: The source.
         device: Where the model is.
-        dtype: The dtype of the model's parameters, which floating-point inputs must share.
+        dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
     """
 
-    def __init__(self, batches: Batches, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batches: Batches, device: torch.device, dtypes: Collection[torch.dtype]
+    ) -> None:
         self._batches = batches
         self._device = device
-        self._dtype = dtype
+        self._dtypes = dtypes
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self._batches:
@@ -36,13 +38,13 @@ class OnDevice:
             x, y = batch
             if not isinstance(y, Tensor):
                 raise TypeError(f"Targets must be a tensor, got {type(y).__name__}.")
-            x = move(x, self._device, self._dtype)
+            x = move(x, self._device, self._dtypes)
             if len(x) != len(y):
                 raise ValueError(f"A batch holds {len(x)} inputs but {len(y)} targets.")
             yield x, y.to(self._device, non_blocking=True)
 
 
-def move(x: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+def move(x: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> Tensor:
     """Inputs `[B, ...]` on a device.
 
     Raises:
@@ -53,11 +55,14 @@ def move(x: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
         raise TypeError(f"Inputs must be a tensor, got {type(x).__name__}.")
     if x.ndim == 0 or len(x) == 0:
         raise ValueError(f"Inputs must hold at least one example, got shape {tuple(x.shape)}.")
-    if x.is_floating_point() and x.dtype != dtype:
+    if x.is_floating_point() and x.dtype not in dtypes:
         raise TypeError(
-            f"Inputs are {x.dtype}, the model's parameters {dtype}: convert one of them with "
-            "`.to(...)`."
+            f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: convert "
+            "one of them with `.to(...)`."
         )
+    # Inference tensors cannot take part in automatic differentiation; gradients of the inputs are
+    # nobody's business here.
+    x = x.clone() if x.is_inference() else x.detach()
     return x.to(device, non_blocking=True)
 
 
@@ -76,6 +81,12 @@ class _Progress:
 
 
 def size_of(loader: Any) -> int | None:
-    """The number of examples of a loader's data set, None if it does not say."""
-    dataset = getattr(loader, "dataset", None)
-    return len(dataset) if isinstance(dataset, Sized) else None
+    """The number of examples that a loader goes through, None if it does not say.
+
+    That of its sampler, which may take a part of the data set, or else of the data set.
+    """
+    for name in ("sampler", "dataset"):
+        source = getattr(loader, name, None)
+        if isinstance(source, Sized):
+            return len(source)
+    return None

@@ -89,7 +89,7 @@ def _commands() -> dict[str, Command]:
 
 def _explained(message: str, commands: Iterable[str], options: Iterable[str]) -> str:
     """The parser's message, with options called as on the command line and the nearest ones."""
-    message = re.sub(rf"\b({'|'.join(commands)})\.(?=\w)", "--", message)
+    message = re.sub(rf"(?<![\w/.-])({'|'.join(commands)})\.(?=\w)", "--", message)
     if not message.startswith("unrecognized arguments"):
         return message
     unknown = re.findall(r"--[\w.-]+", message)

@@ -8,17 +8,19 @@ from torch.distributions import Distribution
 
 from laplace_debias import metrics
 from laplace_debias.batches import Batches
+from laplace_debias.curvature.likelihood import Likelihood
 
 Predict = Callable[[Tensor], Distribution]
 
 
 def evaluate_predictions(
-    predict: Predict, batches: Batches, ood: Mapping[str, Batches]
+    predict: Predict, likelihood: Likelihood, batches: Batches, ood: Mapping[str, Batches]
 ) -> dict[str, float]:
     """Metrics of a predictive on labelled data, and of its entropy on OOD data.
 
     Args:
         predict: From inputs `[B, ...]` to a distribution of batch shape `[B]`.
+        likelihood: What targets must fit.
         batches: Labelled batches.
         ood: Out-of-distribution batches by name; labels are ignored.
 
@@ -31,6 +33,7 @@ def evaluate_predictions(
     predictives, targets = [], []
     for x, y in batches:
         predictives.append(predict(x))
+        check_targets(likelihood, predictives[-1], y)
         targets.append(y)
     if not targets:
         raise ValueError("The loader holds no batch: nothing to evaluate.")
@@ -47,6 +50,17 @@ def evaluate_predictions(
         ood_probs[name] = torch.cat(parts)
     probs = torch.cat([_probabilities(p) for p in predictives])
     return metrics.evaluate(probs, labels.reshape(len(probs)).long(), ood_probs)
+
+
+def check_targets(likelihood: Likelihood, predictive: Distribution, targets: Tensor) -> None:
+    """Require targets that fit the likelihood, as a fit does.
+
+    Raises:
+        ValueError: Otherwise.
+        TypeError: Otherwise.
+    """
+    values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
+    likelihood.check(values.reshape(values.shape[0], -1), targets)
 
 
 def _probabilities(predictive: Distribution) -> Tensor:

@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -25,7 +24,7 @@ from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
 from laplace_debias.curvature.kfac.stream import Backend, HookStream
 from laplace_debias.curvature.likelihood import Gaussian, Likelihood, likelihood_from
 from laplace_debias.curvature.shadow import check_deterministic, check_finite
-from laplace_debias.evaluation import evaluate_predictions
+from laplace_debias.evaluation import check_targets, evaluate_predictions
 from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 
 PriorPrecision = float | Tensor
@@ -34,6 +33,7 @@ MODES = ("full", "mini", "debiased", "crossfit")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
 _FOLDS = 8
+_MEMORY_BOUND = 2**27
 
 
 class Laplace:
@@ -99,7 +99,7 @@ class Laplace:
         *,
         sigma: float | Sequence[float] | Tensor | None = None,
         mc_samples: int = 1,
-        memory_bound: int = 2**27,
+        memory_bound: int = _MEMORY_BOUND,
     ) -> None:
         if curvature not in FITS:
             raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
@@ -116,6 +116,7 @@ class Laplace:
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
         self.param_names = select_parameters(model, params)
+        _check_parameters(model, self.param_names)
         self._blocks = curvature_blocks(model, self.param_names)
         self._curvature = curvature
         self._backend = _choose_backend(model, backend)
@@ -145,8 +146,8 @@ class Laplace:
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
                 whole first batch, magnitudes out of fold (8 folds of its examples).
-            num_data: N; if None the size of the loader's data set, or for `"full"` of data that
-                does not tell its size the number of examples seen.
+            num_data: N; if None the number of examples that the loader's sampler goes through, or
+                for `"full"` of data that does not tell its size the number of examples seen.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
             progress: Show a progress bar over the batches of a full fit.
 
@@ -163,6 +164,7 @@ class Laplace:
         if num_data is None:
             num_data = size_of(train_loader)
         if mode == "full":
+            self._check_rereadable(train_loader)
             data = with_progress(train_loader, progress, "fit")
             return self.fit_batches(data, num_data=num_data, generator=generator)
         if num_data is None:
@@ -216,22 +218,34 @@ class Laplace:
             raise ValueError(f"num_data must be at least 1, got {num_data}.")
         if folds is not None and magnitudes is not None:
             raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
-        reads_twice = self._curvature == "ekfac" and magnitudes is None and folds is None
-        if reads_twice and iter(directions) is directions:
+        if magnitudes is None and folds is None:
+            self._check_rereadable(directions)
+        check_deterministic(self.model)
+        check_finite(self.model)
+        with torch.inference_mode(False):
+            fitted = self._fitted(directions, magnitudes, folds, generator)
+        self._set_posterior(fitted, num_data)
+        return self
+
+    def _fitted(
+        self,
+        directions: Batches,
+        magnitudes: Batches | None,
+        folds: int | None,
+        generator: torch.Generator | None,
+    ) -> Fitted:
+        problem, data = self._problem(generator), self._on_device(directions)
+        if folds is not None:
+            return fit_crossfit(problem, data, folds, self._curvature)
+        measured = None if magnitudes is None else self._on_device(magnitudes)
+        return FITS[self._curvature](problem, data, measured)
+
+    def _check_rereadable(self, batches: Batches) -> None:
+        if self._curvature == "ekfac" and isinstance(batches, Iterator):
             raise TypeError(
                 "EKFAC goes through the data twice, but this iterator can be read only once: pass "
                 "a DataLoader or a list of batches."
             )
-        check_deterministic(self.model)
-        check_finite(self.model)
-        problem, data = self._problem(generator), self._on_device(directions)
-        if folds is not None:
-            fitted = fit_crossfit(problem, data, folds, self._curvature)
-        else:
-            measured = None if magnitudes is None else self._on_device(magnitudes)
-            fitted = FITS[self._curvature](problem, data, measured)
-        self._set_posterior(fitted, num_data)
-        return self
 
     def _problem(self, generator: torch.Generator | None) -> Problem:
         fisher = self._fisher
@@ -263,11 +277,11 @@ class Laplace:
 
     def _on_device(self, batches: Batches) -> OnDevice:
         first = self.model.get_parameter(self.param_names[0])
-        return OnDevice(batches, first.device, first.dtype)
+        return OnDevice(batches, first.device, {p.dtype for p in self.model.parameters()})
 
     def _moved(self, x: Tensor) -> Tensor:
         first = self.model.get_parameter(self.param_names[0])
-        return move(x, first.device, first.dtype)
+        return move(x, first.device, {p.dtype for p in self.model.parameters()})
 
     # -------------------------------------------------------------- posterior
 
@@ -276,7 +290,7 @@ class Laplace:
         """The Gaussian over the Bayesian parameters.
 
         Raises:
-            RuntimeError: Before a fit, or if the model's parameters have changed since.
+            RuntimeError: Before a fit.
         """
         if self._posterior is None:
             raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
@@ -315,7 +329,8 @@ class Laplace:
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
         device = self.model.get_parameter(self.param_names[0]).device
-        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=device)
+        prior_precision = prior_precision.detach().clone()
         check_prior_precision(prior_precision, len(self._blocks))
         return prior_precision
 
@@ -354,10 +369,20 @@ class Laplace:
     # ------------------------------------------------------------- predicting
 
     def functional(
-        self, x: Tensor
-    ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch outputs outputs"]]:
-        """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact."""
-        mean, covariances = _shared_moments([self], x, [self.prior_precision.unsqueeze(0)])
+        self, x: Tensor, diagonal: bool = False
+    ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch outputs *outputs"]]:
+        """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            diagonal: Give the variances alone, `[B, C]`, for much less work.
+
+        Raises:
+            ValueError: If the inputs or outputs are not finite, or of the wrong rank.
+            RuntimeError: As `predict`.
+        """
+        delta = self.prior_precision.unsqueeze(0)
+        mean, covariances = _shared_moments([self], x, [delta], diagonal)
         return mean, covariances[0, 0]
 
     def predict_grid(
@@ -428,16 +453,18 @@ class Laplace:
             )
         posterior = self._checked_posterior()
         if method == "glm":
-            mean, covariance = self.functional(x)
-            return predictive.predict_from_moments(
-                self.likelihood, mean, covariance, samples, generator
-            )
-        x = self._moved(x)
-        if method == "map":
-            return self.likelihood.predictive(predictive.map_outputs(self.model, x))
-        draws = posterior.sample(_DEFAULT_SAMPLES if samples is None else samples, generator)
-        push = predictive.linearised_outputs if method == "glm-mc" else predictive.sampled_outputs
-        return self.likelihood.mixture(push(self.model, self.param_names, x, draws))
+            if samples is None:
+                return self.predict_grid(x, self.prior_precision.unsqueeze(0))[0]
+            outputs = predictive.sample_outputs(*self.functional(x), samples, generator)
+            return self.likelihood.mixture(outputs)
+        with torch.inference_mode(False):
+            x = self._moved(x)
+            if method == "map":
+                return self.likelihood.predictive(predictive.map_outputs(self.model, x), None)
+            draws = posterior.sample(_DEFAULT_SAMPLES if samples is None else samples, generator)
+            is_linear = method == "glm-mc"
+            push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
+            return self.likelihood.mixture(push(self.model, self.param_names, x, draws))
 
     # ------------------------------------------------- tuning and evaluation
 
@@ -445,7 +472,7 @@ class Laplace:
         self,
         loader: Batches | None = None,
         metric: str = "nll",
-        grid: Float[Tensor, " grid"] | None = None,
+        grid: Float[Tensor, " grid"] | Sequence[float] | None = None,
         method: str = "grid",
         progress: bool = False,
     ) -> tuning.Tuning:
@@ -467,15 +494,16 @@ class Laplace:
             RuntimeError: Before a fit.
         """
         if method == "marglik":
-            if loader is not None or grid is not None:
-                raise ValueError('method="marglik" uses neither a loader nor a grid.')
+            if loader is not None or grid is not None or metric != "nll":
+                raise ValueError('method="marglik" uses neither a loader, a grid nor a metric.')
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":
             if loader is None:
                 raise ValueError(
                     'method="grid" needs held-out data: pass a loader, or use method="marglik".'
                 )
-            grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
+            grid = torch.as_tensor(torch.logspace(-4, 4, 21) if grid is None else grid)
+            grid = grid.to(torch.float64)
             found = self._tune_on_grid(loader, metric, grid, progress)
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
@@ -490,6 +518,7 @@ class Laplace:
         scores = [tuning.Score(metric) for _ in grid]
         for x, y in self._on_device(with_progress(loader, progress, "tune")):
             predictives = self.predict_grid(x, grid)
+            check_targets(self.likelihood, predictives[0], y)
             for score, predicted in zip(scores, predictives, strict=True):
                 score.add(predicted, y)
         return tuning.best_of(metric, grid.tolist(), [score.value() for score in scores])
@@ -530,6 +559,7 @@ class Laplace:
 
         return evaluate_predictions(
             predict,
+            self.likelihood,
             batches(loader),
             {name: batches(data) for name, data in (ood or {}).items()},
         )
@@ -559,14 +589,27 @@ class Laplace:
         )
 
     @classmethod
-    def load(cls, path: str | Path, model: nn.Module, **options: Any) -> "Laplace":
+    def load(
+        cls,
+        path: str | Path,
+        model: nn.Module,
+        *,
+        backend: str = "auto",
+        fisher: str = "exact",
+        factor_dtype: torch.dtype = torch.float64,
+        mc_samples: int = 1,
+        memory_bound: int = _MEMORY_BOUND,
+    ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
         Args:
             path: The file.
             model: The model, with the parameters that it had at the fit.
-            options: Further constructor arguments that shape a refit or predictions alone:
-                `backend`, `fisher`, `mc_samples`, `factor_dtype`, `memory_bound`.
+            backend: For another fit, as the constructor takes it; likewise the next three.
+            fisher: For another fit.
+            factor_dtype: For another fit.
+            mc_samples: For another fit.
+            memory_bound: As the constructor takes it.
 
         Raises:
             ValueError: If the file is damaged, of another format, or does not fit the model.
@@ -585,7 +628,11 @@ class Laplace:
             likelihood=serialization.likelihood_from_json(header.likelihood),
             curvature=header.curvature,
             params=header.param_names,
-            **options,
+            backend=backend,
+            fisher=fisher,
+            factor_dtype=factor_dtype,
+            mc_samples=mc_samples,
+            memory_bound=memory_bound,
         )
         la._posterior = serialization.posterior_from(
             header,
@@ -618,7 +665,8 @@ def predict_grids(
         ValueError: If they are not of one model; as `Laplace.predict_grid`.
         RuntimeError: As `Laplace.predict`.
     """
-    mean, covariances = _shared_moments(posteriors, x, prior_precisions)
+    diagonal = all(la.likelihood.variances_suffice for la in posteriors)
+    mean, covariances = _shared_moments(posteriors, x, prior_precisions, diagonal)
     return [
         [la.likelihood.predictive(mean, covariance) for covariance in of_grid]
         for la, of_grid in zip(posteriors, covariances, strict=True)
@@ -626,7 +674,10 @@ def predict_grids(
 
 
 def _shared_moments(
-    posteriors: Sequence[Laplace], x: Tensor, prior_precisions: Sequence[Tensor]
+    posteriors: Sequence[Laplace],
+    x: Tensor,
+    prior_precisions: Sequence[Tensor],
+    diagonal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     first = posteriors[0]
     if any(la.model is not first.model or la._blocks != first._blocks for la in posteriors):
@@ -639,14 +690,34 @@ def _shared_moments(
         for point in grid:
             check_prior_precision(point, num_blocks)
     grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
-    return predictive.functional_moments(
-        first.model,
-        first._blocks,
-        checked,
-        first._moved(x),
-        torch.stack(grids).to(checked[0].mean),
-        first._memory_bound,
-    )
+    with torch.inference_mode(False):
+        return predictive.functional_moments(
+            first.model,
+            first._blocks,
+            checked,
+            first._moved(x),
+            torch.stack(grids).to(checked[0].mean),
+            first._memory_bound,
+            diagonal,
+        )
+
+
+def _check_parameters(model: nn.Module, names: Sequence[str]) -> None:
+    """Require Bayesian parameters of one device and one dtype that is wide enough.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    kinds = {(p.dtype, p.device) for p in map(model.get_parameter, names)}
+    if len(kinds) > 1:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+        raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
+    dtype, _ = kinds.pop()
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"The Bayesian parameters are {dtype}, too narrow for curvature: convert them with "
+            "`.float()`."
+        )
 
 
 def _choose_backend(model: nn.Module, backend: str) -> Backend:

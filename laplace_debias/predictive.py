@@ -5,14 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from torch.func import functional_call, jvp, vmap
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.kfac.fit import check_outputs
 from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
-from laplace_debias.curvature.likelihood import Likelihood
 from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.tap import Tap
 from laplace_debias.posterior import GaussianPosterior
@@ -32,7 +30,8 @@ def functional_moments(
     x: Tensor,
     prior_precisions: Float[Tensor, "posteriors grid blocks"],
     memory_bound: int,
-) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "posteriors grid batch outputs outputs"]]:
+    diagonal: bool = False,
+) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "posteriors grid batch outputs *outputs"]]:
     r"""Mean and covariance of the linearised network's outputs, exact.
 
     $\Sigma_f(x) = J(x) P^{-1} J(x)^\top$ without ever holding $J$ `[B, C, D]`: layer by layer,
@@ -47,9 +46,11 @@ def functional_moments(
         x: Inputs, `[B, ...]`.
         prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
         memory_bound: Bytes that one chunk's output gradients may take.
+        diagonal: Compute the variances alone, which is much less work.
 
     Returns:
-        The outputs at the mean, `[B, C]`, and the covariances, `[posteriors, P, B, C, C]`.
+        The outputs at the mean, `[B, C]`, and the covariances, `[posteriors, P, B, C, C]`, or their
+        diagonals `[posteriors, P, B, C]`.
 
     Raises:
         ValueError: If the outputs are not `[B, C]` or not finite.
@@ -66,35 +67,51 @@ def functional_moments(
             chunk = max(1, memory_bound // (tap.output_bytes() * outputs.shape[-1]))
         columns = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
         columns = columns.unsqueeze(1).expand(-1, len(part), -1)
-        total = outputs.new_zeros(
-            *prior_precisions.shape[:2], len(part), outputs.shape[1], outputs.shape[1]
-        )
+        size = outputs.shape[1:] if diagonal else 2 * outputs.shape[1:]
+        total = outputs.new_zeros(*prior_precisions.shape[:2], len(part), *size)
         for path, uses in tap.backward(outputs, columns):
             of_layer = [(i, block) for i, block in enumerate(blocks) if block.layer == path]
             layer = network.get_submodule(path)
-            _add_layer(total, layer, of_layer, uses, posteriors, prior_precisions)
+            _add_layer(total, layer, of_layer, uses, posteriors, prior_precisions, diagonal)
         covariances.append(total)
         means.append(outputs.detach())
         start += len(part)
-    return torch.cat(means), torch.cat(covariances, dim=2)
+    covariance = torch.cat(covariances, dim=2)
+    return torch.cat(means), covariance if diagonal else (covariance + covariance.mT) / 2
 
 
 def _add_layer(
-    total: Float[Tensor, "posteriors grid batch outputs outputs"],
+    total: Float[Tensor, "posteriors grid batch outputs *outputs"],
     layer: nn.Module,
     blocks: Sequence[tuple[int, Block]],
     uses: Uses,
     posteriors: Sequence[GaussianPosterior],
     prior_precisions: Float[Tensor, "posteriors grid blocks"],
+    diagonal: bool,
 ) -> None:
     """Add what one layer's blocks (with their positions) give to the functional covariances."""
+    weigh = _weighted_squares if diagonal else _weighted_gram
     for index, block in blocks:
         for covariances, posterior, grid in zip(total, posteriors, prior_precisions, strict=True):
             operator = posterior.curvature.blocks[block.name]
             curvature = posterior.num_data * operator.magnitudes.flatten()
             deltas = grid[:, index]
             for part, J in rotated_jacobians(layer, block, uses, operator.U_G, operator.U_A):
-                covariances[:, part] += _weighted_gram(J.flatten(2), curvature, deltas)
+                covariances[:, part] += weigh(J.flatten(2), curvature, deltas)
+
+
+def _weighted_squares(
+    rows: Float[Tensor, "batch outputs d"],
+    curvature: Float[Tensor, " d"],
+    deltas: Float[Tensor, " grid"],
+) -> Float[Tensor, "grid batch outputs"]:
+    r"""`Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
+    squares = rows.flatten(0, 1)
+    width = max(1, _SLICE // len(squares))
+    sums = rows.new_zeros(len(squares), len(deltas))
+    for part, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
+        sums.addmm_(part.square(), (c[:, None] + deltas).reciprocal())
+    return sums.T.unflatten(1, rows.shape[:2])
 
 
 def _weighted_gram(
@@ -213,25 +230,6 @@ def _over_samples(
         }
         with torch.no_grad():
             results.append(vmap(function)(samples))
-    return torch.cat(results)
-
-
-def predict_from_moments(
-    likelihood: Likelihood,
-    mean: Float[Tensor, "batch outputs"],
-    covariance: Float[Tensor, "batch outputs outputs"],
-    samples: int | None,
-    generator: torch.Generator | None,
-) -> Distribution:
-    """The linearised predictive: closed form, or averaged over draws of the outputs.
-
-    Args:
-        likelihood: What the outputs mean.
-        mean: `[B, C]`.
-        covariance: `[B, C, C]`.
-        samples: Draws of the outputs; None for the likelihood's closed form.
-        generator: For the draws.
-    """
-    if samples is None:
-        return likelihood.predictive(mean, covariance)
-    return likelihood.mixture(sample_outputs(mean, covariance, samples, generator))
+    outputs = torch.cat(results)
+    check_outputs(outputs.flatten(0, 1))
+    return outputs

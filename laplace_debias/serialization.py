@@ -59,18 +59,28 @@ def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
 
 
 def likelihood_from_json(data: Mapping[str, Any]) -> Likelihood:
-    """The inverse of `likelihood_to_json`."""
-    if data["name"] == "regression":
+    """The inverse of `likelihood_to_json`.
+
+    Raises:
+        ValueError: For an unknown likelihood.
+    """
+    if data.get("name") == "regression" and "sigma" in data:
         return Gaussian(data["sigma"])
-    return {"classification": Categorical, "binary": Bernoulli}[data["name"]]()
+    kinds = {"classification": Categorical, "binary": Bernoulli}
+    if data.get("name") not in kinds:
+        raise ValueError(f"The file's likelihood {dict(data)} is unknown: it is damaged.")
+    return kinds[data["name"]]()
 
 
 def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
 
     Raises:
+        FileNotFoundError: If the folder does not exist.
         OSError: If the file cannot be written.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {path.parent}: make it first.")
     tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
     for index, block in enumerate(posterior.curvature.blocks.values()):
         for part in _PARTS:
@@ -131,6 +141,8 @@ def posterior_from(
     Raises:
         ValueError: If the file belongs to another model, or to other parameters of this one.
     """
+    if not isinstance(header.num_data, int) or header.num_data < 1:
+        raise ValueError(f"The file's num_data is {header.num_data!r}: it is damaged.")
     if header.block_names != [name for name, _ in blocks]:
         raise ValueError(
             f"The file's curvature blocks {header.block_names} are not the model's "
@@ -165,6 +177,8 @@ def posterior_from(
         parts = [tensors[f"{index}.{part}"].to(model_mean) for part in _PARTS]
         if not all(bool(part.isfinite().all()) for part in parts):
             raise ValueError(f"The curvature of {name} in the file holds NaN or Inf.")
+        if not bool((parts[2] >= 0).all()):
+            raise ValueError(f"The curvature of {name} in the file has negative magnitudes.")
         operators[name] = EigenKronecker(*parts)
     return GaussianPosterior(
         mean,

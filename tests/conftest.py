@@ -4,9 +4,9 @@ from pathlib import Path
 # The networks here are tiny: one thread each, and the processes of pytest-xdist side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from jaxtyping import config  # noqa: E402
+import pytest
+import torch
+from jaxtyping import config
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from laplace_debias import Laplace
 
 
 def test_a_convolution_with_36_positions_has_the_trace_of_the_exact_ggn():
-    """Every position has outputs of its own: `expand` is exact, BackPACK's factors 36 times that."""
+    """Every position has outputs of its own: `expand` is exact, BackPACK 36 times too large."""
     model = nn.Sequential(nn.Conv2d(2, 3, 1, bias=False), nn.Flatten()).double().eval()
     x = torch.randn(5, 2, 6, 6).double()
     y = torch.randn(5, 108).double()

@@ -6,6 +6,7 @@ import torch
 from torch.func import functional_call
 
 from laplace_debias import Laplace
+from laplace_debias.predictive import functional_moments
 
 NUM_DATA = 40
 DELTA = 0.7
@@ -101,6 +102,7 @@ def test_functional_covariance_equals_dense_jacobians(name, mode):
     mean, actual = la.functional(case.x)
     close(mean, case.model(case.x).detach())
     close(actual, oracle.functional_covariance(J, covariance))
+    close(la.functional(case.x, diagonal=True)[1], actual.diagonal(dim1=1, dim2=2))
 
 
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
@@ -135,6 +137,22 @@ def test_posterior_products_and_sample_root_are_dense_ones(name):
     for draw, z in zip(draws - case.la.mean, noise, strict=True):
         mahalanobis = draw @ torch.linalg.inv(dense) @ draw
         close(mahalanobis, z @ z)
+
+
+@pytest.mark.parametrize("points", [1, 2, 9])
+def test_grids_of_covariances_equal_one_posterior_each(points):
+    """Few and many prior precisions take different routes."""
+    case = Case("conv2d")
+    la = case.fit("debiased")
+    grid = torch.logspace(-3, 3, points).double()
+    deltas = grid[:, None].expand(-1, len(la.block_names)) * torch.rand(len(la.block_names))
+    for diagonal in (False, True):
+        _, covariances = functional_moments(
+            case.model, la._blocks, [la.posterior], case.x, deltas[None], 2**20, diagonal
+        )
+        for point, covariance in zip(deltas, covariances[0], strict=True):
+            la.prior_precision = point
+            close(covariance, la.functional(case.x, diagonal)[1])
 
 
 def test_sample_covariance_converges_to_the_posterior_covariance():

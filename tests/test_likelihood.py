@@ -108,7 +108,7 @@ def test_probit_predictive_of_a_logit_is_close_to_the_integral():
         integral = Bernoulli().mixture(samples).probs
         closed = Bernoulli().predictive(mean, torch.full((9, 1, 1), variance).double()).probs
         assert (closed - integral).abs().max() < 0.025
-        assert (Bernoulli().predictive(mean).probs - integral).abs().max() > 0.003
+        assert (Bernoulli().predictive(mean, None).probs - integral).abs().max() > 0.003
 
 
 def test_categorical_predictive_divides_each_logit_by_its_own_spread():
@@ -116,7 +116,7 @@ def test_categorical_predictive_divides_each_logit_by_its_own_spread():
     covariance = torch.diag(torch.tensor([8.0, 0.0, 2.0]) / torch.pi)[None]
     logits = torch.tensor([[2 / 2**0.5, -1.0, 0.5 / 1.25**0.5]])
     torch.testing.assert_close(Categorical().predictive(mean, covariance).probs, logits.softmax(-1))
-    torch.testing.assert_close(Categorical().predictive(mean).probs, mean.softmax(-1))
+    torch.testing.assert_close(Categorical().predictive(mean, None).probs, mean.softmax(-1))
 
 
 def test_gaussian_predictive_adds_the_noise():

@@ -101,7 +101,7 @@ def curvature_blocks(model: nn.Module, names: Sequence[str]) -> list[Block]:
     for name in names:
         path, _, role = name.rpartition(".")
         layer = model.get_submodule(path)
-        if not isinstance(layer, LAYERS) or role not in ("weight", "bias"):
+        if not has_kronecker_form(layer) or role not in ("weight", "bias"):
             left_out = [n for n in names if n.rpartition(".")[0] == path]
             supported = ", ".join(kind.__name__ for kind in LAYERS)
             raise NotImplementedError(
@@ -112,6 +112,20 @@ def curvature_blocks(model: nn.Module, names: Sequence[str]) -> list[Block]:
             )
         blocks += _blocks_of(name, path, role, layer)
     return blocks
+
+
+def has_kronecker_form(layer: nn.Module) -> bool:
+    """Whether a layer is one of `LAYERS` and computes what that layer computes.
+
+    A subclass with a forward pass of its own (weight standardisation, adapters, ...) does not.
+    """
+    own = type(layer)
+    return any(
+        isinstance(layer, kind)
+        and own.forward is kind.forward
+        and getattr(own, "_conv_forward", None) is getattr(kind, "_conv_forward", None)
+        for kind in LAYERS
+    )
 
 
 def _blocks_of(name: str, path: str, role: str, layer: nn.Module) -> list[Block]:

@@ -25,7 +25,12 @@ class Likelihood(ABC):
 
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
     these six methods.
+
+    Attributes:
+        variances_suffice: Whether `predictive` looks at the variances of the outputs alone.
     """
+
+    variances_suffice: bool = False
 
     @abstractmethod
     def check(self, outputs: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
@@ -58,11 +63,15 @@ class Likelihood(ABC):
     def predictive(
         self,
         mean: Float[Tensor, "batch outputs"],
-        covariance: Float[Tensor, "batch outputs outputs"] | None = None,
+        covariance: Float[Tensor, "batch outputs outputs"] | Float[Tensor, "batch outputs"] | None,
     ) -> Distribution:
-        """p(y) for Gaussian outputs `f ~ N(mean, covariance)`; at `f = mean` without covariance.
+        """p(y) for Gaussian outputs `f ~ N(mean, covariance)`; at `f = mean` for None.
 
         Closed form: exact for the Gaussian, the probit approximation (MacKay, 1992) for the others.
+
+        Args:
+            mean: `[B, C]`.
+            covariance: `[B, C, C]`; where `variances_suffice`, its diagonal `[B, C]` will do.
         """
 
     @abstractmethod
@@ -87,12 +96,19 @@ def _check_finite_floats(targets: Tensor, kind: str) -> None:
         raise ValueError(f"{kind} targets hold NaN or Inf: remove these examples.")
 
 
-# MacKay's factor: the logistic function is close to the normal distribution function of √(π/8)·x.
-_PROBIT = math.pi / 8
+def _probit(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Logits, each shrunk by its variance (MacKay, 1992).
+
+    The logistic function is close to the normal distribution function of √(π/8)·x.
+    """
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if covariance.ndim == 3 else covariance
+    return mean / (1 + math.pi / 8 * variances).sqrt()
 
 
 class Categorical(Likelihood):
     """Softmax classification; targets are class indices `[B]`."""
+
+    variances_suffice = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require integer labels `[B]` in `0 … C−1`."""
@@ -151,12 +167,11 @@ class Categorical(Likelihood):
         above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
         return (cumulative[:, :-1] <= above).sum(-1)
 
-    def predictive(self, mean: Tensor, covariance: Tensor | None = None) -> CategoricalDistribution:
+    def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Softmax of the logits, each divided by $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$."""
         if covariance is None:
             return CategoricalDistribution(logits=mean)
-        variances = covariance.diagonal(dim1=-2, dim2=-1)
-        return CategoricalDistribution(logits=mean / (1 + _PROBIT * variances).sqrt())
+        return CategoricalDistribution(logits=_probit(mean, covariance))
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
         """The mean of the softmaxes."""
@@ -165,6 +180,8 @@ class Categorical(Likelihood):
 
 class Bernoulli(Likelihood):
     """Binary classification on one logit; targets in {0, 1}, `[B]` or `[B, 1]`."""
+
+    variances_suffice = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require one output and targets 0 or 1."""
@@ -194,12 +211,11 @@ class Bernoulli(Likelihood):
         """Zeros and ones from the sigmoid."""
         return (uniforms.to(outputs) < outputs.sigmoid()).to(outputs.dtype)
 
-    def predictive(self, mean: Tensor, covariance: Tensor | None = None) -> BernoulliDistribution:
+    def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
         r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
         if covariance is None:
             return BernoulliDistribution(logits=mean[:, 0])
-        variances = covariance[:, 0, 0]
-        return BernoulliDistribution(logits=mean[:, 0] / (1 + _PROBIT * variances).sqrt())
+        return BernoulliDistribution(logits=_probit(mean, covariance)[:, 0])
 
     def mixture(self, samples: Tensor) -> BernoulliDistribution:
         """The mean of the sigmoids."""
@@ -219,7 +235,7 @@ class Gaussian(Likelihood):
     """
 
     def __init__(self, sigma: float | Sequence[float] | Tensor = 1.0) -> None:
-        self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu()
+        self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
             raise ValueError(f"sigma must be one positive number, or one an output, got {sigma}.")
 
@@ -254,11 +270,12 @@ class Gaussian(Likelihood):
         """`f + σ ε` with standard normal ε, the normal quantiles of the uniforms."""
         return outputs + self._sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
 
-    def predictive(self, mean: Tensor, covariance: Tensor | None = None) -> MultivariateNormal:
+    def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
         """Normal with the outputs' covariance plus σ² on the diagonal."""
         noise = torch.diag(self._sigma(mean).square()).expand(mean.shape[0], -1, -1)
         total = noise if covariance is None else covariance + noise
-        return MultivariateNormal(mean, covariance_matrix=total)
+        # Rounding may have made it unsymmetric by more than torch's check accepts.
+        return MultivariateNormal(mean, covariance_matrix=(total + total.mT) / 2)
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
         """The normal with the mixture's mean and covariance."""

@@ -10,11 +10,11 @@ _DROPOUT = nn.modules.dropout._DropoutNd
 
 
 def shadow(model: nn.Module) -> nn.Module:
-    """Copy a model's module tree while sharing the storage of its parameters and buffers.
+    """Copy a model's module tree while sharing the storage of its parameters.
 
     Whatever is done to the copy (hooks, attributes, `requires_grad`, gradients, modes) never
     reaches the original, also when an exception cuts the work short; and since the storage is
-    shared, the copy costs no memory and is never out of date.
+    shared, the copy costs little memory and is never out of date.
 
     The copy is in eval mode, its parameters require no gradient, and modules that would work in
     place (`nn.ReLU(inplace=True)`) do not, so that a layer's output stays what the layer computed.
@@ -32,10 +32,11 @@ def shadow(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach()
+        # Buffers are small, and some forward passes write to them.
+        memo[id(buffer)] = buffer.detach().clone()
     try:
         twin = copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError) as error:
+    except Exception as error:
         raise TypeError(
             f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
             "so that your model stays untouched: keep non-leaf tensors, locks and open files out "

@@ -33,18 +33,26 @@ class Tap:
         self._network = network
         self._layers = list(layers)
         self._uses: list[Use] = []
-        self._versions: list[tuple[int, int]] = []
+        self._versions: list[int] = []
         for path in layers:
-            network.get_submodule(path).register_forward_hook(self._recorder(path))
+            # Before any hook of the user's that may replace the output: what they do to it is part
+            # of the forward pass, not of the layer.
+            network.get_submodule(path).register_forward_hook(
+                self._recorder(path), prepend=True, with_kwargs=True
+            )
 
     def _recorder(self, path: str) -> Any:
-        def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def record(
+            _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
+        ) -> Tensor:
+            x = inputs[0] if inputs else named["input"]
             if not output.requires_grad:
                 # The first tapped layer's output is where the recorded graph begins.
                 output = output.detach().requires_grad_()
-            self._uses.append(Use(path, inputs[0].detach(), output))
-            self._versions.append((inputs[0]._version, output._version))
-            return output
+            self._uses.append(Use(path, x.detach(), output))
+            self._versions.append(x._version)
+            # The forward pass goes on with a copy, which it may overwrite.
+            return output.clone()
 
         return record
 
@@ -59,18 +67,20 @@ class Tap:
 
         Raises:
             ValueError: If a tapped layer takes no part in the forward pass.
-            NotImplementedError: If the forward pass overwrites a tapped layer's input or output.
+            NotImplementedError: If the forward pass overwrites a tapped layer's input, or merges
+                the examples with another dimension before one.
         """
         self._uses.clear()
         self._versions.clear()
         with torch.enable_grad():
             outputs = self._network(x)
-        for use, versions in zip(self._uses, self._versions, strict=True):
-            if (use.x._version, use.z._version) != versions:
+        for use, version in zip(self._uses, self._versions, strict=True):
+            if use.x._version != version:
                 raise NotImplementedError(
-                    f"The input or output of {use.layer} is overwritten in place by the forward "
-                    "pass (`+=`, `relu_`, ...): use the out-of-place form there."
+                    f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
+                    "`relu_`, ...): use the out-of-place form there."
                 )
+            check_batched(use.layer, use.x, len(x))
         called = {use.layer for use in self._uses}
         idle = [path for path in self._layers if path not in called]
         if idle:
@@ -97,22 +107,48 @@ class Tap:
         Yields:
             A layer's path, and for each of its uses the input `[B, ...]` and the gradients with
             respect to the output `[K, B, ...]`; from the last layer to the first.
+
+        Raises:
+            ValueError: If the outputs do not depend on a tapped layer.
         """
-        gradients = torch.autograd.grad(
-            outputs,
-            [use.z for use in self._uses],
-            grad_outputs=columns,
-            is_grads_batched=True,
-            materialize_grads=True,
-        )
-        pending = list(gradients)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(self._uses)
+        if outputs.requires_grad:
+            gradients = torch.autograd.grad(
+                outputs,
+                [use.z for use in self._uses],
+                grad_outputs=columns,
+                is_grads_batched=True,
+                allow_unused=True,
+            )
+        unreached = {use.layer for use, g in zip(self._uses, gradients, strict=True) if g is None}
+        if unreached:
+            raise ValueError(
+                f"The outputs do not depend on {sorted(unreached)} by differentiable operations "
+                "(`detach`, `no_grad`, an unused branch): leave their parameters out with params=."
+            )
+        pending: list[Tensor | None] = list(gradients)
         del gradients
         uses = list(self._uses)
         self._uses.clear()
         for path in reversed(self._layers):
             pairs = []
             for index, use in enumerate(uses):
-                if use.layer == path:
-                    pairs.append((use.x, pending[index]))
-                    pending[index] = torch.empty(0)
+                gradient = pending[index]
+                if use.layer == path and gradient is not None:
+                    pairs.append((use.x, gradient))
+                    pending[index] = None
             yield path, pairs
+
+
+def check_batched(layer: str, x: Tensor, batch: int) -> None:
+    """Require a layer's input to have the examples as its leading dimension.
+
+    Raises:
+        NotImplementedError: Otherwise: per-example quantities could not be told apart.
+    """
+    if x.shape[0] != batch:
+        raise NotImplementedError(
+            f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples: its leading "
+            "dimension must be the examples. Keep positions in a dimension of their own, "
+            "[batch, positions, features], instead of merging them into the batch."
+        )

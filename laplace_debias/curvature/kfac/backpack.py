@@ -30,6 +30,7 @@ from torch.nn.modules.loss import _Loss
 
 from laplace_debias.curvature.blocks import LAYERS, Block
 from laplace_debias.curvature.kfac.stream import Columns, Consume, Measure
+from laplace_debias.curvature.tap import check_batched
 
 Measured = TypeVar("Measured")
 _HBP_RULES = {
@@ -53,11 +54,18 @@ def why_not_backpack(model: nn.Module) -> str | None:
         if id(module) in seen:
             return f"{name} stands in the model twice"
         seen.add(id(module))
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not hook.__module__.startswith("backpack") for hook in hooks):
+            return f"{name} has forward hooks, which BackPACK does not see"
         if type(module) is nn.Sequential:
             continue
         if type(module) in _HBP_RULES:
             if getattr(module, "groups", 1) != 1:
                 return f"{name} is a grouped convolution"
+            if isinstance(getattr(module, "padding", 0), str):
+                return f"{name} has padding={module.padding!r}, which BackPACK cannot follow"
+            if getattr(module, "padding_mode", "zeros") != "zeros":
+                return f"{name} has padding_mode={module.padding_mode!r}, which BackPACK ignores"
         elif any(True for _ in module.children()):
             return f"{name} has a forward pass of its own"
         elif any(p.requires_grad for p in module.parameters()):
@@ -95,7 +103,7 @@ class BackpackStream:
         consume: Consume[Measured],
     ) -> None:
         """Measure every block on one batch; arguments as `HookStream`."""
-        extension = _BlockExtension(self._network, self._by_module, columns, measure)
+        extension = _BlockExtension(self._network, self._by_module, columns, measure, len(x))
 
         def hand_over(module: nn.Module) -> None:
             for block in self._by_module.get(module, ()):
@@ -152,8 +160,10 @@ class _BlockExtension(KFLR):
         by_module: dict[nn.Module, list[Block]],
         columns: Columns,
         measure: Measure,
+        batch: int,
     ) -> None:
         super().__init__()
+        self.batch = batch
         self.by_module = by_module
         self.columns = columns
         self.measure = measure
@@ -171,6 +181,7 @@ def _measuring(rule: type) -> ModuleExtension:
     def measure_role(role: str) -> Any:
         def measured(_: Any, ext: Any, module: Any, g_inp: Any, g_out: Any, columns: Tensor) -> Any:
             block = next(b for b in ext.by_module[module] if b.role == role)
+            check_batched(block.layer, module.input0, ext.batch)
             return ext.measure(module, block, [(module.input0.detach(), columns)])
 
         return measured

@@ -11,6 +11,7 @@ or covariance matrix estimator").
 """
 
 from functools import reduce
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -52,11 +53,14 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
         ValueError: If there are fewer examples than folds; as `sweep`.
     """
     folds = _folds(data, num_folds)
-    passes = [factor_sums(problem, [fold]) for fold in folds]
+    starts = list(accumulate((len(x) for x, _ in folds), initial=0))
+    passes = [
+        factor_sums(problem, [fold], first) for fold, first in zip(folds, starts, strict=False)
+    ]
     of_folds = [sums for sums, _ in passes]
     seen = reduce(together, (seen for _, seen in passes))
     if curvature == "ekfac":
-        table = _exact_magnitudes(problem, folds, of_folds)
+        table = _exact_magnitudes(problem, folds, starts, of_folds)
     else:
         sizes = torch.tensor([len(x) for x, _ in folds]).to(folds[0][0].device)
         table = {}
@@ -87,17 +91,19 @@ def crossfit_magnitudes(factors: Float[Tensor, "folds d d"], sizes: Tensor) -> F
     return magnitudes
 
 
-def _exact_magnitudes(problem: Problem, folds: list[Fold], of_folds: list[FactorSums]) -> Sums:
+def _exact_magnitudes(
+    problem: Problem, folds: list[Fold], starts: list[int], of_folds: list[FactorSums]
+) -> Sums:
     """EKFAC's magnitudes of every fold along the eigenbases of the others, averaged."""
     num_examples = sum(len(x) for x, _ in folds)
     table: Sums = {}
-    for fold, own in zip(folds, of_folds, strict=True):
+    for fold, first, own in zip(folds, starts, of_folds, strict=False):
         others = num_examples - len(fold[0])
         bases: dict[Block, Eigenbasis] = {}
         for block in problem.blocks:
             G, A = _total(of_folds, block)
             bases[block] = eigenbasis((G - own[block][0]) / others, (A - own[block][1]) / others)
-        for block, squares in exact_sums(problem, bases, [fold])[0].items():
+        for block, squares in exact_sums(problem, bases, [fold], first)[0].items():
             add_to(table, block, squares / num_examples)
     return table
 
@@ -113,8 +119,10 @@ def _folds(data: Batches, num_folds: int) -> list[Fold]:
     Raises:
         ValueError: If there are fewer examples than folds, or fewer than two folds.
     """
-    xs, ys = zip(*data, strict=True)
-    x, y = torch.cat(xs), torch.cat(ys)
+    batches = list(data)
+    if not batches:
+        raise ValueError("The data holds no example: pass at least one batch.")
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     if not 2 <= num_folds <= len(x):
         raise ValueError(
             f"Cross-fitting {len(x)} examples takes 2 to {len(x)} folds, got {num_folds}."

@@ -44,12 +44,16 @@ def gradient_factor(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor,
         return rows.T @ rows
     parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
     positions = sum(part.shape[-1] for part in parts)
-    if positions == len(parts):
-        # One position: a single product instead of one for every example.
-        products = [part[..., 0].T @ part[..., 0] for part in parts]
-    else:
-        products = [(part @ part.mT).sum(0) for part in parts]
-    return sum(products[1:], start=products[0]) / positions
+    return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
+
+
+def _gram(columns: Float[Tensor, "n d positions"]) -> Float[Tensor, "d d"]:
+    """`Σ_n Σ_t g gᵀ`."""
+    if columns.shape[2] > columns.shape[1]:
+        # The products of all examples are smaller than a copy with the positions as rows.
+        return (columns @ columns.mT).sum(0)
+    rows = columns.mT.flatten(0, 1)
+    return rows.T @ rows
 
 
 def input_factor(

@@ -51,6 +51,11 @@ class Problem:
     factor_dtype: torch.dtype
     memory_bound: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the Bayesian parameters."""
+        return self.model.get_parameter(self.blocks[0].parameter).dtype
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -98,7 +103,9 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
         A = input_factor(layer, block, inputs).to(problem.factor_dtype)
         add_to(along_A, block, along(A, bases[block].U_A))
 
-    measured = sweep(problem, magnitudes, gradient_factor, project_gradients, project_inputs)
+    measured = sweep(
+        problem, magnitudes, gradient_factor, project_gradients, project_inputs, seen.num_examples
+    )
     table = {}
     for block, G in along_G.items():
         A = along_A[block] / measured.num_examples if block in along_A else G.new_ones(1)
@@ -117,18 +124,19 @@ def fit_ekfac(problem: Problem, directions: Batches, magnitudes: Batches | None)
     """
     sums, seen = factor_sums(problem, directions)
     bases = eigenbases(sums, seen.num_examples)
-    table, measured = exact_sums(problem, bases, directions if magnitudes is None else magnitudes)
+    data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
+    table, measured = exact_sums(problem, bases, data, first)
     table = {block: squares / measured.num_examples for block, squares in table.items()}
     everything = seen if magnitudes is None else together(seen, measured)
     return Fitted(assemble(problem, bases, table), everything)
 
 
 def exact_sums(
-    problem: Problem, bases: dict[Block, Eigenbasis], batches: Batches
+    problem: Problem, bases: dict[Block, Eigenbasis], batches: Batches, first: int
 ) -> tuple[Sums, Seen]:
     """Exact curvature along every direction, summed over examples, `[d_out, d_in]` a block."""
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
-    dtype = next(problem.model.parameters()).dtype
+    dtype = problem.dtype
     rotations = {block: (b.U_G.to(dtype), b.U_A.to(dtype)) for block, b in bases.items()}
     sums: Sums = {}
 
@@ -138,7 +146,7 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    return sums, sweep(problem, batches, measure, collect)
+    return sums, sweep(problem, batches, measure, collect, first=first)
 
 
 FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac}
@@ -150,6 +158,7 @@ def sweep(
     measure: Measure,
     consume: Consume,
     consume_inputs: ConsumeInputs | None = None,
+    first: int = 0,
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
 
@@ -163,6 +172,8 @@ def sweep(
         consume: Takes what was measured of a block.
         consume_inputs: If given, takes at the end of every batch (of a very large one also within)
             the layer of one weight block after the other and what went into it, chunk by chunk.
+        first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
+            it, so that different data get different labels.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
@@ -192,12 +203,12 @@ def sweep(
         chunk = chunk or _chunk_size(problem, all_x)
         for x, y in zip(all_x.split(chunk), all_y.split(chunk), strict=True):
 
-            def columns(outputs: Tensor, y: Tensor = y, first: int = num_examples) -> Tensor:
+            def columns(outputs: Tensor, y: Tensor = y, key: int = first + num_examples) -> Tensor:
                 nonlocal nll
                 check_outputs(outputs)
                 problem.likelihood.check(outputs, y)
                 nll = nll.to(outputs.device) + problem.likelihood.nll(outputs, y).double().sum()
-                return problem.fisher.columns(problem.likelihood, outputs, y, first)
+                return problem.fisher.columns(problem.likelihood, outputs, y, key)
 
             stream(x, columns, measure_and_keep, consume)
             num_examples += len(x)
@@ -235,8 +246,8 @@ def _chunk_size(problem: Problem, x: Tensor) -> int:
     return max(1, problem.memory_bound // (columns * tap.output_bytes()))
 
 
-def factor_sums(problem: Problem, batches: Batches) -> tuple[FactorSums, Seen]:
-    """Factors of every block, summed over the examples of all batches."""
+def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[FactorSums, Seen]:
+    """Factors of every block, summed over the examples of all batches; `first` as in `sweep`."""
     sums: FactorSums = {}
 
     def add_gradients(block: Block, G: Tensor) -> None:
@@ -250,7 +261,7 @@ def factor_sums(problem: Problem, batches: Batches) -> tuple[FactorSums, Seen]:
     def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Tensor]) -> None:
         sums[block][1].add_(input_factor(layer, block, inputs))
 
-    seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs)
+    seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first)
     for block, (G, A) in sums.items():
         if not (torch.isfinite(G).all() and torch.isfinite(A).all()):
             raise ValueError(
@@ -290,7 +301,7 @@ def assemble(
     table: dict[Block, Float[Tensor, "d_out d_in"]],
 ) -> BlockDiagonal:
     """The curvature from directions and magnitudes, in the model's dtype; `bases` is emptied."""
-    dtype = next(problem.model.parameters()).dtype
+    dtype = problem.dtype
     blocks = {}
     for block in problem.blocks:
         basis = bases.pop(block)

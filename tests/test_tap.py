@@ -1,0 +1,266 @@
+"""Any forward pass: what the layer tap follows, and what it refuses instead of getting it wrong."""
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from laplace_debias import Laplace
+
+
+class Net(nn.Module):
+    """Two layers and a forward pass given by a function."""
+
+    def __init__(self, forward, width=4):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, width), nn.Linear(4, 3)
+        self.function = forward
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def in_place(net, x):
+    h = net.one(x)
+    h += 1.0
+    return net.two(F.relu(h, inplace=True))
+
+
+def by_keyword(net, x):
+    return net.two(input=torch.tanh(net.one(input=x)))
+
+
+def skip(net, x):
+    h = net.one(x)
+    return net.two(h + torch.tanh(h) * 0.5)
+
+
+def reused(net, x):
+    h = torch.tanh(net.one(x))
+    return net.two(h) + 0.5 * net.two(h.square())
+
+
+def functional_view(net, x):
+    return net.two(net.one(x).view(len(x), 2, 2).flatten(1).sigmoid())
+
+
+@pytest.mark.parametrize("forward", [in_place, by_keyword, skip, reused, functional_view])
+def test_jacobians_and_bias_blocks_are_exact_for_any_forward(forward):
+    model = Net(forward).double().eval()
+    x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))
+    la = Laplace(model).fit_batches([(x, y)])
+    for name in ("one.bias", "two.bias"):
+        exact = oracle.ggn_block(model, x, "classification", name)
+        torch.testing.assert_close(la.posterior.curvature.blocks[name].to_dense(), exact)
+    J = oracle.flat_jacobian(model, x, la.param_names)
+    covariance = la.posterior.covariance.to_dense()
+    torch.testing.assert_close(la.functional(x)[1], oracle.functional_covariance(J, covariance))
+
+
+def test_ekfac_of_a_reused_layer_measures_the_exact_curvature():
+    model = Net(reused).double().eval()
+    x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))
+    la = Laplace(model, curvature="ekfac").fit_batches([(x, y)])
+    block = la.posterior.curvature.blocks["two.weight"]
+    exact = oracle.ggn_block(model, x, "classification", "two.weight")
+    U = torch.kron(block.U_G.contiguous(), block.U_A.contiguous())
+    measured = (U.T @ exact @ U).diag().reshape(block.magnitudes.shape)
+    torch.testing.assert_close(block.magnitudes, measured)
+
+
+def test_a_users_hook_on_a_layer_is_part_of_the_forward_pass():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))
+    la = Laplace(model).fit_batches([(x, y)])
+    exact = oracle.ggn_block(model, x, "classification", "0.bias")
+    torch.testing.assert_close(la.posterior.curvature.blocks["0.bias"].to_dense(), exact)
+    with pytest.raises(NotImplementedError, match=r"0 \(Linear\) has forward hooks"):
+        Laplace(model, backend="backpack")
+
+
+def merged(net, x):
+    return net.two(net.one(x.reshape(-1, 3)).view(len(x), -1, 4)).sum(1)
+
+
+def detached(net, x):
+    return net.two(net.one(x).detach())
+
+
+def overwritten(net, x):
+    h = torch.tanh(net.one(x))
+    out = net.two(h)
+    h.mul_(2)
+    return out + h[:, :3]
+
+
+def unused(net, x):
+    net.one(x)
+    return net.two(F.pad(x, (0, 1)))
+
+
+def not_called(net, x):
+    return net.two(F.pad(x, (0, 1)))
+
+
+def without_gradients(net, x):
+    with torch.no_grad():
+        return net.two(net.one(x))
+
+
+@pytest.mark.parametrize(
+    ("forward", "error", "says"),
+    [
+        (merged, NotImplementedError, r"one has shape \(\d+, 3\) for \d examples"),
+        (detached, ValueError, r"do not depend on \['one'\]"),
+        (unused, ValueError, r"do not depend on \['one'\]"),
+        (not_called, ValueError, r"does not call \['one'\]"),
+        (without_gradients, ValueError, r"do not depend on \['one', 'two'\]"),
+        (overwritten, NotImplementedError, "two is overwritten in place"),
+    ],
+)
+def test_forward_passes_that_cannot_be_followed_are_refused(forward, error, says):
+    model = Net(forward).eval()
+    x = torch.randn(5, 2, 3) if forward is merged else torch.randn(5, 3)
+    with pytest.raises(error, match=says):
+        Laplace(model).fit_batches([(x, torch.randint(3, (5,)))])
+
+
+def test_layers_with_a_forward_of_their_own_are_refused():
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for layer in (Standardised(1, 2, 3), Scaled(3, 2)):
+        with pytest.raises(NotImplementedError, match=type(layer).__name__):
+            Laplace(nn.Sequential(layer).eval())
+
+
+@pytest.mark.parametrize("options", [{"padding_mode": "circular"}, {"padding": "same"}])
+def test_paddings_that_backpack_gets_wrong_go_through_hooks(options):
+    layer = nn.Conv2d(2, 3, 3, **({"padding": 1} | options))
+    tail = [nn.Flatten(), nn.Linear(75, 3)]
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Tanh(), layer, *tail).double().eval()
+    x, y = torch.randn(4, 1, 5, 5).double(), torch.randint(3, (4,))
+    la = Laplace(model).fit_batches([(x, y)])
+    for name in ("0.bias", "2.bias"):
+        exact = oracle.ggn_block(model, x, "classification", name)
+        torch.testing.assert_close(la.posterior.curvature.blocks[name].to_dense(), exact)
+    with pytest.raises(NotImplementedError, match=r"2 \(Conv2d\) has padding"):
+        Laplace(model, backend="backpack")
+
+
+def test_strided_second_convolutions_agree_between_backends():
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 3, 3, 2, 1, 2), nn.Flatten(), nn.LazyLinear(3)
+    ).double()
+    x, y = torch.randn(4, 1, 9, 8).double(), torch.randint(3, (4,))
+    model.eval()(x)
+    blocks = [
+        Laplace(model, backend=backend).fit_batches([(x, y)]).posterior.curvature.blocks
+        for backend in ("backpack", "hooks")
+    ]
+    for name in blocks[0]:
+        torch.testing.assert_close(blocks[0][name].to_dense(), blocks[1][name].to_dense())
+
+
+def test_callers_in_inference_mode_get_the_same():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    x, y = torch.randn(6, 3), torch.randint(3, (6,))
+    for backend in ("backpack", "hooks"):
+        la = Laplace(model, backend=backend).fit_batches([(x, y)])
+        expected = la.predict(x).probs
+        with torch.inference_mode():
+            inside = torch.empty_like(x).copy_(x)
+            again = Laplace(model, backend=backend).fit_batches([(inside, y)])
+            for method in ("glm", "map"):
+                again.predict(inside, method)
+            again.predict(inside, "glm-mc", samples=2)
+            probs = again.predict(inside).probs
+        torch.testing.assert_close(probs, expected)
+        torch.testing.assert_close(again.predict(inside).probs, expected)
+
+
+def test_inputs_that_require_gradients_are_accepted():
+    model = nn.Sequential(nn.Linear(3, 3)).eval()
+    x, y = torch.randn(6, 3), torch.randint(3, (6,))
+    plain = Laplace(model).fit_batches([(x, y)])
+    leaf = Laplace(model).fit_batches([(x.clone().requires_grad_(), y)])
+    torch.testing.assert_close(leaf.predict(x).probs, plain.predict(x).probs)
+
+
+def test_buffers_that_the_forward_writes_stay_as_they_were():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.layer(x)
+
+    model = Counting().eval()
+    la = Laplace(model).fit_batches([(torch.randn(4, 3), torch.randint(3, (4,)))])
+    la.predict(torch.randn(2, 3))
+    assert model.calls == 0
+
+
+def test_a_frozen_backbone_of_another_dtype_is_passed_through():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Linear(3, 4).bfloat16().requires_grad_(False)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.backbone(x.bfloat16()).float())
+
+    la = Laplace(Mixed().eval()).fit_batches([(torch.randn(4, 3), torch.randint(3, (4,)))])
+    assert la.posterior.curvature.dtype == torch.float32
+    assert la.predict(torch.randn(2, 3).bfloat16()).probs.isfinite().all()
+    with pytest.raises(ValueError, match="too narrow"):
+        Laplace(nn.Sequential(nn.Linear(3, 3).bfloat16()).eval())
+
+
+def test_different_data_get_different_monte_carlo_labels():
+    """Directions and magnitudes from the same batch: the labels are drawn anew."""
+    model = nn.Sequential(nn.Linear(3, 3)).double().eval()
+    x, y = torch.randn(8, 3).double(), torch.randint(3, (8,))
+    la = Laplace(model, fisher="mc", params=["0.bias"])
+    mini = la.fit_batches([(x, y)], generator=torch.Generator().manual_seed(0)).posterior
+    twice = la.fit_batches([(x, y)], [(x, y)], generator=torch.Generator().manual_seed(0)).posterior
+    one, two = (p.curvature.blocks["0.bias"] for p in (mini, twice))
+    assert torch.equal(one.U_G, two.U_G)
+    assert not torch.allclose(one.magnitudes, two.magnitudes)
+
+
+def test_n_is_what_the_sampler_goes_through():
+    data = TensorDataset(torch.randn(20, 3), torch.randint(3, (20,)))
+    loader = DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(12)))
+    la = Laplace(nn.Sequential(nn.Linear(3, 3)).eval())
+    assert la.fit(loader).num_data == 12
+    assert la.fit(loader, mode="mini").num_data == 12
+
+
+def test_regression_predictions_survive_wide_covariances():
+    """Large variances beside tiny off-diagonals once failed torch's check of symmetry."""
+    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 4)).eval()
+    x, y = torch.randn(40, 20), torch.randn(40, 4)
+    la = Laplace(model, "regression", prior_precision=1e-4).fit_batches([(x, y)])
+    assert la.predict(100 * x).variance.isfinite().all()
+    assert la.predict(100 * x, "nn", samples=5).variance.isfinite().all()
+
+
+def test_the_prior_precision_is_a_copy():
+    model = nn.Sequential(nn.Linear(3, 3)).eval()
+    delta = torch.tensor(2.0, dtype=torch.float64)
+    la = Laplace(model, prior_precision=delta)
+    delta *= 10
+    assert la.prior_precision.item() == 2.0
