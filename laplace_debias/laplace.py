@@ -14,17 +14,17 @@ from laplace_debias import predictive, serialization, tuning
 from laplace_debias.batches import Batches, OnDevice, move, size_of, with_progress
 from laplace_debias.curvature.blocks import (
     ParameterSelection,
+    check_parameters,
     curvature_blocks,
     select_parameters,
 )
 from laplace_debias.curvature.columns import Fisher
-from laplace_debias.curvature.kfac.backpack import BackpackStream, why_not_backpack
+from laplace_debias.curvature.kfac.backends import choose_backend
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
 from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
-from laplace_debias.curvature.kfac.stream import Backend, HookStream
-from laplace_debias.curvature.likelihood import Gaussian, Likelihood, likelihood_from
+from laplace_debias.curvature.likelihood import Likelihood, likelihood_from
 from laplace_debias.curvature.shadow import check_deterministic, check_finite
-from laplace_debias.evaluation import check_targets, evaluate_predictions
+from laplace_debias.evaluation import evaluate_predictions
 from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 
 PriorPrecision = float | Tensor
@@ -116,10 +116,10 @@ class Laplace:
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
         self.param_names = select_parameters(model, params)
-        _check_parameters(model, self.param_names)
+        check_parameters(model, self.param_names)
         self._blocks = curvature_blocks(model, self.param_names)
         self._curvature = curvature
-        self._backend = _choose_backend(model, backend)
+        self._backend = choose_backend(model, backend)
         self._fisher = Fisher(fisher, mc_samples)
         self._factor_dtype = factor_dtype
         self._memory_bound = memory_bound
@@ -504,24 +504,13 @@ class Laplace:
                 )
             grid = torch.as_tensor(torch.logspace(-4, 4, 21) if grid is None else grid)
             grid = grid.to(torch.float64)
-            found = self._tune_on_grid(loader, metric, grid, progress)
+            self._checked_posterior()
+            batches = self._on_device(with_progress(loader, progress, "tune"))
+            found = tuning.tune_on_grid(self.predict_grid, self.likelihood, batches, metric, grid)
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
         self.prior_precision = found.prior_precision
         return found
-
-    def _tune_on_grid(
-        self, loader: Batches, metric: str, grid: Tensor, progress: bool
-    ) -> tuning.Tuning:
-        tuning.check_metric(metric, not isinstance(self.likelihood, Gaussian))
-        tuning.check_grid(grid)
-        scores = [tuning.Score(metric) for _ in grid]
-        for x, y in self._on_device(with_progress(loader, progress, "tune")):
-            predictives = self.predict_grid(x, grid)
-            check_targets(self.likelihood, predictives[0], y)
-            for score, predicted in zip(scores, predictives, strict=True):
-                score.add(predicted, y)
-        return tuning.best_of(metric, grid.tolist(), [score.value() for score in scores])
 
     def evaluate(
         self,
@@ -700,36 +689,3 @@ def _shared_moments(
             first._memory_bound,
             diagonal,
         )
-
-
-def _check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require Bayesian parameters of one device and one dtype that is wide enough.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    kinds = {(p.dtype, p.device) for p in map(model.get_parameter, names)}
-    if len(kinds) > 1:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
-        raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
-    dtype, _ = kinds.pop()
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"The Bayesian parameters are {dtype}, too narrow for curvature: convert them with "
-            "`.float()`."
-        )
-
-
-def _choose_backend(model: nn.Module, backend: str) -> Backend:
-    if backend == "hooks":
-        return HookStream
-    if backend not in ("auto", "backpack"):
-        raise ValueError(f"Unknown backend={backend!r}: use 'auto', 'backpack' or 'hooks'.")
-    obstacle = why_not_backpack(model)
-    if obstacle is None:
-        return BackpackStream
-    if backend == "auto":
-        return HookStream
-    raise NotImplementedError(
-        f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
-    )

@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.distributions import Distribution
 
+from laplace_debias.batches import Batches
+from laplace_debias.curvature.likelihood import Gaussian, Likelihood
+from laplace_debias.evaluation import check_targets
 from laplace_debias.metrics import accuracy, brier, ece, nll
 
 # Metrics of class probabilities; True where more is better.
@@ -40,33 +44,46 @@ class Tuning:
         return self.prior_precision
 
 
-def check_metric(metric: str, has_probabilities: bool) -> None:
-    """Require a metric that fits the likelihood.
+def tune_on_grid(
+    predict_grid: Callable[[Tensor, Tensor], list[Distribution]],
+    likelihood: Likelihood,
+    batches: Batches,
+    metric: str,
+    grid: Float[Tensor, " grid"],
+) -> Tuning:
+    """The prior precision with the best metric on held-out data, in one pass.
+
+    Args:
+        predict_grid: From inputs `[B, ...]` and the grid to the predictive at each of its points.
+        likelihood: What targets must fit.
+        batches: Held-out batches `(x, y)`.
+        metric: `"nll"`, or with class probabilities `"accuracy"`, `"brier"` or `"ece"`.
+        grid: Prior precisions.
 
     Raises:
-        ValueError: For an unknown metric, or one that needs class probabilities.
+        ValueError: For a metric that does not fit, a grid that is empty or not positive, no batch,
+            or a metric that is NaN everywhere.
     """
-    known = list(_OF_PROBABILITIES) if has_probabilities else ["nll"]
+    known = ["nll"] if isinstance(likelihood, Gaussian) else list(_OF_PROBABILITIES)
     if metric not in known:
         raise ValueError(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
         )
-
-
-def check_grid(grid: Tensor) -> None:
-    """Require a non-empty vector of positive, finite prior precisions.
-
-    Raises:
-        ValueError: Otherwise.
-    """
     if grid.ndim != 1 or len(grid) == 0 or not bool(((grid > 0) & grid.isfinite()).all()):
         raise ValueError(
             "The grid must hold positive, finite prior precisions, as torch.logspace(-4, 4, 21) "
             f"does; got {grid.tolist()}."
         )
+    scores = [_Score(metric) for _ in grid]
+    for x, y in batches:
+        predictives = predict_grid(x, grid)
+        check_targets(likelihood, predictives[0], y)
+        for score, predicted in zip(scores, predictives, strict=True):
+            score.add(predicted, y)
+    return _best(metric, grid.tolist(), [score.value() for score in scores])
 
 
-class Score:
+class _Score:
     """Accumulates predictions over batches and scores them.
 
     Args:
@@ -113,7 +130,7 @@ def _dtype(predictive: Distribution) -> torch.dtype:
     )
 
 
-def best_of(metric: str, grid: Sequence[float], values: Sequence[float]) -> Tuning:
+def _best(metric: str, grid: Sequence[float], values: Sequence[float]) -> Tuning:
     """Pick the best grid point.
 
     Raises:

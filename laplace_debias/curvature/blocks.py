@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -83,6 +84,24 @@ def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[s
             f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
         )
     return names
+
+
+def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
+    """Require Bayesian parameters of one device and one dtype that is wide enough.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    kinds = {(p.dtype, p.device) for p in map(model.get_parameter, names)}
+    if len(kinds) > 1:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+        raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
+    dtype, _ = kinds.pop()
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"The Bayesian parameters are {dtype}, too narrow for curvature: convert them with "
+            "`.float()`."
+        )
 
 
 def curvature_blocks(model: nn.Module, names: Sequence[str]) -> list[Block]:
