@@ -264,3 +264,36 @@ def test_the_prior_precision_is_a_copy():
     la = Laplace(model, prior_precision=delta)
     delta *= 10
     assert la.prior_precision.item() == 2.0
+
+
+NORMALISED = {
+    "layer": (nn.LayerNorm(4), (4,)),
+    "layer_over_two_dimensions": (nn.LayerNorm((3, 4)), (3, 4)),
+    "rms": (nn.RMSNorm(4), (5, 4)),
+    "group": (nn.GroupNorm(2, 4), (4, 3, 2)),
+    "batch_1d": (nn.BatchNorm1d(4), (4,)),
+    "batch_1d_positions": (nn.BatchNorm1d(4), (4, 5)),
+    "batch_2d": (nn.BatchNorm2d(4), (4, 3, 2)),
+    "batch_3d": (nn.BatchNorm3d(4), (4, 3, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+def test_scales_and_biases_of_normalisations_have_exact_blocks(name):
+    norm, shape = NORMALISED[name]
+    model = nn.Sequential(norm, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
+    x, y = 2 * torch.randn(7, *shape).double() + 1, torch.randint(3, (7,))
+    model.train()(x)  # running statistics of their own
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    model.eval()
+    for curvature in ("kfac", "ekfac"):
+        la = Laplace(model, curvature=curvature).fit_batches([(x, y)])
+        for block in [n for n in la.block_names if n.startswith("0.")]:
+            exact = oracle.ggn_block(model, x, "classification", block)
+            torch.testing.assert_close(la.posterior.curvature.blocks[block].to_dense(), exact)
+    assert la.block_names[0] == "0.weight"
+    J = oracle.flat_jacobian(model, x, la.param_names)
+    covariance = la.posterior.covariance.to_dense()
+    torch.testing.assert_close(la.functional(x)[1], oracle.functional_covariance(J, covariance))

@@ -7,21 +7,30 @@ import torch
 from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-LAYERS = (nn.Linear, *CONVOLUTIONS)
+NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+)
+LAYERS = (nn.Linear, *CONVOLUTIONS, *NORMS)
 
 ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True)
 class Block:
-    """One curvature block: a layer's weight (of one group of channels) or its bias.
+    """One curvature block: a layer's weight matrix (of one group of channels), bias or scale.
 
     Attributes:
         name: The parameter's name, with `[group]` behind it where there are several groups.
         parameter: The parameter's name in the model.
         layer: The layer's path in the model.
-        role: `"weight"` or `"bias"`.
-        shape: `(d_out, d_in)`; a bias has `d_in = 1`.
+        role: `"weight"`: a matrix, whose block is Kronecker-factored; `"bias"`, or `"scale"` (the
+            weight of a normalisation): a vector, whose block is exact.
+        shape: `(d_out, d_in)`; a vector has `d_in = 1`.
         group: Which group of a grouped convolution, 0 otherwise.
     """
 
@@ -31,6 +40,11 @@ class Block:
     role: str
     shape: tuple[int, int]
     group: int = 0
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the block is that of a bias or a scale."""
+        return self.role != "weight"
 
     @property
     def size(self) -> int:
@@ -120,20 +134,20 @@ def curvature_blocks(model: nn.Module, names: Sequence[str]) -> list[Block]:
     for name in names:
         path, _, role = name.rpartition(".")
         layer = model.get_submodule(path)
-        if not has_kronecker_form(layer) or role not in ("weight", "bias"):
+        if not is_supported(layer) or role not in ("weight", "bias"):
             left_out = [n for n in names if n.rpartition(".")[0] == path]
             supported = ", ".join(kind.__name__ for kind in LAYERS)
             raise NotImplementedError(
-                f"{path or 'model'} ({type(layer).__name__}) has no Kronecker-factored curvature "
-                f"here, which would leave out {left_out}. Supported layers: {supported}. Leave "
-                "these parameters out on purpose with params=lambda name, parameter: ..., or "
-                "freeze them with requires_grad_(False)."
+                f"{path or 'model'} ({type(layer).__name__}) has no curvature here, which would "
+                f"leave out {left_out}. Supported layers: {supported}. Leave these parameters out "
+                "on purpose with params=lambda name, parameter: ..., or freeze them with "
+                "requires_grad_(False)."
             )
         blocks += _blocks_of(name, path, role, layer)
     return blocks
 
 
-def has_kronecker_form(layer: nn.Module) -> bool:
+def is_supported(layer: nn.Module) -> bool:
     """Whether a layer is one of `LAYERS` and computes what that layer computes.
 
     A subclass with a forward pass of its own (weight standardisation, adapters, ...) does not.
@@ -149,7 +163,9 @@ def has_kronecker_form(layer: nn.Module) -> bool:
 
 def _blocks_of(name: str, path: str, role: str, layer: nn.Module) -> list[Block]:
     parameter = layer.get_parameter(role)
-    if role == "bias":
+    if isinstance(layer, NORMS) and role == "weight":
+        role = "scale"
+    if role in ("bias", "scale"):
         return [Block(name, name, path, role, (parameter.numel(), 1))]
     groups = layer.groups if isinstance(layer, CONVOLUTIONS) else 1
     shape = (parameter.shape[0] // groups, parameter[0].numel())

@@ -2,7 +2,8 @@ r"""Kronecker factors of one block, in the project's units.
 
 In the `expand` approximation for T positions, $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ over the
 columns k of the loss Hessian's root, and $A = \sum_n\sum_t a a^\top$, both summed over examples:
-the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1N A$. A bias is exact:
+the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1N A$. A bias is exact (and
+a scale, with its rows in the place of `Σ_t g`):
 $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
@@ -21,7 +22,7 @@ from laplace_debias.curvature.kfac.layers import (
     group_of,
     output_gradients,
     slices,
-    summed_gradients,
+    vector_rows,
 )
 from laplace_debias.curvature.kfac.patches import has_fast_patches, patch_moments
 
@@ -34,13 +35,13 @@ def gradient_factor(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor,
 
     Args:
         layer: The layer.
-        block: Its weight or bias block.
+        block: One of its blocks.
         uses: For every use of the layer the input `[B, ...]` and the gradients at the output
             `[K, B, ...]`, one for each column of the loss Hessian's root. Several uses count as
             further positions.
     """
-    if block.role == "bias":
-        rows = summed_gradients(layer, block, uses).flatten(0, 1)
+    if block.is_vector:
+        rows = vector_rows(layer, block, uses).flatten(0, 1)
         return rows.T @ rows
     parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
     positions = sum(part.shape[-1] for part in parts)

@@ -187,7 +187,7 @@ def sweep(
 
     def measure_and_keep(layer: nn.Module, block: Block, uses: Uses) -> Any:
         nonlocal kept
-        if consume_inputs is not None and block.role == "weight":
+        if consume_inputs is not None and not block.is_vector:
             inputs.setdefault(block, []).extend(x for x, _ in uses)
             kept += sum(x.numel() * x.element_size() for x, _ in uses)
         return measure(layer, block, uses)
@@ -254,7 +254,7 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
         G = G.to(problem.factor_dtype)
         if block not in sums:
             d_in = block.shape[1]
-            A = G.new_zeros(d_in, d_in) if block.role == "weight" else G.new_ones(1, 1)
+            A = G.new_ones(1, 1) if block.is_vector else G.new_zeros(d_in, d_in)
             sums[block] = (torch.zeros_like(G), A)
         sums[block][0].add_(G)
 
@@ -268,7 +268,7 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
                 f"The curvature of {block.name} holds NaN or Inf: its activations or gradients "
                 "overflow; try the model in a wider dtype."
             )
-        if block.role == "bias":
+        if block.is_vector:
             A.mul_(seen.num_examples)
     return sums, seen
 

@@ -14,6 +14,15 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import CONVOLUTIONS, Block
 
+# Layers whose outputs are [B, channels, ...]; those of the others are [B, ..., features].
+_CHANNELS_FIRST = (
+    *CONVOLUTIONS,
+    nn.GroupNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+)
+
 # A layer's uses in one forward pass: input [B, ...] and output gradients [K, B, ...].
 Uses = Sequence[tuple[Tensor, Tensor]]
 
@@ -64,12 +73,12 @@ def output_gradients(
         block: The block, whose group of channels is taken; a bias takes all channels.
         g: Gradients with respect to the layer's output, `[K, B, ...]`.
     """
-    if not isinstance(layer, CONVOLUTIONS):
-        return g.reshape(*g.shape[:2], -1, g.shape[-1]).mT
-    if block.role == "weight":
+    if not isinstance(layer, _CHANNELS_FIRST):
+        return g.reshape(*g.shape[:2], -1, block.shape[0]).mT
+    if not block.is_vector:
         d_out = block.shape[0]
         g = g[:, :, block.group * d_out : (block.group + 1) * d_out]
-    return g.flatten(3)
+    return g.flatten(3) if g.ndim > 3 else g.unsqueeze(-1)
 
 
 def slices(layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
@@ -88,8 +97,25 @@ def slices(layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterato
         yield slice(start, min(start + step, x.shape[0]))
 
 
-def summed_gradients(
-    layer: nn.Module, block: Block, uses: Uses
-) -> Float[Tensor, "columns batch d_out"]:
-    """`Σ_t g_t` over positions and uses, `[K, B, d_out]`: the Jacobian rows of a bias."""
-    return torch.stack([output_gradients(layer, block, g).sum(-1) for _, g in uses]).sum(0)
+def vector_rows(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "columns batch d_out"]:
+    """Jacobian rows of a bias, `Σ_t g_t`, or of a scale, `Σ_t g_t ⊙ x̂_t`, `[K, B, d_out]`."""
+    rows = []
+    for x, g in uses:
+        if block.role == "scale":
+            g = g * _normalised(layer, x)
+        rows.append(output_gradients(layer, block, g).sum(-1))
+    return torch.stack(rows).sum(0)
+
+
+def _normalised(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a normalisation's scale multiplies, in evaluation mode, of `x`'s shape."""
+    match layer:
+        case nn.LayerNorm():
+            return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+        case nn.RMSNorm():
+            return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
+        case nn.GroupNorm():
+            return F.group_norm(x, layer.num_groups, eps=layer.eps)
+        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
+            return F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+    raise TypeError(f"{type(layer).__name__} has no scale.")

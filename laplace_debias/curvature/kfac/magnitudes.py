@@ -11,7 +11,7 @@ from laplace_debias.curvature.kfac.layers import (
     activations,
     output_gradients,
     slices,
-    summed_gradients,
+    vector_rows,
 )
 
 
@@ -46,7 +46,7 @@ def rotated_jacobians(
 
     Args:
         layer: The layer.
-        block: Its weight or bias block.
+        block: One of its blocks.
         uses: Inputs `[B, ...]` and output gradients `[K, B, ...]` of the layer's uses.
         U_G: `[d_out, d_out]`.
         U_A: `[d_in, d_in]`.
@@ -54,8 +54,8 @@ def rotated_jacobians(
     Yields:
         A slice of the batch's examples, and its Jacobians `[b, K, d_out, d_in]`.
     """
-    if block.role == "bias":
-        rows = (summed_gradients(layer, block, uses) @ U_G).movedim(0, 1)
+    if block.is_vector:
+        rows = (vector_rows(layer, block, uses) @ U_G).movedim(0, 1)
         yield slice(0, rows.shape[0]), rows.unsqueeze(-1)
         return
     num_columns = uses[0][1].shape[0]
