@@ -36,6 +36,7 @@ def shadow(model: nn.Module) -> nn.Module:
         memo[id(buffer)] = buffer.detach().clone()
     try:
         twin = copy.deepcopy(model, memo)
+    # Whatever a module's attributes raise when they are copied.
     except Exception as error:
         raise TypeError(
             f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
