@@ -1,0 +1,103 @@
+"""What goes into a model: one tensor, several, or named ones; and what comes out."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
+# by name. What is not a tensor (None, a flag) belongs to every example.
+Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's outputs for inputs; `.logits` of an output that has them, as in Hugging Face."""
+    if isinstance(inputs, Tensor):
+        outputs = model(inputs)
+    elif isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    else:
+        outputs = model(*inputs)
+    return getattr(outputs, "logits", outputs)
+
+
+def num_examples(inputs: Inputs) -> int:
+    """B, the leading dimension of every tensor among the inputs.
+
+    Raises:
+        TypeError: If there is no tensor among them.
+        ValueError: If they have no example, or not all the same number.
+    """
+    sizes = {len(x) if x.ndim else 0 for x in _tensors(inputs)}
+    if not sizes:
+        raise TypeError(
+            f"Inputs must be a tensor, a tuple or a mapping of tensors, got {_kind(inputs)}."
+        )
+    if len(sizes) > 1 or 0 in sizes:
+        shapes = [tuple(x.shape) for x in _tensors(inputs)]
+        raise ValueError(
+            f"Inputs must hold at least one example, the same number in every tensor, got {shapes}."
+        )
+    return sizes.pop()
+
+
+def take(inputs: Inputs, examples: slice) -> Inputs:
+    """Some of the examples."""
+    return _map(inputs, lambda x: x[examples])
+
+
+def first_tensor(inputs: Inputs) -> Tensor:
+    """The first tensor among the inputs: tells the device."""
+    return next(iter(_tensors(inputs)))
+
+
+def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> Inputs:
+    """Inputs on a device.
+
+    Args:
+        inputs: As `Inputs`.
+        device: Where the model is.
+        dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
+
+    Raises:
+        TypeError: If they are not tensors, or floating point of another dtype than the model's.
+        ValueError: As `num_examples`.
+    """
+    num_examples(inputs)
+    for x in _tensors(inputs):
+        if x.is_floating_point() and x.dtype not in dtypes:
+            raise TypeError(
+                f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: "
+                "convert one of them."
+            )
+    # Tensors made under inference_mode cannot take part in differentiation.
+    return _map(
+        inputs,
+        lambda x: (x.clone() if x.is_inference() else x.detach()).to(device, non_blocking=True),
+    )
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    if isinstance(inputs, Mapping):
+        return [x for x in inputs.values() if isinstance(x, Tensor)]
+    if isinstance(inputs, (tuple, list)):
+        return [x for x in inputs if isinstance(x, Tensor)]
+    return []
+
+
+def _map(inputs: Any, function: Any) -> Any:
+    def of(x: Any) -> Any:
+        return function(x) if isinstance(x, Tensor) else x
+
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    if isinstance(inputs, Mapping):
+        return {key: of(x) for key, x in inputs.items()}
+    return tuple(of(x) for x in inputs)
+
+
+def _kind(inputs: Any) -> str:
+    return type(inputs).__name__
