@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-# Pairs (inputs, targets), as tuples or, from a DataLoader, lists.
-Batches = Iterable[Sequence[Tensor]]
+from laplace_debias.curvature.inputs import Inputs, move, num_examples
+
+# Pairs (inputs, targets), as tuples or, from a DataLoader, lists; inputs as `curvature.inputs` has
+# them.
+Batches = Iterable[Sequence[Any]]
 
 
 class OnDevice:
@@ -27,7 +30,7 @@ class OnDevice:
         self._device = device
         self._dtypes = dtypes
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for batch in self._batches:
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise TypeError(
@@ -39,31 +42,12 @@ class OnDevice:
             if not isinstance(y, Tensor):
                 raise TypeError(f"Targets must be a tensor, got {type(y).__name__}.")
             x = move(x, self._device, self._dtypes)
-            if len(x) != len(y):
-                raise ValueError(f"A batch holds {len(x)} inputs but {len(y)} targets.")
+            size = num_examples(x)
+            if y.ndim == 0 or size != len(y):
+                raise ValueError(
+                    f"A batch holds {size} inputs but targets of shape {tuple(y.shape)}."
+                )
             yield x, y.to(self._device, non_blocking=True)
-
-
-def move(x: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> Tensor:
-    """Inputs `[B, ...]` on a device.
-
-    Raises:
-        TypeError: If they are no tensor, or floating point of another dtype than the model's.
-        ValueError: If there is no example.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"Inputs must be a tensor, got {type(x).__name__}.")
-    if x.ndim == 0 or len(x) == 0:
-        raise ValueError(f"Inputs must hold at least one example, got shape {tuple(x.shape)}.")
-    if x.is_floating_point() and x.dtype not in dtypes:
-        raise TypeError(
-            f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: convert "
-            "one of them with `.to(...)`."
-        )
-    # Inference tensors cannot take part in automatic differentiation; gradients of the inputs are
-    # nobody's business here.
-    x = x.clone() if x.is_inference() else x.detach()
-    return x.to(device, non_blocking=True)
 
 
 def with_progress(batches: Batches, progress: bool, what: str) -> Batches:
@@ -76,7 +60,7 @@ class _Progress:
         self._batches = batches
         self._what = what
 
-    def __iter__(self) -> Iterator[Sequence[Tensor]]:
+    def __iter__(self) -> Iterator[Sequence[Any]]:
         return iter(tqdm(self._batches, desc=self._what, unit="batch", leave=False))
 
 

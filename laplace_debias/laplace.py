@@ -6,25 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias import predictive, serialization, tuning
-from laplace_debias.batches import Batches, OnDevice, move, size_of, with_progress
-from laplace_debias.curvature.blocks import (
-    ParameterSelection,
-    check_parameters,
-    curvature_blocks,
-    select_parameters,
-)
+from laplace_debias.batches import Batches, OnDevice, size_of, with_progress
+from laplace_debias.curvature.blocks import Block, Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.columns import Fisher
+from laplace_debias.curvature.inputs import Inputs, move
 from laplace_debias.curvature.kfac.backends import choose_backend
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
 from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
 from laplace_debias.curvature.likelihood import Likelihood, likelihood_from
+from laplace_debias.curvature.selection import (
+    ParameterSelection,
+    check_parameters,
+    select_parameters,
+)
 from laplace_debias.curvature.shadow import check_deterministic, check_finite
 from laplace_debias.evaluation import evaluate_predictions
+from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 
 PriorPrecision = float | Tensor
@@ -60,6 +62,9 @@ class Laplace:
         factor_dtype: In what Kronecker factors are summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one an output.
         mc_samples: Labels an example for `fisher="mc"`.
+        joint: Whether a layer's weight and bias make one block instead of two.
+        sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
+            `"reduce"`: one for all, or a mapping from layers' paths.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
             are cut to it; results do not depend on it.
 
@@ -99,6 +104,8 @@ class Laplace:
         *,
         sigma: float | Sequence[float] | Tensor | None = None,
         mc_samples: int = 1,
+        joint: bool = False,
+        sharing: Sharing = "expand",
         memory_bound: int = _MEMORY_BOUND,
     ) -> None:
         if curvature not in FITS:
@@ -117,8 +124,11 @@ class Laplace:
         self.likelihood = likelihood_from(likelihood, sigma)
         self.param_names = select_parameters(model, params)
         check_parameters(model, self.param_names)
-        self._blocks = curvature_blocks(model, self.param_names)
+        self._blocks = curvature_blocks(model, self.param_names, joint, sharing)
+        self._order = parameter_order(model, self.param_names, self._blocks)
         self._curvature = curvature
+        self._joint = joint
+        self._sharing = sharing
         self._backend = choose_backend(model, backend)
         self._fisher = Fisher(fisher, mc_samples)
         self._factor_dtype = factor_dtype
@@ -268,8 +278,16 @@ class Laplace:
         num_data = seen.num_examples if num_data is None else num_data
         self._nll = seen.nll * (num_data / seen.num_examples)
         self._posterior = GaussianPosterior(
-            self._flat_parameters(), fitted.curvature, num_data, self._prior_precision
+            self._flat_parameters(),
+            fitted.curvature,
+            num_data,
+            self._prior_precision,
+            self._order_on_device(),
         )
+
+    def _order_on_device(self) -> Tensor | None:
+        device = self.model.get_parameter(self.param_names[0]).device
+        return None if self._order is None else self._order.to(device)
 
     def _flat_parameters(self) -> Float[Tensor, " parameters"]:
         values = [self.model.get_parameter(name).detach() for name in self.param_names]
@@ -279,7 +297,7 @@ class Laplace:
         first = self.model.get_parameter(self.param_names[0])
         return OnDevice(batches, first.device, {p.dtype for p in self.model.parameters()})
 
-    def _moved(self, x: Tensor) -> Tensor:
+    def _moved(self, x: Inputs) -> Inputs:
         first = self.model.get_parameter(self.param_names[0])
         return move(x, first.device, {p.dtype for p in self.model.parameters()})
 
@@ -325,6 +343,7 @@ class Laplace:
                 self._posterior.curvature,
                 self._posterior.num_data,
                 self._prior_precision,
+                self._posterior.order,
             )
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
@@ -369,24 +388,34 @@ class Laplace:
     # ------------------------------------------------------------- predicting
 
     def functional(
-        self, x: Tensor, diagonal: bool = False
-    ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch outputs *outputs"]]:
+        self,
+        x: Inputs,
+        diagonal: bool = False,
+        outputs: Int[Tensor, "batch k"] | int | None = None,
+    ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
+
+        A network with further positions, `[B, T, C]`, has a mean of that shape and a covariance of
+        all `T·C` outputs of an example, `[B, T·C, T·C]`.
 
         Args:
             x: Inputs, `[B, ...]`.
-            diagonal: Give the variances alone, `[B, C]`, for much less work.
+            diagonal: Give the variances alone, of the mean's shape, for much less work.
+            outputs: Look at some outputs only: indices `[B, k]` into the (flattened) outputs of
+                each example, or a number k for the k largest; in their order, mean `[B, k]` and
+                covariance `[B, k, k]`. Many classes cost no more than few then.
 
         Raises:
-            ValueError: If the inputs or outputs are not finite, or of the wrong rank.
+            ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
+                has no such indices; if the memory bound is too small.
             RuntimeError: As `predict`.
         """
         delta = self.prior_precision.unsqueeze(0)
-        mean, covariances = _shared_moments([self], x, [delta], diagonal)
+        mean, covariances = _shared_moments([self], x, [delta], diagonal, outputs)
         return mean, covariances[0, 0]
 
     def predict_grid(
-        self, x: Tensor, prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"]
+        self, x: Inputs, prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"]
     ) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
@@ -420,7 +449,7 @@ class Laplace:
 
     def predict(
         self,
-        x: Tensor,
+        x: Inputs,
         method: str = "glm",
         samples: int | None = None,
         generator: torch.Generator | None = None,
@@ -455,8 +484,9 @@ class Laplace:
         if method == "glm":
             if samples is None:
                 return self.predict_grid(x, self.prior_precision.unsqueeze(0))[0]
-            outputs = predictive.sample_outputs(*self.functional(x), samples, generator)
-            return self.likelihood.mixture(outputs)
+            mean, covariance = self.functional(x)
+            outputs = predictive.sample_outputs(mean.flatten(1), covariance, samples, generator)
+            return self.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
         with torch.inference_mode(False):
             x = self._moved(x)
             if method == "map":
@@ -570,12 +600,27 @@ class Laplace:
             serialization.Header(
                 likelihood=serialization.likelihood_to_json(self.likelihood),
                 curvature=self._curvature,
+                joint=self._joint,
+                sharing=self._sharing if isinstance(self._sharing, str) else dict(self._sharing),
                 param_names=self.param_names,
                 block_names=self.block_names,
                 num_data=self.num_data,
                 nll=self._nll,
             ),
         )
+
+    def _saved(self, block: Block) -> serialization.SavedBlock:
+        d_out, d_in = block.shape
+        parts: dict[str, tuple[int, ...]] = {
+            "U_G": (d_out, d_out),
+            "U_A": (d_in, d_in),
+            "magnitudes": block.shape,
+        }
+        if self._curvature == "diag":
+            del parts["U_G"], parts["U_A"]
+        elif block.role == "table":
+            del parts["U_A"]
+        return serialization.SavedBlock(block.name, parts)
 
     @classmethod
     def load(
@@ -617,6 +662,8 @@ class Laplace:
             likelihood=serialization.likelihood_from_json(header.likelihood),
             curvature=header.curvature,
             params=header.param_names,
+            joint=header.joint,
+            sharing=header.sharing,
             backend=backend,
             fisher=fisher,
             factor_dtype=factor_dtype,
@@ -627,7 +674,8 @@ class Laplace:
             header,
             tensors,
             la._flat_parameters(),
-            [(block.name, block.shape) for block in la._blocks],
+            [la._saved(block) for block in la._blocks],
+            la._order_on_device(),
         )
         la._prior_precision = la._posterior.prior_precision
         la._nll = header.nll
@@ -636,7 +684,7 @@ class Laplace:
 
 def predict_grids(
     posteriors: Sequence[Laplace],
-    x: Tensor,
+    x: Inputs,
     prior_precisions: Sequence[Float[Tensor, " grid"] | Float[Tensor, "grid blocks"]],
 ) -> list[list[Distribution]]:
     """`Laplace.predict_grid` for several fits of one model, which share the backward passes.
@@ -656,6 +704,8 @@ def predict_grids(
     """
     diagonal = all(la.likelihood.variances_suffice for la in posteriors)
     mean, covariances = _shared_moments(posteriors, x, prior_precisions, diagonal)
+    if mean.ndim > 2 and not diagonal:
+        covariances = predictive.within_positions(covariances, mean.shape)
     return [
         [la.likelihood.predictive(mean, covariance) for covariance in of_grid]
         for la, of_grid in zip(posteriors, covariances, strict=True)
@@ -664,9 +714,10 @@ def predict_grids(
 
 def _shared_moments(
     posteriors: Sequence[Laplace],
-    x: Tensor,
+    x: Inputs,
     prior_precisions: Sequence[Tensor],
     diagonal: bool = False,
+    outputs: Tensor | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     first = posteriors[0]
     if any(la.model is not first.model or la._blocks != first._blocks for la in posteriors):
@@ -680,12 +731,14 @@ def _shared_moments(
             check_prior_precision(point, num_blocks)
     grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
     with torch.inference_mode(False):
-        return predictive.functional_moments(
+        x = first._moved(x)
+        if outputs is not None:
+            outputs = predictive.chosen_outputs(predictive.map_outputs(first.model, x), outputs)
+        return functional_moments(
             first.model,
             first._blocks,
             checked,
-            first._moved(x),
+            x,
             torch.stack(grids).to(checked[0].mean),
-            first._memory_bound,
-            diagonal,
+            Wanted(diagonal, outputs, first._memory_bound),
         )

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -17,15 +17,18 @@ class GaussianPosterior:
 
     Args:
         mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
-        curvature: C, the curvature of the mean loss per example, `[D, D]`.
+        curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
         num_data: N, the number of training examples.
         prior_precision: δ, one number or one a block, in units of one over parameter squared.
+        order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
+            there one after the other.
     """
 
     mean: Float[Tensor, " parameters"]
     curvature: BlockDiagonal
     num_data: int
     prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    order: Int[Tensor, " parameters"] | None = None
 
     def __post_init__(self) -> None:
         check_prior_precision(self.prior_precision, len(self.curvature.blocks))
@@ -76,7 +79,10 @@ class GaussianPosterior:
         for block, part in zip(self.scale.blocks.values(), parts, strict=True):
             Z = part.unflatten(1, block.magnitudes.shape)
             draws.append(block.from_eigenbasis(block.magnitudes * Z).flatten(1))
-        return self.mean + torch.cat(draws, dim=1)
+        steps = torch.cat(draws, dim=1)
+        if self.order is not None:
+            steps = torch.empty_like(steps).index_copy_(1, self.order, steps)
+        return self.mean + steps
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """The log-determinant of P, float64.
@@ -97,7 +103,8 @@ class GaussianPosterior:
         deltas = self._deltas() if prior_precision is None else prior_precision
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         deltas = deltas.double().expand(len(sizes))
-        squares = [part.double().square().sum() for part in self.mean.split(self.curvature.sizes)]
+        mean = self.mean if self.order is None else self.mean[self.order]
+        squares = [part.double().square().sum() for part in mean.split(self.curvature.sizes)]
         quadratic = (deltas * torch.stack(squares)).sum()
         constant = len(self.mean) * math.log(2 * math.pi)
         return 0.5 * ((sizes * deltas.log()).sum() - quadratic - constant)

@@ -15,7 +15,7 @@ from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.posterior import GaussianPosterior
 
-FORMAT = "laplace-debias/1"
+FORMAT = "laplace-debias/2"
 _PARTS = ("U_G", "U_A", "magnitudes")
 
 
@@ -26,6 +26,8 @@ class Header:
     Attributes:
         likelihood: As `likelihood_to_json` gives it.
         curvature: The curvature's name.
+        joint: Whether weight and bias make one block.
+        sharing: `expand` or `reduce`, for all layers or by their paths.
         param_names: The Bayesian parameters.
         block_names: The curvature blocks.
         num_data: N.
@@ -34,10 +36,25 @@ class Header:
 
     likelihood: dict[str, Any]
     curvature: str
+    joint: bool
+    sharing: str | dict[str, str]
     param_names: list[str]
     block_names: list[str]
     num_data: int
     nll: float
+
+
+@dataclass(frozen=True)
+class SavedBlock:
+    """A curvature block on disk.
+
+    Attributes:
+        name: The block's name.
+        parts: Shapes of its tensors by the fields of `EigenKronecker`.
+    """
+
+    name: str
+    parts: dict[str, tuple[int, ...]]
 
 
 def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
@@ -47,7 +64,7 @@ def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
         ValueError: For an instance of any other class.
     """
     if type(likelihood) is Categorical:
-        return {"name": "classification"}
+        return {"name": "classification", "ignore_index": likelihood.ignore_index}
     if type(likelihood) is Bernoulli:
         return {"name": "binary"}
     if type(likelihood) is Gaussian:
@@ -69,7 +86,8 @@ def likelihood_from_json(data: Mapping[str, Any]) -> Likelihood:
     kinds = {"classification": Categorical, "binary": Bernoulli}
     if data.get("name") not in kinds:
         raise ValueError(f"The file's likelihood {dict(data)} is unknown: it is damaged.")
-    return kinds[data["name"]]()
+    options = {key: value for key, value in data.items() if key != "name"}
+    return kinds[data["name"]](**options)
 
 
 def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
@@ -83,8 +101,9 @@ def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
         raise FileNotFoundError(f"There is no folder {path.parent}: make it first.")
     tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
     for index, block in enumerate(posterior.curvature.blocks.values()):
-        for part in _PARTS:
-            tensors[f"{index}.{part}"] = getattr(block, part)
+        parts = {f"{index}.{part}": getattr(block, part) for part in _PARTS}
+        # Directions that are the coordinate axes are None.
+        tensors.update({key: part for key, part in parts.items() if part is not None})
     metadata = {"format": FORMAT, "header": json.dumps(asdict(header))}
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
@@ -128,7 +147,8 @@ def posterior_from(
     header: Header,
     tensors: Mapping[str, Tensor],
     model_mean: Tensor,
-    blocks: Sequence[tuple[str, tuple[int, int]]],
+    blocks: Sequence[SavedBlock],
+    order: Tensor | None,
 ) -> GaussianPosterior:
     """Check a file's tensors against the model and build the posterior on the model's device.
 
@@ -136,22 +156,22 @@ def posterior_from(
         header: The file's header.
         tensors: The file's tensors.
         model_mean: The model's Bayesian parameters, `[D]`.
-        blocks: Name and `(d_out, d_in)` of the model's curvature blocks.
+        blocks: What the file must hold of the model's curvature blocks.
+        order: As `GaussianPosterior` has it.
 
     Raises:
         ValueError: If the file belongs to another model, or to other parameters of this one.
     """
     if not isinstance(header.num_data, int) or header.num_data < 1:
         raise ValueError(f"The file's num_data is {header.num_data!r}: it is damaged.")
-    if header.block_names != [name for name, _ in blocks]:
+    if header.block_names != [block.name for block in blocks]:
         raise ValueError(
             f"The file's curvature blocks {header.block_names} are not the model's "
-            f"{[name for name, _ in blocks]}: it was saved for another model."
+            f"{[block.name for block in blocks]}: it was saved for another model."
         )
     shapes = {"mean": tuple(model_mean.shape)}
-    for index, (_, (d_out, d_in)) in enumerate(blocks):
-        for part, shape in zip(_PARTS, ((d_out, d_out), (d_in, d_in), (d_out, d_in)), strict=True):
-            shapes[f"{index}.{part}"] = shape
+    for index, block in enumerate(blocks):
+        shapes.update({f"{index}.{part}": shape for part, shape in block.parts.items()})
     found = {key: tuple(value.shape) for key, value in tensors.items()}
     prior_precision = tensors.get("prior_precision")
     found.pop("prior_precision", None)
@@ -173,16 +193,17 @@ def posterior_from(
             "posterior was fitted on."
         )
     operators = {}
-    for index, (name, _) in enumerate(blocks):
-        parts = [tensors[f"{index}.{part}"].to(model_mean) for part in _PARTS]
-        if not all(bool(part.isfinite().all()) for part in parts):
-            raise ValueError(f"The curvature of {name} in the file holds NaN or Inf.")
-        if not bool((parts[2] >= 0).all()):
-            raise ValueError(f"The curvature of {name} in the file has negative magnitudes.")
-        operators[name] = EigenKronecker(*parts)
+    for index, block in enumerate(blocks):
+        parts = {part: tensors[f"{index}.{part}"].to(model_mean) for part in block.parts}
+        if not all(bool(part.isfinite().all()) for part in parts.values()):
+            raise ValueError(f"The curvature of {block.name} in the file holds NaN or Inf.")
+        if not bool((parts["magnitudes"] >= 0).all()):
+            raise ValueError(f"The curvature of {block.name} in the file has negative magnitudes.")
+        operators[block.name] = EigenKronecker(*(parts.get(part) for part in _PARTS))  # type: ignore
     return GaussianPosterior(
         mean,
         BlockDiagonal(operators),
         header.num_data,
         prior_precision.to(model_mean.device),
+        order,
     )

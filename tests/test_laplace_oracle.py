@@ -1,5 +1,7 @@
 """`Laplace` against the dense float64 oracle: every step of the method, for every small network."""
 
+import re
+
 import oracle
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch.func import functional_call
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.kfac.backpack import why_not_backpack
-from laplace_debias.predictive import functional_moments
+from laplace_debias.functional import Wanted, functional_moments
 
 NUM_DATA = 40
 DELTA = 0.7
@@ -149,7 +151,7 @@ def test_grids_of_covariances_equal_one_posterior_each(points):
     deltas = grid[:, None].expand(-1, len(la.block_names)) * torch.rand(len(la.block_names))
     for diagonal in (False, True):
         _, covariances = functional_moments(
-            case.model, la._blocks, [la.posterior], case.x, deltas[None], 2**20, diagonal
+            case.model, la._blocks, [la.posterior], case.x, deltas[None], Wanted(diagonal, None, 2**20)
         )
         for point, covariance in zip(deltas, covariances[0], strict=True):
             la.prior_precision = point
@@ -262,12 +264,26 @@ def test_the_generator_decides_the_mc_labels():
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["conv2d_all", "regression"])
 def test_results_do_not_depend_on_the_memory_bound(name, curvature):
-    cases = [Case(name, memory_bound=bound, curvature=curvature) for bound in (1, 2**28)]
+    """The tightest bound cuts the cotangents of a single example, too."""
+    tightest = _needed_bytes(lambda: Case(name, memory_bound=1).fit("full"))
+    cases = [Case(name, memory_bound=bound, curvature=curvature) for bound in (tightest, 2**28)]
     for case in cases:
         case.fit("full")
     for one, two in zip(*(operator_blocks(case.la) for case in cases), strict=True):
         close(two, one, 1e-10)
-    close(cases[0].la.functional(cases[0].x)[1], cases[1].la.functional(cases[1].x)[1], 1e-10)
+    tight, wide = (case.la for case in cases)
+    x = cases[0].x
+    for diagonal in (False, True):
+        tight._memory_bound = 1
+        tight._memory_bound = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
+        close(tight.functional(x, diagonal)[1], wide.functional(x, diagonal)[1], 1e-10)
+
+
+def _needed_bytes(compute):
+    """What the error about a memory bound that is too small asks for."""
+    with pytest.raises(ValueError, match="memory_bound=.* is too small") as error:
+        compute()
+    return int(re.search(r"take (\d+) bytes", str(error.value))[1])
 
 
 def test_debiased_magnitudes_do_not_depend_on_how_the_data_is_cut():
@@ -277,7 +293,7 @@ def test_debiased_magnitudes_do_not_depend_on_how_the_data_is_cut():
     width = next(model.parameters()).shape[1]
     x, y = torch.randn(96, width).double(), torch.randint(3, (96,))
     fits = []
-    for size, bound in ((48, 2**28), (7, 1)):
+    for size, bound in ((48, 2**28), (7, 2**10)):
         la = Laplace(model, memory_bound=bound)
         halves = [
             list(zip(x[part].split(size), y[part].split(size), strict=True))

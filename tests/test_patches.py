@@ -49,7 +49,7 @@ def test_activations_and_factor_equal_torch_unfold(case):
         assert torch.equal(activations(layer, block, x), expected)
         rows = expected.flatten(0, 1)
         torch.testing.assert_close(
-            input_factor(layer, block, [x[:1], x[1:]]), rows.T @ rows, rtol=1e-10, atol=1e-10
+            input_factor(layer, block, [[x[:1]], [x[1:]]]), rows.T @ rows, rtol=1e-10, atol=1e-10
         )
 
 
@@ -74,7 +74,7 @@ def test_wide_rows_use_their_symmetry_exactly():
     layer = nn.Linear(700, 2, dtype=torch.float64)
     x = torch.randn(40, 700, dtype=torch.float64)
     (block,) = curvature_blocks(layer, ["weight"])
-    torch.testing.assert_close(input_factor(layer, block, [x]), x.T @ x)
+    torch.testing.assert_close(input_factor(layer, block, [[x]]), x.T @ x)
 
 
 def test_padding_modes_are_followed():

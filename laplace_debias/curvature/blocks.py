@@ -1,12 +1,14 @@
-"""Which parameters are Bayesian, and the curvature blocks that they make."""
+"""The curvature blocks that the Bayesian parameters make, and where their entries lie."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (
     nn.LayerNorm,
     nn.RMSNorm,
@@ -15,9 +17,20 @@ NORMS = (
     nn.BatchNorm2d,
     nn.BatchNorm3d,
 )
-LAYERS = (nn.Linear, *CONVOLUTIONS, *NORMS)
+LAYERS = (
+    nn.Linear,
+    *CONVOLUTIONS,
+    *TRANSPOSED,
+    nn.Embedding,
+    *NORMS,
+    nn.MultiheadAttention,
+)
+SHARINGS = ("expand", "reduce")
+# Query, key and value, which `nn.MultiheadAttention` packs into one parameter.
+PROJECTIONS = ("query", "key", "value")
 
-ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
+# How positions share a weight: one answer, or one for a layer's path.
+Sharing = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -25,26 +38,35 @@ class Block:
     """One curvature block: a layer's weight matrix (of one group of channels), bias or scale.
 
     Attributes:
-        name: The parameter's name, with `[group]` behind it where there are several groups.
-        parameter: The parameter's name in the model.
-        layer: The layer's path in the model.
-        role: `"weight"`: a matrix, whose block is Kronecker-factored; `"bias"`, or `"scale"` (the
-            weight of a normalisation): a vector, whose block is exact.
+        name: The parameter's name, with `[group]` behind it where there are several groups; both
+            names, with a `+` between them, where the block is a weight's and its bias's.
+        parameters: The parameters' names in the model: one, or weight and bias.
+        layer: The path of the layer that yields the block's inputs and output gradients.
+        role: `"weight"`: a matrix, whose block is Kronecker-factored; `"table"`: an embedding's
+            weight, whose input factor is diagonal; `"bias"`, or `"scale"` (the weight of a
+            normalisation): a vector, whose block is exact.
         shape: `(d_out, d_in)`; a vector has `d_in = 1`.
-        group: Which group of a grouped convolution, 0 otherwise.
+        group: Which group of a grouped convolution, or which of query, key and value.
+        sharing: `"expand"` or `"reduce"`, for a weight.
     """
 
     name: str
-    parameter: str
+    parameters: tuple[str, ...]
     layer: str
     role: str
     shape: tuple[int, int]
     group: int = 0
+    sharing: str = "expand"
 
     @property
     def is_vector(self) -> bool:
         """Whether the block is that of a bias or a scale."""
-        return self.role != "weight"
+        return self.role in ("bias", "scale")
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the bias is the weight matrix's last column."""
+        return len(self.parameters) == 2
 
     @property
     def size(self) -> int:
@@ -52,98 +74,46 @@ class Block:
         return self.shape[0] * self.shape[1]
 
 
-def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[str]:
-    """Names of the Bayesian parameters, in the model's order.
-
-    Args:
-        model: The model.
-        selection: `"all"`; `"weights"` (no biases); `"last_layer"` (the last layer with
-            parameters in the order of registration); names; or a predicate
-            `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
-
-    Raises:
-        ValueError: For an unknown name, or if nothing is selected.
-        TypeError: If the selection is none of these.
-    """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if selection == "all":
-        chosen = set(trainable)
-    elif selection == "weights":
-        chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}
-    elif selection == "last_layer":
-        paths = [name.rpartition(".")[0] for name in trainable]
-        chosen = {name for name in trainable if name.rpartition(".")[0] == paths[-1]}
-    elif isinstance(selection, str):
-        raise ValueError(
-            f"Unknown params={selection!r}: use 'all', 'weights', 'last_layer', a list of "
-            "parameter names, or a predicate (name, parameter) -> bool."
-        )
-    elif callable(selection):
-        chosen = {name for name, parameter in trainable.items() if selection(name, parameter)}
-    elif isinstance(selection, Sequence):
-        unknown = [name for name in selection if name not in trainable]
-        if unknown:
-            raise ValueError(
-                f"params names {unknown}, which the model does not have or which are frozen "
-                f"(requires_grad=False). It has {list(trainable)}."
-            )
-        chosen = set(selection)
-    else:
-        raise TypeError(
-            f"params must be a string, a sequence of names or a predicate, got {selection!r}."
-        )
-    names = [name for name in trainable if name in chosen]
-    if not names:
-        raise ValueError(
-            f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
-        )
-    return names
-
-
-def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require Bayesian parameters of one device and one dtype that is wide enough.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    kinds = {(p.dtype, p.device) for p in map(model.get_parameter, names)}
-    if len(kinds) > 1:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
-        raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
-    dtype, _ = kinds.pop()
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"The Bayesian parameters are {dtype}, too narrow for curvature: convert them with "
-            "`.float()`."
-        )
-
-
-def curvature_blocks(model: nn.Module, names: Sequence[str]) -> list[Block]:
+def curvature_blocks(
+    model: nn.Module, names: Sequence[str], joint: bool = False, sharing: Sharing = "expand"
+) -> list[Block]:
     """The blocks of the named parameters, in the order of the names.
 
     Args:
         model: The model.
         names: Parameter names as `select_parameters` gives them.
+        joint: Whether a layer's weight and bias make one block, `[W, b]`, where both are named.
+        sharing: `"expand"` or `"reduce"` (Eschenhagen et al., 2023) for weights that several
+            positions share; one for all, or by the layers' paths (`"expand"` for the others).
 
     Raises:
-        NotImplementedError: If a parameter belongs to a layer that has no Kronecker form here, or
-            is shared by several modules; names path and parameters.
+        NotImplementedError: If a parameter belongs to a layer that has no block here, or is shared
+            by several modules; names path and parameters.
+        ValueError: For an unknown `sharing`, or one of a layer that is not there.
     """
-    blocks: list[Block] = []
+    _check_sharing(model, sharing)
     _check_untied(model, names)
+    blocks: list[Block] = []
+    merged: set[str] = set()
     for name in names:
-        path, _, role = name.rpartition(".")
+        path, _, key = name.rpartition(".")
         layer = model.get_submodule(path)
-        if not is_supported(layer) or role not in ("weight", "bias"):
+        bias = f"{path}.bias".lstrip(".")
+        if name in merged:
+            continue
+        if not is_supported(layer) or key not in _keys(layer):
             left_out = [n for n in names if n.rpartition(".")[0] == path]
             supported = ", ".join(kind.__name__ for kind in LAYERS)
             raise NotImplementedError(
                 f"{path or 'model'} ({type(layer).__name__}) has no curvature here, which would "
-                f"leave out {left_out}. Supported layers: {supported}. Leave these parameters out "
-                "on purpose with params=lambda name, parameter: ..., or freeze them with "
-                "requires_grad_(False)."
+                f"leave out {left_out}. Supported layers: {supported}, and Hugging Face's Conv1D. "
+                "Leave these parameters out on purpose with params=lambda name, parameter: ..., or "
+                "freeze them with requires_grad_(False)."
             )
-        blocks += _blocks_of(name, path, role, layer)
+        partner = joint and key == "weight" and bias in names and _can_join(layer)
+        merged.update([bias] if partner else [])
+        chosen = sharing if isinstance(sharing, str) else sharing.get(path, "expand")
+        blocks += _blocks_of(name, bias if partner else None, path, layer, chosen)
     return blocks
 
 
@@ -153,6 +123,12 @@ def is_supported(layer: nn.Module) -> bool:
     A subclass with a forward pass of its own (weight standardisation, adapters, ...) does not.
     """
     own = type(layer)
+    if is_hugging_face_conv1d(layer):
+        return True
+    if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
+        return False
+    if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is not None:
+        return False
     return any(
         isinstance(layer, kind)
         and own.forward is kind.forward
@@ -161,17 +137,125 @@ def is_supported(layer: nn.Module) -> bool:
     )
 
 
-def _blocks_of(name: str, path: str, role: str, layer: nn.Module) -> list[Block]:
-    parameter = layer.get_parameter(role)
-    if isinstance(layer, NORMS) and role == "weight":
-        role = "scale"
-    if role in ("bias", "scale"):
-        return [Block(name, name, path, role, (parameter.numel(), 1))]
-    groups = layer.groups if isinstance(layer, CONVOLUTIONS) else 1
-    shape = (parameter.shape[0] // groups, parameter[0].numel())
+def is_hugging_face_conv1d(layer: nn.Module) -> bool:
+    """Whether a layer is transformers' `Conv1D`: a linear layer with a transposed weight."""
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__[:1]}
+    return "transformers.pytorch_utils.Conv1D" in names
+
+
+def parameter_order(
+    model: nn.Module, names: Sequence[str], blocks: Sequence[Block]
+) -> Int[Tensor, " parameters"] | None:
+    """Where the blocks' entries lie among the flattened parameters.
+
+    Args:
+        model: The model.
+        names: The Bayesian parameters, in the model's order.
+        blocks: Their blocks.
+
+    Returns:
+        For the blocks' entries, one block after the other and each `[d_out, d_in]` row-major, their
+        position in the flattened parameters, `[D]`; None if the two orders are the same.
+    """
+    positions: dict[str, Tensor] = {}
+    start = 0
+    for name in names:
+        parameter = model.get_parameter(name)
+        positions[name] = torch.arange(start, start + parameter.numel()).view(parameter.shape)
+        start += parameter.numel()
+    order = torch.cat([_entries(model, block, positions).flatten() for block in blocks])
+    return None if torch.equal(order, torch.arange(start)) else order
+
+
+def _keys(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that a supported layer may have."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return ("in_proj_weight", "in_proj_bias", *(f"{p[0]}_proj_weight" for p in PROJECTIONS))
+    return ("weight", "bias")
+
+
+def _can_join(layer: nn.Module) -> bool:
+    return not isinstance(layer, NORMS)
+
+
+def _blocks_of(
+    name: str, bias: str | None, path: str, layer: nn.Module, sharing: str
+) -> list[Block]:
+    key = name.rpartition(".")[2]
+    parameter = layer.get_parameter(key)
+    if isinstance(layer, nn.MultiheadAttention):
+        return _attention_blocks(name, path, parameter, sharing)
+    if isinstance(layer, NORMS) or key == "bias":
+        role = "scale" if key == "weight" else "bias"
+        return [Block(name, (name,), path, role, (parameter.numel(), 1))]
+    role = "table" if isinstance(layer, nn.Embedding) else "weight"
+    groups = layer.groups if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else 1
+    d_out, d_in = parameter.shape[0] // groups, parameter[0].numel()
+    if isinstance(layer, TRANSPOSED):
+        d_out, d_in = parameter.shape[1], parameter.numel() // (parameter.shape[1] * groups)
+    elif role == "table" or is_hugging_face_conv1d(layer):
+        d_out, d_in = d_in, d_out
+    parameters = (name,) if bias is None else (name, bias)
+    shape = (d_out, d_in + len(parameters) - 1)
+    title = "+".join(parameters)
     if groups == 1:
-        return [Block(name, name, path, role, shape)]
-    return [Block(f"{name}[{g}]", name, path, role, shape, g) for g in range(groups)]
+        return [Block(title, parameters, path, role, shape, 0, sharing)]
+    return [
+        Block(f"{title}[{g}]", parameters, path, role, shape, g, sharing) for g in range(groups)
+    ]
+
+
+def _attention_blocks(name: str, path: str, parameter: nn.Parameter, sharing: str) -> list[Block]:
+    """Query, key and value project different inputs in general: a block each."""
+    key = name.rpartition(".")[2]
+    prefix = f"{path}." if path else ""
+    if key.startswith("in_proj"):
+        role = "weight" if key == "in_proj_weight" else "bias"
+        shape = (parameter.shape[0] // 3, parameter[0].numel())
+        return [
+            Block(f"{name}[{g}]", (name,), prefix + projection, role, shape, g, sharing)
+            for g, projection in enumerate(PROJECTIONS)
+        ]
+    projection = next(p for p in PROJECTIONS if key.startswith(p[0]))
+    shape = (parameter.shape[0], parameter.shape[1])
+    return [Block(name, (name,), prefix + projection, "weight", shape, 0, sharing)]
+
+
+def _entries(
+    model: nn.Module, block: Block, positions: Mapping[str, Tensor]
+) -> Int[Tensor, "d_out d_in"]:
+    path, _, _ = block.parameters[0].rpartition(".")
+    layer = model.get_submodule(path)
+    weight = positions[block.parameters[0]]
+    d_out = block.shape[0]
+    rows = slice(block.group * d_out, (block.group + 1) * d_out)
+    if block.is_vector:
+        return weight.flatten()[rows, None]
+    if isinstance(layer, TRANSPOSED):
+        per_group = weight.unflatten(0, (layer.groups, -1))[block.group]
+        matrix = per_group.transpose(0, 1).flatten(1)
+    elif block.role == "table" or is_hugging_face_conv1d(layer):
+        matrix = weight.T
+    else:
+        matrix = weight[rows].flatten(1)
+    if block.is_joint:
+        matrix = torch.cat([matrix, positions[block.parameters[1]][rows, None]], dim=1)
+    return matrix
+
+
+def _check_sharing(model: nn.Module, sharing: Sharing) -> None:
+    values = [sharing] if isinstance(sharing, str) else list(sharing.values())
+    unknown = [value for value in values if value not in SHARINGS]
+    if unknown:
+        raise ValueError(f"Unknown sharing={unknown[0]!r}: use one of {', '.join(SHARINGS)}.")
+    if isinstance(sharing, Mapping):
+        paths = dict(model.named_modules())
+        missing = [path for path in sharing if path not in paths]
+        if missing:
+            raise ValueError(
+                f"sharing names {missing}, which the model does not have. Its layers are "
+                f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
+            )
 
 
 def _check_untied(model: nn.Module, names: Sequence[str]) -> None:

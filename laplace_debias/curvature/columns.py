@@ -41,31 +41,75 @@ class Fisher:
                 f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
             )
 
-    def num_columns(self, num_outputs: int) -> int:
+    def num_columns(self, outputs: Float[Tensor, "batch *positions outputs"]) -> int:
         """K, at most: how many cotangents an example has."""
-        return num_outputs if self.kind == "exact" else self.mc_samples
+        return outputs[0].numel() if self.kind == "exact" else self.mc_samples
 
     def columns(
         self, likelihood: Likelihood, outputs: Tensor, targets: Tensor, first: int
-    ) -> Float[Tensor, "columns batch outputs"]:
-        """The cotangents of a batch, `[K, B, C]`.
+    ) -> Float[Tensor, "columns batch *outputs"]:
+        """The cotangents of a batch, `[K, B, ..., C]`.
+
+        An example's loss is the sum over its positions, so that with T of them `"exact"` has T
+        times the columns, each at one position, while the labels of `"mc"` and `"empirical"` are
+        those of all positions at once.
 
         Args:
             likelihood: What the outputs mean.
-            outputs: `[B, C]`.
-            targets: The true targets, used by `"empirical"` alone.
+            outputs: `[B, C]`, or `[B, ..., C]` with further positions.
+            targets: The true targets: used by `"empirical"`, and to leave out ignored positions.
             first: Position of the batch's first example in the data.
         """
+        terms, labels = flat_terms(outputs, targets)
+        counted = likelihood.counted(labels)
         if self.kind == "exact":
-            return likelihood.hessian_root(outputs)
-        if self.kind == "empirical":
-            return likelihood.gradient(outputs, targets).unsqueeze(0)
+            columns = likelihood.hessian_root(terms)
+        elif self.kind == "empirical":
+            columns = likelihood.gradient(terms, labels).unsqueeze(0)
+        else:
+            columns = self._sampled(likelihood, outputs, terms, first)
+        if counted is not None:
+            columns = columns * counted.unsqueeze(-1)
+        columns = columns.unflatten(1, outputs.shape[:-1])
+        if self.kind == "exact" and outputs.ndim > 2:
+            columns = columns.flatten(2, -2)
+            at = torch.eye(columns.shape[2], dtype=outputs.dtype, device=outputs.device)
+            columns = columns.unsqueeze(1) * at[:, None, :, None]
+            return columns.flatten(0, 1).unflatten(2, outputs.shape[1:-1])
+        return columns
+
+    def _sampled(
+        self, likelihood: Likelihood, outputs: Tensor, terms: Tensor, first: int
+    ) -> Float[Tensor, "samples terms outputs"]:
         gradients = []
         for sample in range(self.mc_samples):
-            uniforms = keyed_uniforms(self.seed, sample, first, outputs)
-            labels = likelihood.sample(outputs, uniforms)
-            gradients.append(likelihood.gradient(outputs, labels))
+            uniforms = keyed_uniforms(self.seed, sample, first, outputs.flatten(1))
+            labels = likelihood.sample(terms, uniforms.reshape(terms.shape))
+            gradients.append(likelihood.gradient(terms, labels))
         return torch.stack(gradients) / self.mc_samples**0.5
+
+
+def flat_terms(
+    outputs: Float[Tensor, "batch *positions outputs"], targets: Tensor
+) -> tuple[Float[Tensor, "terms outputs"], Tensor]:
+    """Outputs and targets with one row for each term of the loss.
+
+    Args:
+        outputs: `[B, ..., C]`.
+        targets: `[B, ...]` or `[B, ..., C]`, as the likelihood has them.
+
+    Raises:
+        ValueError: If the targets do not have the outputs' positions.
+    """
+    positions = outputs.shape[:-1]
+    if targets.shape[: len(positions)] != positions:
+        raise ValueError(
+            f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+            f"{tuple(outputs.shape)}: expected {tuple(positions)}, one for each position; outputs "
+            "have the classes in the last dimension (for [B, C, ...] use `outputs.movedim(1, -1)` "
+            "in the model)."
+        )
+    return outputs.flatten(0, -2), targets.flatten(0, len(positions) - 1)
 
 
 def keyed_uniforms(

@@ -1,10 +1,12 @@
 """What goes into a model: one tensor, several, or named ones; and what comes out."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
 # by name. What is not a tensor (None, a flag) belongs to every example.
@@ -13,13 +15,37 @@ Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """The model's outputs for inputs; `.logits` of an output that has them, as in Hugging Face."""
-    if isinstance(inputs, Tensor):
-        outputs = model(inputs)
-    elif isinstance(inputs, Mapping):
-        outputs = model(**inputs)
-    else:
-        outputs = model(*inputs)
+    arguments, named = _arguments(inputs)
+    with _layer_by_layer():
+        outputs = model(*arguments, **named)
     return getattr(outputs, "logits", outputs)
+
+
+def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Any:
+    """As `call`, with other values for some parameters; differentiable in them by `torch.func`."""
+    arguments, named = _arguments(inputs)
+    with _layer_by_layer():
+        outputs = functional_call(model, dict(parameters), arguments, named)
+    return getattr(outputs, "logits", outputs)
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs), {}
+
+
+@contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """Keep transformers from fusing their layers, which neither hooks nor forward AD see into."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def num_examples(inputs: Inputs) -> int:
@@ -47,9 +73,26 @@ def take(inputs: Inputs, examples: slice) -> Inputs:
     return _map(inputs, lambda x: x[examples])
 
 
-def first_tensor(inputs: Inputs) -> Tensor:
-    """The first tensor among the inputs: tells the device."""
-    return next(iter(_tensors(inputs)))
+def join(parts: Sequence[Inputs]) -> Inputs:
+    """The examples of several inputs in one; what is not a tensor is that of the first.
+
+    Raises:
+        TypeError: If they are not all of one kind.
+        RuntimeError: If their tensors differ in more than the number of examples.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))  # type: ignore[arg-type]
+    if any(type(part) is not type(first) or len(part) != len(first) for part in parts):
+        raise TypeError("The batches' inputs are of different kinds: pass them all in one form.")
+    keys: Any = first if isinstance(first, Mapping) else range(len(first))
+    joined = {
+        key: torch.cat([part[key] for part in parts])
+        if isinstance(first[key], Tensor)
+        else first[key]
+        for key in keys
+    }
+    return joined if isinstance(first, Mapping) else tuple(joined.values())
 
 
 def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> Inputs:

@@ -24,7 +24,8 @@ class Likelihood(ABC):
     """p(y | f) for network outputs f of shape `[B, C]`.
 
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
-    these six methods.
+    the six abstract methods. Where a network has further positions, `[B, T, C]`, it sees each as an
+    example, and ℓ is their sum; `predictive` and `mixture` see the positions as they are.
 
     Attributes:
         variances_suffice: Whether `predictive` looks at the variances of the outputs alone.
@@ -62,21 +63,27 @@ class Likelihood(ABC):
     @abstractmethod
     def predictive(
         self,
-        mean: Float[Tensor, "batch outputs"],
-        covariance: Float[Tensor, "batch outputs outputs"] | Float[Tensor, "batch outputs"] | None,
+        mean: Float[Tensor, "*batch outputs"],
+        covariance: Float[Tensor, "*batch outputs outputs"]
+        | Float[Tensor, "*batch outputs"]
+        | None,
     ) -> Distribution:
         """p(y) for Gaussian outputs `f ~ N(mean, covariance)`; at `f = mean` for None.
 
         Closed form: exact for the Gaussian, the probit approximation (MacKay, 1992) for the others.
 
         Args:
-            mean: `[B, C]`.
+            mean: `[B, C]`, or `[B, ..., C]`.
             covariance: `[B, C, C]`; where `variances_suffice`, its diagonal `[B, C]` will do.
         """
 
     @abstractmethod
-    def mixture(self, samples: Float[Tensor, "samples batch outputs"]) -> Distribution:
+    def mixture(self, samples: Float[Tensor, "samples *batch outputs"]) -> Distribution:
         """p(y) averaged over samples of the outputs (Eq. 18)."""
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """Which targets count, `[B]`; None for all."""
+        return None
 
     def gradient(
         self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
@@ -101,14 +108,22 @@ def _probit(mean: Tensor, covariance: Tensor) -> Tensor:
 
     The logistic function is close to the normal distribution function of √(π/8)·x.
     """
-    variances = covariance.diagonal(dim1=-2, dim2=-1) if covariance.ndim == 3 else covariance
+    is_matrix = covariance.ndim > mean.ndim
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
     return mean / (1 + math.pi / 8 * variances).sqrt()
 
 
 class Categorical(Likelihood):
-    """Softmax classification; targets are class indices `[B]`."""
+    """Softmax classification; targets are class indices `[B]`.
+
+    Args:
+        ignore_index: A target with this value does not count, as in `F.cross_entropy`.
+    """
 
     variances_suffice = True
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require integer labels `[B]` in `0 … C−1`."""
@@ -128,7 +143,10 @@ class Categorical(Likelihood):
                 f"Expected one class label an example, shape ({outputs.shape[0]},), got "
                 f"{tuple(targets.shape)}."
             )
-        low, high = int(targets.min()), int(targets.max())
+        counted = targets[targets != self.ignore_index]
+        if counted.numel() == 0:
+            return
+        low, high = int(counted.min()), int(counted.max())
         if low < 0 or high >= num_classes:
             raise ValueError(
                 f"Class labels must lie in 0 … {num_classes - 1} for {num_classes} outputs, got "
@@ -137,7 +155,13 @@ class Categorical(Likelihood):
 
     def nll(self, outputs: Tensor, targets: Int[Tensor, " batch"]) -> Tensor:
         """Cross-entropy."""
-        return F.cross_entropy(outputs, targets.long(), reduction="none")
+        return F.cross_entropy(
+            outputs, targets.long(), reduction="none", ignore_index=self.ignore_index
+        )
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """Those that are not `ignore_index`."""
+        return targets != self.ignore_index
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""The Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
@@ -214,8 +238,8 @@ class Bernoulli(Likelihood):
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
         r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
         if covariance is None:
-            return BernoulliDistribution(logits=mean[:, 0])
-        return BernoulliDistribution(logits=_probit(mean, covariance)[:, 0])
+            return BernoulliDistribution(logits=mean[..., 0])
+        return BernoulliDistribution(logits=_probit(mean, covariance)[..., 0])
 
     def mixture(self, samples: Tensor) -> BernoulliDistribution:
         """The mean of the sigmoids."""
@@ -272,7 +296,7 @@ class Gaussian(Likelihood):
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
         """Normal with the outputs' covariance plus σ² on the diagonal."""
-        noise = torch.diag(self._sigma(mean).square()).expand(mean.shape[0], -1, -1)
+        noise = torch.diag(self._sigma(mean).square()).expand(*mean.shape[:-1], -1, -1)
         total = noise if covariance is None else covariance + noise
         # Rounding may have made it unsymmetric by more than torch's check accepts.
         return MultivariateNormal(mean, covariance_matrix=(total + total.mT) / 2)
@@ -281,7 +305,7 @@ class Gaussian(Likelihood):
         """The normal with the mixture's mean and covariance."""
         mean = samples.mean(0)
         residuals = samples - mean
-        covariance = torch.einsum("sbi,sbj->bij", residuals, residuals) / len(samples)
+        covariance = torch.einsum("s...i,s...j->...ij", residuals, residuals) / len(samples)
         return self.predictive(mean, covariance)
 
 

@@ -8,6 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.attention import expose_projections
+from laplace_debias.curvature.inputs import Inputs, call, num_examples
+
 
 @dataclass(frozen=True)
 class Use:
@@ -34,6 +37,8 @@ class Tap:
         self._layers = list(layers)
         self._uses: list[Use] = []
         self._versions: list[int] = []
+        self._handed_on: dict[str, Tensor] = {}
+        expose_projections(network)
         for path in layers:
             # Before any hook of the user's that may replace the output: what they do to it is part
             # of the forward pass, not of the layer.
@@ -45,18 +50,19 @@ class Tap:
         def record(
             _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
         ) -> Tensor:
-            x = inputs[0] if inputs else named["input"]
+            x = inputs[0] if inputs else next(iter(named.values()))
             if not output.requires_grad:
                 # The first tapped layer's output is where the recorded graph begins.
                 output = output.detach().requires_grad_()
             self._uses.append(Use(path, x.detach(), output))
             self._versions.append(x._version)
             # The forward pass goes on with a copy, which it may overwrite.
-            return output.clone()
+            self._handed_on[path] = output.clone()
+            return self._handed_on[path]
 
         return record
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """Run the network and record the uses of the tapped layers.
 
         Args:
@@ -72,15 +78,17 @@ class Tap:
         """
         self._uses.clear()
         self._versions.clear()
+        self._handed_on.clear()
+        batch = num_examples(x)
         with torch.enable_grad():
-            outputs = self._network(x)
+            outputs = call(self._network, x)
         for use, version in zip(self._uses, self._versions, strict=True):
             if use.x._version != version:
                 raise NotImplementedError(
                     f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
                     "`relu_`, ...): use the out-of-place form there."
                 )
-            check_batched(use.layer, use.x, len(x))
+            check_batched(use.layer, use.x, batch)
         called = {use.layer for use in self._uses}
         idle = [path for path in self._layers if path not in called]
         if idle:
@@ -93,16 +101,28 @@ class Tap:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
         return max(1, sum(use.z[0].numel() * use.z.element_size() for use in self._uses))
 
+    def last_layer(self, outputs: Tensor) -> Use | None:
+        """The use of a tapped layer whose output is the network's, if there is one."""
+        for use in self._uses:
+            calls = sum(other.layer == use.layer for other in self._uses)
+            if self._handed_on[use.layer] is outputs and calls == 1:
+                return use
+        return None
+
     def backward(
         self,
-        outputs: Float[Tensor, "batch outputs"],
-        columns: Float[Tensor, "columns batch outputs"],
+        outputs: Float[Tensor, "batch *outputs"],
+        columns: Float[Tensor, "columns batch *outputs"],
+        again: bool = False,
+        without: str | None = None,
     ) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
         """Push output cotangents back to every tapped layer.
 
         Args:
             outputs: What `forward` returned.
             columns: K cotangents, `[K, B, C]`.
+            again: Whether further cotangents of the same outputs will follow; the graph is kept.
+            without: Path of a layer to leave out.
 
         Yields:
             A layer's path, and for each of its uses the input `[B, ...]` and the gradients with
@@ -111,16 +131,18 @@ class Tap:
         Raises:
             ValueError: If the outputs do not depend on a tapped layer.
         """
-        gradients: tuple[Tensor | None, ...] = (None,) * len(self._uses)
-        if outputs.requires_grad:
+        uses = [use for use in self._uses if use.layer != without]
+        gradients: tuple[Tensor | None, ...] = (None,) * len(uses)
+        if uses and outputs.requires_grad:
             gradients = torch.autograd.grad(
                 outputs,
-                [use.z for use in self._uses],
+                [use.z for use in uses],
                 grad_outputs=columns,
                 is_grads_batched=True,
                 allow_unused=True,
+                retain_graph=again,
             )
-        unreached = {use.layer for use, g in zip(self._uses, gradients, strict=True) if g is None}
+        unreached = {use.layer for use, g in zip(uses, gradients, strict=True) if g is None}
         if unreached:
             raise ValueError(
                 f"The outputs do not depend on {sorted(unreached)} by differentiable operations "
@@ -128,9 +150,11 @@ class Tap:
             )
         pending: list[Tensor | None] = list(gradients)
         del gradients
-        uses = list(self._uses)
-        self._uses.clear()
+        if not again:
+            self._uses.clear()
         for path in reversed(self._layers):
+            if path == without:
+                continue
             pairs = []
             for index, use in enumerate(uses):
                 gradient = pending[index]
@@ -150,5 +174,7 @@ def check_batched(layer: str, x: Tensor, batch: int) -> None:
         raise NotImplementedError(
             f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples: its leading "
             "dimension must be the examples. Keep positions in a dimension of their own, "
-            "[batch, positions, features], instead of merging them into the batch."
+            "[batch, positions, features] (attention: batch_first=True), instead of merging them "
+            "into the batch, and let position embeddings look up a position for every example; or "
+            "leave the layer's parameters out with params=."
         )

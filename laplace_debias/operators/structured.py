@@ -31,13 +31,16 @@ class EigenKronecker(LinearOperator):
         ValueError: If the shapes, dtypes or devices do not fit each other.
     """
 
-    U_G: Float[Tensor, "d_out d_out"]
-    U_A: Float[Tensor, "d_in d_in"]
+    U_G: Float[Tensor, "d_out d_out"] | None
+    U_A: Float[Tensor, "d_in d_in"] | None
     magnitudes: Float[Tensor, "d_out d_in"]
 
     def __post_init__(self) -> None:
-        parts = (self.U_G, self.U_A, self.magnitudes)
-        expected = (self.U_G.shape[0], self.U_A.shape[0])
+        parts = [p for p in (self.U_G, self.U_A, self.magnitudes) if p is not None]
+        expected = tuple(
+            size if U is None else len(U)
+            for U, size in zip((self.U_G, self.U_A), self.magnitudes.shape, strict=True)
+        )
         if self.magnitudes.shape != expected:
             raise ValueError(
                 f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not fit directions of "
@@ -74,13 +77,15 @@ class EigenKronecker(LinearOperator):
         self, matrices: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
         r"""Coordinates along the directions, $U_G^\top V U_A$."""
-        return self.U_G.T @ matrices @ self.U_A
+        rotated = matrices if self.U_G is None else self.U_G.T @ matrices
+        return rotated if self.U_A is None else rotated @ self.U_A
 
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
         r"""The inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
-        return self.U_G @ coordinates @ self.U_A.T
+        rotated = coordinates if self.U_G is None else self.U_G @ coordinates
+        return rotated if self.U_A is None else rotated @ self.U_A.T
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
         """The operator's function: the same directions, `function` of the magnitudes."""
@@ -89,7 +94,7 @@ class EigenKronecker(LinearOperator):
     def to(self, *args: object, **kwargs: object) -> "EigenKronecker":
         """Convert dtype or device as `Tensor.to` does."""
         parts = (self.U_G, self.U_A, self.magnitudes)
-        return EigenKronecker(*(part.to(*args, **kwargs) for part in parts))  # type: ignore[call-overload]
+        return EigenKronecker(*(p if p is None else p.to(*args, **kwargs) for p in parts))  # type: ignore
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from laplace_debias.curvature.blocks import LAYERS, Block
+from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.kfac.stream import Columns, Consume, Measure
 from laplace_debias.curvature.tap import check_batched
 
@@ -82,13 +83,13 @@ class BackpackStream:
     """The stream through BackPACK; arguments as `HookStream`."""
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
-        wanted = {block.parameter for block in blocks}
+        wanted = {block.parameters[0] for block in blocks}
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name in wanted)
         self._by_module: dict[nn.Module, list[Block]] = {}
         for block in blocks:
             self._by_module.setdefault(network.get_submodule(block.layer), []).append(block)
-        self._first = network.get_parameter(blocks[0].parameter)
+        self._first = network.get_parameter(blocks[0].parameters[0])
         handles_before = len(CTX.hook_handles)
         self._network = extend(network)
         self._loss = extend(_ColumnLoss())
@@ -97,12 +98,29 @@ class BackpackStream:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Inputs,
         columns: Columns,
         measure: Measure[Measured],
         consume: Consume[Measured],
+        at_once: int,
     ) -> None:
         """Measure every block on one batch; arguments as `HookStream`."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
+        parts: list[Tensor] = []
+
+        def first_part(outputs: Tensor) -> Tensor:
+            parts.extend(columns(outputs).split(at_once))
+            return parts[0]
+
+        self._run(x, first_part, measure, consume)
+        # BackPACK frees its graph: further parts of the cotangents take a forward pass each.
+        for part in parts[1:]:
+            self._run(x, lambda _, part=part: part, measure, consume)  # type: ignore[misc]
+
+    def _run(
+        self, x: Tensor, columns: Columns, measure: Measure[Measured], consume: Consume[Measured]
+    ) -> None:
         extension = _BlockExtension(self._network, self._by_module, columns, measure, len(x))
 
         def hand_over(module: nn.Module) -> None:

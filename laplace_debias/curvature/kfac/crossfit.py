@@ -18,7 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.blocks import Block
-from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.inputs import Inputs, join, take
+from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis, eigh
 from laplace_debias.curvature.kfac.fit import (
     Batches,
     FactorSums,
@@ -34,7 +35,7 @@ from laplace_debias.curvature.kfac.fit import (
 )
 from laplace_debias.curvature.kfac.magnitudes import along
 
-Fold = tuple[Tensor, Tensor]
+Fold = tuple[Inputs, Tensor]
 
 
 def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str) -> Fitted:
@@ -53,7 +54,7 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
         ValueError: If there are fewer examples than folds; as `sweep`.
     """
     folds = _folds(data, num_folds)
-    starts = list(accumulate((len(x) for x, _ in folds), initial=0))
+    starts = list(accumulate((len(y) for _, y in folds), initial=0))
     passes = [
         factor_sums(problem, [fold], first) for fold, first in zip(folds, starts, strict=False)
     ]
@@ -62,7 +63,7 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
     if curvature == "ekfac":
         table = _exact_magnitudes(problem, folds, starts, of_folds)
     else:
-        sizes = torch.tensor([len(x) for x, _ in folds]).to(folds[0][0].device)
+        sizes = torch.tensor([len(y) for _, y in folds]).to(folds[0][1].device)
         table = {}
         for block in problem.blocks:
             G, A = (torch.stack([sums[block][i] for sums in of_folds]) for i in (0, 1))
@@ -71,11 +72,15 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
     return Fitted(assemble(problem, bases, table), seen)
 
 
-def crossfit_magnitudes(factors: Float[Tensor, "folds d d"], sizes: Tensor) -> Float[Tensor, " d"]:
+def crossfit_magnitudes(factors: Float[Tensor, "folds d *d"], sizes: Tensor) -> Float[Tensor, " d"]:
     """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
 
+    A diagonal factor's directions are the coordinate axes, whatever the data: out of fold or not,
+    its magnitudes are its entries.
+
     Args:
-        factors: The factor of each fold, summed over its examples, `[K, d, d]`.
+        factors: The factor of each fold, summed over its examples, `[K, d, d]`; `[K, d]` for a
+            diagonal one.
         sizes: Examples in each fold, `[K]`.
 
     Returns:
@@ -85,9 +90,9 @@ def crossfit_magnitudes(factors: Float[Tensor, "folds d d"], sizes: Tensor) -> F
     total, num_examples = factors.sum(0), sizes.sum()
     magnitudes = torch.zeros_like(total[0])
     for factor, size in zip(factors, sizes, strict=True):
-        _, basis = torch.linalg.eigh((total - factor) / (num_examples - size))
+        _, basis = eigh((total - factor) / (num_examples - size))
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
-        magnitudes += along(factor, basis.flip(1)) / num_examples
+        magnitudes += along(factor, basis) / num_examples
     return magnitudes
 
 
@@ -95,10 +100,10 @@ def _exact_magnitudes(
     problem: Problem, folds: list[Fold], starts: list[int], of_folds: list[FactorSums]
 ) -> Sums:
     """EKFAC's magnitudes of every fold along the eigenbases of the others, averaged."""
-    num_examples = sum(len(x) for x, _ in folds)
+    num_examples = sum(len(y) for _, y in folds)
     table: Sums = {}
     for fold, first, own in zip(folds, starts, of_folds, strict=False):
-        others = num_examples - len(fold[0])
+        others = num_examples - len(fold[1])
         bases: dict[Block, Eigenbasis] = {}
         for block in problem.blocks:
             G, A = _total(of_folds, block)
@@ -122,9 +127,9 @@ def _folds(data: Batches, num_folds: int) -> list[Fold]:
     batches = list(data)
     if not batches:
         raise ValueError("The data holds no example: pass at least one batch.")
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    if not 2 <= num_folds <= len(x):
+    x, y = join([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    if not 2 <= num_folds <= len(y):
         raise ValueError(
-            f"Cross-fitting {len(x)} examples takes 2 to {len(x)} folds, got {num_folds}."
+            f"Cross-fitting {len(y)} examples takes 2 to {len(y)} folds, got {num_folds}."
         )
-    return [(x[k::num_folds], y[k::num_folds]) for k in range(num_folds)]
+    return [(take(x, slice(k, None, num_folds)), y[k::num_folds]) for k in range(num_folds)]

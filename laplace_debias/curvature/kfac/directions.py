@@ -12,14 +12,15 @@ class Eigenbasis:
     """Directions of a block, and the factors' own curvature along them.
 
     Attributes:
-        U_G: Eigenvectors of G as columns, by descending eigenvalue, `[d_out, d_out]`.
-        U_A: Eigenvectors of A as columns, by descending eigenvalue, `[d_in, d_in]`.
+        U_G: Eigenvectors of G as columns, by descending eigenvalue, `[d_out, d_out]`; None for the
+            coordinate axes.
+        U_A: Likewise of A, `[d_in, d_in]`.
         along_G: Eigenvalues of G, `[d_out]`.
         along_A: Eigenvalues of A, `[d_in]`.
     """
 
-    U_G: Float[Tensor, "d_out d_out"]
-    U_A: Float[Tensor, "d_in d_in"]
+    U_G: Float[Tensor, "d_out d_out"] | None
+    U_A: Float[Tensor, "d_in d_in"] | None
     along_G: Float[Tensor, " d_out"]
     along_A: Float[Tensor, " d_in"]
 
@@ -29,14 +30,17 @@ class Eigenbasis:
         return torch.outer(self.along_G, self.along_A)
 
 
-def eigenbasis(G: Float[Tensor, "d_out d_out"], A: Float[Tensor, "d_in d_in"]) -> Eigenbasis:
-    """The eigenbasis of `G ⊗ A`."""
-    along_G, U_G = _eigh(G)
-    along_A, U_A = _eigh(A)
+def eigenbasis(G: Tensor, A: Tensor) -> Eigenbasis:
+    """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes."""
+    along_G, U_G = eigh(G)
+    along_A, U_A = eigh(A)
     return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
-def _eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(factor: Tensor) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"] | None]:
+    """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None."""
+    if factor.ndim == 1:
+        return factor, None
     values, vectors = torch.linalg.eigh(factor)
     # The factors are positive semi-definite: what lies below zero is rounding.
     return values.flip(0).clamp_min(0), vectors.flip(1)

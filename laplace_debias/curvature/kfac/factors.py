@@ -1,17 +1,24 @@
 r"""Kronecker factors of one block, in the project's units.
 
-In the `expand` approximation for T positions, $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ over the
-columns k of the loss Hessian's root, and $A = \sum_n\sum_t a a^\top$, both summed over examples:
-the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1N A$. A bias is exact (and
-a scale, with its rows in the place of `Σ_t g`):
-$G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A.
+For T positions that share a weight, over the columns k of the loss Hessian's root and summed over
+examples (the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1N A$):
+
+- `expand`: $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ and $A = \sum_n\sum_t a a^\top$;
+- `reduce`: $G = \sum_n\sum_k \hat g\hat g^\top$ with $\hat g = \sum_t g$, and
+  $A = \sum_n \bar a\bar a^\top$ with $\bar a = \tfrac1T\sum_t a$.
+
+A bias is exact (and a scale, with its rows in the place of `Σ_t g`):
+$G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. An embedding's activations are unit
+vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
 network architectures".
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -22,12 +29,16 @@ from laplace_debias.curvature.kfac.layers import (
     group_of,
     output_gradients,
     slices,
+    token_gradients,
     vector_rows,
 )
 from laplace_debias.curvature.kfac.patches import has_fast_patches, patch_moments
 
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
+
+# A layer's inputs: for every part of the data, use by use, each [B, ...].
+Inputs = Sequence[Sequence[Tensor]]
 
 
 def gradient_factor(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "d_out d_out"]:
@@ -43,7 +54,13 @@ def gradient_factor(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor,
     if block.is_vector:
         rows = vector_rows(layer, block, uses).flatten(0, 1)
         return rows.T @ rows
-    parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
+    if block.role == "table":
+        parts = [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
+    else:
+        parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
+    if block.sharing == "reduce" and block.role == "weight":
+        rows = torch.stack([part.sum(-1) for part in parts]).sum(0)
+        return rows.T @ rows
     positions = sum(part.shape[-1] for part in parts)
     return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
 
@@ -58,28 +75,64 @@ def _gram(columns: Float[Tensor, "n d positions"]) -> Float[Tensor, "d d"]:
 
 
 def input_factor(
-    layer: nn.Module, block: Block, inputs: Sequence[Tensor]
-) -> Float[Tensor, "d_in d_in"]:
-    """A of one weight block on one batch, summed over its examples.
+    layer: Any, block: Block, inputs: Inputs
+) -> Float[Tensor, "d_in d_in"] | Float[Tensor, " d_in"]:
+    """A of one weight block on one batch, summed over its examples; an embedding's as a vector.
 
     Args:
         layer: The layer.
         block: Its weight block.
-        inputs: What went into the layer, use by use or part by part, each `[B, ...]`.
+        inputs: What went into the layer, for every part of the batch the inputs of all uses, each
+            `[B, ...]`.
     """
-    total: Tensor | None = None
-    for x in inputs:
-        if has_fast_patches(layer):
-            moments = patch_moments(layer, group_of(layer, block, x))  # type: ignore[arg-type]
-            total = moments if total is None else total.add_(moments)
+    if block.role == "table":
+        seen = torch.cat([x.flatten() for part in inputs for x in part])
+        counts = torch.bincount(seen, minlength=block.shape[1])
+        if layer.padding_idx is not None:
+            counts[layer.padding_idx] = 0
+        return counts.to(layer.weight.dtype)
+    A = layer.weight.new_zeros(block.shape[1], block.shape[1])
+    for part in inputs:
+        if block.sharing == "reduce":
+            rows = _mean_activations(layer, block, part)
+            _add_moments(A, rows)
             continue
+        for x in part:
+            _add_positions(A, layer, block, x)
+    return A
+
+
+def _add_positions(
+    A: Float[Tensor, "d_in d_in"], layer: nn.Module, block: Block, x: Tensor
+) -> None:
+    if not has_fast_patches(layer):
         for part in slices(layer, block, x):
-            rows = activations(layer, block, x[part]).flatten(0, 1)
-            if total is None:
-                total = rows.new_zeros(rows.shape[1], rows.shape[1])
-            _add_moments(total, rows)
-    assert total is not None
-    return total
+            _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
+        return
+    x_of_group = group_of(layer, block, x)
+    moments = patch_moments(layer, x_of_group)  # type: ignore[arg-type]
+    if not block.is_joint:
+        A.add_(moments)
+        return
+    A[:-1, :-1] += moments
+    # Patches are linear in the image: one image stands for the sum of all.
+    rows = activations(layer, block, x.sum(0, keepdim=True))[0]
+    total = rows.sum(0)
+    total[-1] *= len(x)
+    A[-1] += total
+    A[:-1, -1] += total[:-1]
+
+
+def _mean_activations(
+    layer: nn.Module, block: Block, uses: Sequence[Tensor]
+) -> Float[Tensor, "batch d_in"]:
+    """ā, the mean over the positions of all uses."""
+    sums, positions = [], 0
+    for x in uses:
+        rows = [activations(layer, block, x[part]) for part in slices(layer, block, x)]
+        positions += rows[0].shape[1]
+        sums.append(torch.cat([part.sum(1) for part in rows]))
+    return torch.stack(sums).sum(0) / positions
 
 
 def _add_moments(total: Float[Tensor, "d d"], rows: Float[Tensor, "n d"]) -> None:

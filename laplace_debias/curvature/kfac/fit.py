@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import Block
-from laplace_debias.curvature.columns import Fisher
+from laplace_debias.curvature.columns import Fisher, flat_terms
+from laplace_debias.curvature.inputs import Inputs, call, take
 from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.kfac.factors import gradient_factor, input_factor
 from laplace_debias.curvature.kfac.layers import Uses
@@ -20,10 +21,10 @@ from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.tap import Tap
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
-Batches = Iterable[tuple[Tensor, Tensor]]
+Batches = Iterable[tuple[Inputs, Tensor]]
 Sums = dict[Block, Tensor]
-ConsumeInputs = Callable[[nn.Module, Block, Sequence[Tensor]], None]
-# G and A of every block.
+ConsumeInputs = Callable[[nn.Module, Block, Sequence[Sequence[Tensor]]], None]
+# G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
 # Bytes of layers' inputs that are kept until A is computed from them.
 _KEPT_INPUTS = 2**30
@@ -54,7 +55,7 @@ class Problem:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the Bayesian parameters."""
-        return self.model.get_parameter(self.blocks[0].parameter).dtype
+        return self.model.get_parameter(self.blocks[0].parameters[0]).dtype
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     def project_gradients(block: Block, G: Tensor) -> None:
         add_to(along_G, block, along(G.to(problem.factor_dtype), bases[block].U_G))
 
-    def project_inputs(layer: nn.Module, block: Block, inputs: Sequence[Tensor]) -> None:
+    def project_inputs(layer: nn.Module, block: Block, inputs: Sequence[Sequence[Tensor]]) -> None:
         A = input_factor(layer, block, inputs).to(problem.factor_dtype)
         add_to(along_A, block, along(A, bases[block].U_A))
 
@@ -137,7 +138,7 @@ def exact_sums(
     """Exact curvature along every direction, summed over examples, `[d_out, d_in]` a block."""
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = problem.dtype
-    rotations = {block: (b.U_G.to(dtype), b.U_A.to(dtype)) for block, b in bases.items()}
+    rotations = {b: (_cast(of.U_G, dtype), _cast(of.U_A, dtype)) for b, of in bases.items()}
     sums: Sums = {}
 
     def measure(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
@@ -149,7 +150,29 @@ def exact_sums(
     return sums, sweep(problem, batches, measure, collect, first=first)
 
 
-FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac}
+def fit_diagonal(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
+    """The exact diagonal of the curvature: EKFAC's magnitudes along the coordinate axes.
+
+    Directions that no data chose are not biased by any: a debiased fit is that of its second
+    batches alone, of which `directions` is not even read.
+
+    Args:
+        problem: The network and its blocks.
+        directions: Batches `(x, y)`.
+        magnitudes: Batches that the curvature is measured on; None for `directions`.
+    """
+    ones = {block: torch.ones(0) for block in problem.blocks}
+    bases = {block: Eigenbasis(None, None, none, none) for block, none in ones.items()}
+    table, seen = exact_sums(problem, bases, directions if magnitudes is None else magnitudes, 0)
+    table = {block: squares / seen.num_examples for block, squares in table.items()}
+    return Fitted(assemble(problem, bases, table), seen)
+
+
+def _cast(directions: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if directions is None else directions.to(dtype)
+
+
+FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac, "diag": fit_diagonal}
 
 
 def sweep(
@@ -181,14 +204,17 @@ def sweep(
     """
     network = shadow(problem.model)
     stream = problem.backend(network, problem.blocks)
-    num_examples, nll, chunk = 0, torch.zeros((), dtype=torch.float64), 0
-    inputs: dict[Block, list[Tensor]] = {}
+    num_seen, nll, pace = 0, torch.zeros((), dtype=torch.float64), None
+    inputs: dict[Block, list[list[Tensor]]] = {}
+    fresh: set[Block] = set()
     kept = 0
 
     def measure_and_keep(layer: nn.Module, block: Block, uses: Uses) -> Any:
         nonlocal kept
-        if consume_inputs is not None and not block.is_vector:
-            inputs.setdefault(block, []).extend(x for x, _ in uses)
+        if consume_inputs is not None and not block.is_vector and block in fresh:
+            # Further cotangents of the same examples come with the same inputs.
+            fresh.discard(block)
+            inputs.setdefault(block, []).append([x for x, _ in uses])
             kept += sum(x.numel() * x.element_size() for x, _ in uses)
         return measure(layer, block, uses)
 
@@ -200,50 +226,92 @@ def sweep(
         kept = 0
 
     for all_x, all_y in batches:
-        chunk = chunk or _chunk_size(problem, all_x)
-        for x, y in zip(all_x.split(chunk), all_y.split(chunk), strict=True):
+        pace = pace or _pace(problem, all_x)
+        for start in range(0, len(all_y), pace.examples):
+            part = slice(start, start + pace.examples)
+            x, y = take(all_x, part), all_y[part]
 
-            def columns(outputs: Tensor, y: Tensor = y, key: int = first + num_examples) -> Tensor:
+            def columns(outputs: Tensor, y: Tensor = y, key: int = first + num_seen) -> Tensor:
                 nonlocal nll
                 check_outputs(outputs)
-                problem.likelihood.check(outputs, y)
-                nll = nll.to(outputs.device) + problem.likelihood.nll(outputs, y).double().sum()
+                terms, labels = flat_terms(outputs, y)
+                problem.likelihood.check(terms, labels)
+                nll = nll.to(outputs.device) + problem.likelihood.nll(terms, labels).double().sum()
                 return problem.fisher.columns(problem.likelihood, outputs, y, key)
 
-            stream(x, columns, measure_and_keep, consume)
-            num_examples += len(x)
+            fresh.update(problem.blocks)
+            stream(x, columns, measure_and_keep, consume, pace.columns)
+            num_seen += len(y)
             if consume_inputs is not None and kept > _KEPT_INPUTS:
                 hand_over_inputs(consume_inputs)
         if consume_inputs is not None:
             hand_over_inputs(consume_inputs)
-    if num_examples == 0:
+    if num_seen == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
-    return Seen(num_examples, nll.item())
+    return Seen(num_seen, nll.item())
 
 
-def check_outputs(outputs: Tensor) -> None:
-    """Require finite outputs of shape `[B, C]`.
+def check_outputs(outputs: Any) -> None:
+    """Require finite outputs of shape `[B, C]` or `[B, ..., C]`.
 
     Raises:
         ValueError: Otherwise.
     """
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
         came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"The model must return outputs of shape [batch, outputs], got {came}: wrap it in a "
-            "module that flattens or selects them."
+            f"The model must return outputs of shape [batch, outputs] or [batch, positions, "
+            f"outputs], got {came}: wrap it in a module that flattens or selects them."
         )
     if not torch.isfinite(outputs).all():
         raise ValueError("The model's outputs hold NaN or Inf: check its inputs and parameters.")
 
 
-def _chunk_size(problem: Problem, x: Tensor) -> int:
-    """How many examples' output gradients fit into the memory bound, found by running one."""
+@dataclass(frozen=True)
+class _Pace:
+    """How many examples and cotangents go through the network at once."""
+
+    examples: int
+    columns: int
+
+
+def _pace(problem: Problem, x: Inputs) -> _Pace:
+    """What fits into the memory bound, found by running one example.
+
+    Raises:
+        ValueError: If one cotangent of one example does not fit, or the model is random.
+    """
+    one = take(x, slice(0, 1))
     tap = Tap(shadow(problem.model), list(dict.fromkeys(b.layer for b in problem.blocks)))
-    outputs = tap.forward(x[:1])
+    outputs = tap.forward(one)
     check_outputs(outputs)
-    columns = problem.fisher.num_columns(outputs.shape[-1])
-    return max(1, problem.memory_bound // (columns * tap.output_bytes()))
+    check_repeatable(problem.model, one, outputs.detach())
+    columns, size = problem.fisher.num_columns(outputs), tap.output_bytes()
+    if size > problem.memory_bound:
+        raise ValueError(
+            f"memory_bound={problem.memory_bound} is too small: the layers' output gradients of "
+            f"one example take {size} bytes; pass at least as many."
+        )
+    return _Pace(
+        max(1, problem.memory_bound // (columns * size)),
+        min(columns, problem.memory_bound // size),
+    )
+
+
+def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
+    """Require a model to give the same outputs again.
+
+    Raises:
+        ValueError: Otherwise: it draws random numbers that no module's mode tells of.
+    """
+    with torch.no_grad():
+        again = call(shadow(model), x)
+    if not torch.allclose(outputs, again, rtol=1e-3, atol=1e-5 * float(outputs.abs().max())):
+        raise ValueError(
+            "Two forward passes give different outputs: the model draws random numbers "
+            "(`F.dropout` without `training=self.training`, noise, ...), and curvature is that of "
+            "a function. Make its forward pass deterministic in eval mode."
+        )
 
 
 def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[FactorSums, Seen]:
@@ -253,12 +321,10 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
     def add_gradients(block: Block, G: Tensor) -> None:
         G = G.to(problem.factor_dtype)
         if block not in sums:
-            d_in = block.shape[1]
-            A = G.new_ones(1, 1) if block.is_vector else G.new_zeros(d_in, d_in)
-            sums[block] = (torch.zeros_like(G), A)
+            sums[block] = (torch.zeros_like(G), _no_input_factor(block, G))
         sums[block][0].add_(G)
 
-    def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Tensor]) -> None:
+    def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Sequence[Tensor]]) -> None:
         sums[block][1].add_(input_factor(layer, block, inputs))
 
     seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first)
@@ -271,6 +337,14 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
         if block.is_vector:
             A.mul_(seen.num_examples)
     return sums, seen
+
+
+def _no_input_factor(block: Block, like: Tensor) -> Tensor:
+    """A before any data: zero, or for a vector what its exact block is multiplied with."""
+    if block.is_vector:
+        return like.new_ones(1, 1)
+    d_in = block.shape[1]
+    return like.new_zeros(d_in) if block.role == "table" else like.new_zeros(d_in, d_in)
 
 
 def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:

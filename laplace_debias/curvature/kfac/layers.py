@@ -6,17 +6,19 @@ types.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.blocks import CONVOLUTIONS, Block
+from laplace_debias.curvature.blocks import CONVOLUTIONS, TRANSPOSED, Block
 
 # Layers whose outputs are [B, channels, ...]; those of the others are [B, ..., features].
 _CHANNELS_FIRST = (
     *CONVOLUTIONS,
+    *TRANSPOSED,
     nn.GroupNorm,
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -31,30 +33,80 @@ _SLICE = 2**22
 
 
 def activations(layer: nn.Module, block: Block, x: Tensor) -> Float[Tensor, "batch positions d_in"]:
-    """The rows that meet the weight, `[B, T, d_in]`.
+    """The rows that meet the weight, `[B, T, d_in]`, with a one behind them in a joint block.
 
     Args:
-        layer: `nn.Linear` (T = the product of the leading dimensions behind the first) or an
-            `nn.Conv1d/2d/3d` (T output positions, `d_in = C_in·k_1·…` ordered as `unfold` does).
+        layer: `nn.Linear` (T = the product of the leading dimensions behind the first) or a
+            convolution, transposed ones too (T output positions, `d_in = C_in·k_1·…` ordered as
+            `unfold` does).
         block: The weight block, whose group of channels is taken.
         x: The layer's input, `[B, ...]`.
     """
-    if not isinstance(layer, CONVOLUTIONS):
-        return x.reshape(x.shape[0], -1, x.shape[-1])
-    x = group_of(layer, block, x)
-    if any(layer._reversed_padding_repeated_twice):
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-    dims = len(layer.kernel_size)
-    for dim, (size, step, gap) in enumerate(
-        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), start=2
-    ):
+    if isinstance(layer, TRANSPOSED):
+        rows = _transposed_patches(layer, group_of(layer, block, x))
+    elif isinstance(layer, CONVOLUTIONS):
+        x = group_of(layer, block, x)
+        if any(layer._reversed_padding_repeated_twice):
+            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+            x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+        rows = _patches(x, layer.kernel_size, layer.stride, layer.dilation)
+    else:
+        rows = x.reshape(x.shape[0], -1, x.shape[-1])
+    return F.pad(rows, (0, 1), value=1.0) if block.is_joint else rows
+
+
+def _patches(
+    x: Float[Tensor, "batch channels *space"],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    flipped: bool = False,
+) -> Float[Tensor, "batch positions d_in"]:
+    dims = len(kernel)
+    for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, (size - 1) * gap + 1, step)[..., ::gap]
     # [B, C, o_1, …, k_1, …] → [B, o_1·…, C·k_1·…]
     positions = list(range(2, 2 + dims))
-    kernel = list(range(2 + dims, 2 + 2 * dims))
-    x = x.permute(0, *positions, 1, *kernel)
+    kernels = list(range(2 + dims, 2 + 2 * dims))
+    if flipped:
+        x = x.flip(kernels)
+    x = x.permute(0, *positions, 1, *kernels)
     return x.flatten(1 + dims).flatten(1, dims)
+
+
+def _transposed_patches(
+    layer: Any, x: Float[Tensor, "batch channels *space"]
+) -> Float[Tensor, "batch positions d_in"]:
+    """What a transposed convolution sees from each output position.
+
+    It is the convolution, with the kernel turned round, of its input with zeros between the pixels.
+    """
+    stuffed = x.new_zeros(
+        *x.shape[:2],
+        *((n - 1) * s + 1 for n, s in zip(x.shape[2:], layer.stride, strict=True)),
+    )
+    at: Any = (..., *(slice(None, None, s) for s in layer.stride))
+    stuffed[at] = x
+    geometry = zip(
+        layer.kernel_size,
+        layer.dilation,
+        layer.padding,
+        layer.output_padding,
+        strict=True,
+    )
+    # As F.pad takes it: the last dimension first. Negative padding cuts.
+    margins: list[int] = []
+    for size, gap, padding, extra in reversed(list(geometry)):
+        margin = (size - 1) * gap - padding
+        margins += [margin, margin + extra]
+    dims = len(layer.kernel_size)
+    ones = (1,) * dims
+    return _patches(F.pad(stuffed, margins), layer.kernel_size, ones, layer.dilation, flipped=True)
+
+
+def tokens(x: Tensor) -> Int[Tensor, "batch positions"]:
+    """The rows of the table that an embedding looks up, `[B, T]`."""
+    return x.reshape(x.shape[0], -1)
 
 
 def group_of(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
@@ -81,7 +133,19 @@ def output_gradients(
     return g.flatten(3) if g.ndim > 3 else g.unsqueeze(-1)
 
 
-def slices(layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
+def token_gradients(
+    layer: Any, block: Block, x: Tensor, g: Tensor
+) -> Float[Tensor, "columns batch d_out positions"]:
+    """The gradients at an embedding's output, zero where the token is its `padding_idx`.
+
+    torch does not differentiate with respect to that row of the table.
+    """
+    columns = output_gradients(layer, block, g)
+    padding = layer.padding_idx
+    return columns if padding is None else columns * tokens(x).ne(padding).unsqueeze(1)
+
+
+def slices(layer: Any, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
     """Ranges of examples whose unfolded activations stay below a fixed size.
 
     Args:
@@ -90,8 +154,12 @@ def slices(layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterato
         x: The layer's input, `[B, ...]`.
         extra: Numbers that the caller makes for every example on top of the activations.
     """
-    is_convolution = isinstance(layer, CONVOLUTIONS)
-    unfolded = x[0, 0].numel() * block.shape[1] if is_convolution else x[0].numel()
+    unfolded = x[0].numel()
+    if isinstance(layer, CONVOLUTIONS):
+        unfolded = x[0, 0].numel() * block.shape[1]
+    elif isinstance(layer, TRANSPOSED):
+        stride = torch.Size(layer.stride).numel()
+        unfolded = x[0, 0].numel() * stride * block.shape[1]
     step = max(1, _SLICE // (unfolded + extra))
     for start in range(0, x.shape[0], step):
         yield slice(start, min(start + step, x.shape[0]))

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import Block
+from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.tap import Tap
 
@@ -17,12 +18,13 @@ Measured = TypeVar("Measured")
 # From a layer, its block and the layer's uses to what is wanted of the block.
 Measure = Callable[[nn.Module, Block, Uses], Measured]
 Consume = Callable[[Block, Measured], None]
-# From the outputs [B, C] to the cotangents to push back, [K, B, C].
+# From the outputs [B, ..., C] to the cotangents to push back, [K, B, ..., C].
 Columns = Callable[[Tensor], Tensor]
 
 
-# One batch: inputs [B, ...], the cotangents, what to compute of a block, and who takes it.
-Stream = Callable[[Tensor, Columns, Measure, Consume], None]
+# One batch: inputs [B, ...], the cotangents, what to compute of a block, who takes it, and how many
+# cotangents are pushed back at once.
+Stream = Callable[[Inputs, Columns, Measure, Consume, int], None]
 # Built once on a `shadow` of the model and the blocks wanted.
 Backend = Callable[[nn.Module, Sequence[Block]], Stream]
 
@@ -44,21 +46,25 @@ class HookStream:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Inputs,
         columns: Columns,
         measure: Measure[Measured],
         consume: Consume[Measured],
+        at_once: int,
     ) -> None:
         """Measure every block on one batch.
 
         Args:
             x: Inputs, `[B, ...]`.
             columns: Called once with the outputs; checks them and gives the cotangents.
-            measure: What to compute of a block.
-            consume: Takes it.
+            measure: What to compute of a block, for some of the cotangents.
+            consume: Takes it, once for every part of the cotangents.
+            at_once: How many cotangents make a part.
         """
         outputs = self._tap.forward(x)
-        for path, uses in self._tap.backward(outputs, columns(outputs.detach())):
-            layer = self._network.get_submodule(path)
-            for block in self._of_layer[path]:
-                consume(block, measure(layer, block, uses))
+        parts = columns(outputs.detach()).split(at_once)
+        for index, part in enumerate(parts):
+            for path, uses in self._tap.backward(outputs, part, again=index + 1 < len(parts)):
+                layer = self._network.get_submodule(path)
+                for block in self._of_layer[path]:
+                    consume(block, measure(layer, block, uses))

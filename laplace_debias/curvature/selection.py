@@ -1,0 +1,74 @@
+"""Which parameters are Bayesian."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
+
+
+def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[str]:
+    """Names of the Bayesian parameters, in the model's order.
+
+    Args:
+        model: The model.
+        selection: `"all"`; `"weights"` (no biases); `"last_layer"` (the last layer with
+            parameters in the order of registration); names; or a predicate
+            `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
+
+    Raises:
+        ValueError: For an unknown name, or if nothing is selected.
+        TypeError: If the selection is none of these.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if selection == "all":
+        chosen = set(trainable)
+    elif selection == "weights":
+        chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}
+    elif selection == "last_layer":
+        paths = [name.rpartition(".")[0] for name in trainable]
+        chosen = {name for name in trainable if name.rpartition(".")[0] == paths[-1]}
+    elif isinstance(selection, str):
+        raise ValueError(
+            f"Unknown params={selection!r}: use 'all', 'weights', 'last_layer', a list of "
+            "parameter names, or a predicate (name, parameter) -> bool."
+        )
+    elif callable(selection):
+        chosen = {name for name, parameter in trainable.items() if selection(name, parameter)}
+    elif isinstance(selection, Sequence):
+        unknown = [name for name in selection if name not in trainable]
+        if unknown:
+            raise ValueError(
+                f"params names {unknown}, which the model does not have or which are frozen "
+                f"(requires_grad=False). It has {list(trainable)}."
+            )
+        chosen = set(selection)
+    else:
+        raise TypeError(
+            f"params must be a string, a sequence of names or a predicate, got {selection!r}."
+        )
+    names = [name for name in trainable if name in chosen]
+    if not names:
+        raise ValueError(
+            f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
+        )
+    return names
+
+
+def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
+    """Require Bayesian parameters of one device and one dtype that is wide enough.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    kinds = {(p.dtype, p.device) for p in map(model.get_parameter, names)}
+    if len(kinds) > 1:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+        raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
+    dtype, _ = kinds.pop()
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"The Bayesian parameters are {dtype}, too narrow for curvature: convert them with "
+            "`.float()`."
+        )
