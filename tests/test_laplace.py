@@ -449,9 +449,12 @@ def test_bad_batches_are_refused(model, batches, error, says):
 
 
 def test_outputs_of_the_wrong_rank_are_refused(loader):
-    model = nn.Sequential(nn.Conv2d(1, 3, 3)).eval()
-    with pytest.raises(ValueError, match=r"\[batch, outputs\], got \(1, 3, 6, 6\)"):
-        Laplace(model).fit(loader)
+    no_outputs = nn.Sequential(nn.Conv2d(1, 1, 8), nn.Flatten(0)).eval()
+    with pytest.raises(ValueError, match=r"\[batch, outputs\] or .*, got \(1,\)"):
+        Laplace(no_outputs).fit(loader)
+    channels_second = nn.Sequential(nn.Conv2d(1, 3, 3)).eval()
+    with pytest.raises(ValueError, match=r"movedim\(1, -1\)"):
+        Laplace(channels_second).fit(loader)
 
 
 @pytest_unchecked

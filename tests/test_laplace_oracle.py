@@ -151,7 +151,12 @@ def test_grids_of_covariances_equal_one_posterior_each(points):
     deltas = grid[:, None].expand(-1, len(la.block_names)) * torch.rand(len(la.block_names))
     for diagonal in (False, True):
         _, covariances = functional_moments(
-            case.model, la._blocks, [la.posterior], case.x, deltas[None], Wanted(diagonal, None, 2**20)
+            case.model,
+            la._blocks,
+            [la.posterior],
+            case.x,
+            deltas[None],
+            Wanted(diagonal, None, 2**20),
         )
         for point, covariance in zip(deltas, covariances[0], strict=True):
             la.prior_precision = point
@@ -281,7 +286,7 @@ def test_results_do_not_depend_on_the_memory_bound(name, curvature):
 
 def _needed_bytes(compute):
     """What the error about a memory bound that is too small asks for."""
-    with pytest.raises(ValueError, match="memory_bound=.* is too small") as error:
+    with pytest.raises(ValueError, match=r"memory_bound=.* is too small") as error:
         compute()
     return int(re.search(r"take (\d+) bytes", str(error.value))[1])
 

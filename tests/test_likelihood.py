@@ -78,7 +78,8 @@ def test_monte_carlo_columns_average_to_the_exact_hessian(case, mc_samples):
     fisher = Fisher("mc", mc_samples, seed=1)
     for n in range(3):
         many = (outputs[n : n + 1] / 3).expand(40_000, -1)
-        columns = fisher.columns(likelihood, many, targets, first=0)
+        any_targets = targets[:1].expand(len(many), *targets.shape[1:])
+        columns = fisher.columns(likelihood, many, any_targets, first=0)
         squares = torch.einsum("kbi,kbj->bij", columns, columns)
         root = likelihood.hessian_root(many[:1])[:, 0]
         standard_error = squares.std(0) / len(many) ** 0.5
