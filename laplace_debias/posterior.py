@@ -7,8 +7,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.operators import BlockDiagonal, EigenKronecker
-from laplace_debias.operators.structured import Spectrum
+from laplace_debias.operators import (
+    BlockDiagonal,
+    EigenKronecker,
+    LinearOperator,
+    Permutation,
+    Spectrum,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,19 +39,25 @@ class GaussianPosterior:
         check_prior_precision(self.prior_precision, len(self.curvature.blocks))
 
     @property
-    def precision(self) -> BlockDiagonal:
-        """P, `[D, D]`."""
-        return self._spectral(lambda precision: precision)
+    def precision(self) -> LinearOperator:
+        """P, `[D, D]`, in the order of the parameters."""
+        return self._in_order(self._spectral(lambda precision: precision))
 
     @property
-    def covariance(self) -> BlockDiagonal:
-        """P⁻¹, `[D, D]`."""
-        return self._spectral(torch.reciprocal)
+    def covariance(self) -> LinearOperator:
+        """P⁻¹, `[D, D]`, in the order of the parameters."""
+        return self._in_order(self._spectral(torch.reciprocal))
 
     @property
-    def scale(self) -> BlockDiagonal:
-        """The symmetric root P^{-1/2}, `[D, D]`."""
-        return self._spectral(torch.rsqrt)
+    def scale(self) -> LinearOperator:
+        """The symmetric root P^{-1/2}, `[D, D]`, in the order of the parameters."""
+        return self._in_order(self._spectral(torch.rsqrt))
+
+    def _in_order(self, blocks: BlockDiagonal) -> LinearOperator:
+        if self.order is None:
+            return blocks
+        to_blocks = Permutation(self.order, blocks.dtype)
+        return to_blocks.T @ blocks @ to_blocks
 
     def _spectral(self, function: Spectrum) -> BlockDiagonal:
         deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))
@@ -76,7 +87,7 @@ class GaussianPosterior:
         )
         parts = noise.split(self.curvature.sizes, dim=1)
         draws = []
-        for block, part in zip(self.scale.blocks.values(), parts, strict=True):
+        for block, part in zip(self._spectral(torch.rsqrt).blocks.values(), parts, strict=True):
             Z = part.unflatten(1, block.magnitudes.shape)
             draws.append(block.from_eigenbasis(block.magnitudes * Z).flatten(1))
         steps = torch.cat(draws, dim=1)
