@@ -1,16 +1,34 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias import metrics
 from laplace_debias.batches import Batches
+from laplace_debias.curvature.columns import flat_terms
+from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.likelihood import Likelihood
 
-Predict = Callable[[Tensor], Distribution]
+Predict = Callable[[Inputs], Distribution]
+
+
+class Scored(NamedTuple):
+    """What a predictive says of the targets that count, one row for each.
+
+    Attributes:
+        values: Class probabilities, `[n, C]` or for a single logit `[n]`; else means, `[n, C]`.
+        log_probs: Log-densities of the targets, `[n]`.
+        labels: The targets.
+    """
+
+    values: Float[Tensor, "n *outputs"]
+    log_probs: Float[Tensor, " n"]
+    labels: Tensor
 
 
 def evaluate_predictions(
@@ -30,47 +48,60 @@ def evaluate_predictions(
     Raises:
         ValueError: For an empty loader, or OOD data with a regression likelihood.
     """
-    predictives, targets = [], []
+    scored, has_probabilities = [], False
     for x, y in batches:
-        predictives.append(predict(x))
-        check_targets(likelihood, predictives[-1], y)
-        targets.append(y)
-    if not targets:
+        predictive = predict(x)
+        has_probabilities = hasattr(predictive, "probs")
+        scored.append(score(likelihood, predictive, y))
+    if not scored:
         raise ValueError("The loader holds no batch: nothing to evaluate.")
-    labels = torch.cat(targets)
-    if not hasattr(predictives[0], "probs"):
+    values, log_probs, labels = (torch.cat(parts) for parts in zip(*scored, strict=True))
+    if not has_probabilities:
         if ood:
             raise ValueError("OOD detection by the entropy needs class probabilities.")
-        return _regression(predictives, targets)
+        return {
+            "nll": -log_probs.double().mean().item(),
+            "rmse": (values - labels).square().double().mean().sqrt().item(),
+        }
     ood_probs = {}
     for name, data in ood.items():
-        parts = [_probabilities(predict(x)) for x, _ in data]
+        parts = [_flat(predict(x))[0] for x, _ in data]
         if not parts:
             raise ValueError(f"The OOD loader {name!r} holds no batch.")
         ood_probs[name] = torch.cat(parts)
-    probs = torch.cat([_probabilities(p) for p in predictives])
-    return metrics.evaluate(probs, labels.reshape(len(probs)).long(), ood_probs)
+    return metrics.evaluate(values, labels.reshape(len(values)).long(), ood_probs)
 
 
-def check_targets(likelihood: Likelihood, predictive: Distribution, targets: Tensor) -> None:
-    """Require targets that fit the likelihood, as a fit does.
+def score(likelihood: Likelihood, predictive: Distribution, targets: Tensor) -> Scored:
+    """Score a predictive on the targets that count.
+
+    Args:
+        likelihood: What the targets must fit.
+        predictive: Batch shape `[B]`, or `[B, ...]` with further positions.
+        targets: As a fit takes them.
 
     Raises:
-        ValueError: Otherwise.
-        TypeError: Otherwise.
+        ValueError: If the targets do not fit.
+        TypeError: If the targets do not fit.
     """
+    values, outputs = _flat(predictive)
+    shape = predictive.batch_shape
+    _, labels = flat_terms(outputs.unflatten(0, shape), targets)
+    likelihood.check(outputs, labels)
+    counted = likelihood.counted(labels)
+    if counted is None:
+        counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+    # What does not count still needs a target that has a density.
+    safe = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
+    is_discrete = isinstance(predictive, torch.distributions.Categorical)
+    safe = safe.reshape(shape + predictive.event_shape)
+    log_probs = predictive.log_prob(safe if is_discrete else safe.to(values.dtype))
+    return Scored(values[counted], log_probs.flatten()[counted], labels[counted])
+
+
+def _flat(predictive: Distribution) -> tuple[Tensor, Tensor]:
+    """Probabilities or means with a row for each term; and the same as outputs `[n, C]`."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
-    likelihood.check(values.reshape(values.shape[0], -1), targets)
-
-
-def _probabilities(predictive: Distribution) -> Tensor:
-    return predictive.probs  # type: ignore[attr-defined]
-
-
-def _regression(predictives: list[Distribution], targets: list[Tensor]) -> dict[str, float]:
-    log_probs = [p.log_prob(y) for p, y in zip(predictives, targets, strict=True)]
-    squares = [(p.mean - y).square() for p, y in zip(predictives, targets, strict=True)]
-    return {
-        "nll": -torch.cat(log_probs).double().mean().item(),
-        "rmse": torch.cat(squares).double().mean().sqrt().item(),
-    }
+    positions = len(predictive.batch_shape)
+    values = values.flatten(0, positions - 1)
+    return values, values.unsqueeze(-1) if values.ndim == 1 else values

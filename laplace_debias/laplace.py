@@ -570,7 +570,7 @@ class Laplace:
         """
         self._checked_posterior()
 
-        def predict(x: Tensor) -> Distribution:
+        def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator)
 
         def batches(data: Batches) -> Batches:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.batches import Batches
+from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.likelihood import Gaussian, Likelihood
-from laplace_debias.evaluation import check_targets
+from laplace_debias.evaluation import Scored, score
 from laplace_debias.metrics import accuracy, brier, ece, nll
 
 # Metrics of class probabilities; True where more is better.
@@ -45,7 +46,7 @@ class Tuning:
 
 
 def tune_on_grid(
-    predict_grid: Callable[[Tensor, Tensor], list[Distribution]],
+    predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
     likelihood: Likelihood,
     batches: Batches,
     metric: str,
@@ -77,10 +78,9 @@ def tune_on_grid(
     scores = [_Score(metric) for _ in grid]
     for x, y in batches:
         predictives = predict_grid(x, grid)
-        check_targets(likelihood, predictives[0], y)
-        for score, predicted in zip(scores, predictives, strict=True):
-            score.add(predicted, y)
-    return _best(metric, grid.tolist(), [score.value() for score in scores])
+        for point, predicted in zip(scores, predictives, strict=True):
+            point.add(score(likelihood, predicted, y))
+    return _best(metric, grid.tolist(), [point.value() for point in scores])
 
 
 class _Score:
@@ -97,16 +97,13 @@ class _Score:
         self._probs: list[Tensor] = []
         self._targets: list[Tensor] = []
 
-    def add(self, predictive: Distribution, targets: Tensor) -> None:
-        """Take one batch's predictive and targets."""
+    def add(self, scored: Scored) -> None:
+        """Take one batch's predictions and targets."""
         if self.metric == "nll":
-            shape = predictive.batch_shape + predictive.event_shape
-            self._log_probs.append(
-                predictive.log_prob(targets.reshape(shape).to(_dtype(predictive)))
-            )
+            self._log_probs.append(scored.log_probs)
         else:
-            self._probs.append(predictive.probs)  # type: ignore[attr-defined]
-            self._targets.append(targets.reshape(predictive.batch_shape))
+            self._probs.append(scored.values)
+            self._targets.append(scored.labels.reshape(len(scored.values)))
 
     def value(self) -> float:
         """The metric over all batches.
@@ -120,14 +117,6 @@ class _Score:
             return -torch.cat(self._log_probs).double().mean().item()
         function, _ = _OF_PROBABILITIES[self.metric]
         return float(function(torch.cat(self._probs), torch.cat(self._targets).long()))
-
-
-def _dtype(predictive: Distribution) -> torch.dtype:
-    return (
-        torch.long
-        if isinstance(predictive, torch.distributions.Categorical)
-        else predictive.mean.dtype
-    )
 
 
 def _best(metric: str, grid: Sequence[float], values: Sequence[float]) -> Tuning:

@@ -271,6 +271,7 @@ def test_another_ignore_index_survives_saving(decoder, data, tmp_path):
     loaded = Laplace.load(tmp_path / "posterior.safetensors", decoder)
     assert loaded.likelihood.ignore_index == 1
     for one, two in zip(loaded.functional(x), la.functional(x), strict=True):
-        assert torch.equal(one, two)
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
     seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
-    assert torch.equal(loaded.sample(3, seeds[0]), la.sample(3, seeds[1]))
+    one, two = loaded.sample(3, seeds[0]), la.sample(3, seeds[1])
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)

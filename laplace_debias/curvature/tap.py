@@ -142,7 +142,8 @@ class Tap:
                 allow_unused=True,
                 retain_graph=again,
             )
-        unreached = {use.layer for use, g in zip(uses, gradients, strict=True) if g is None}
+        reached = {use.layer for use, g in zip(uses, gradients, strict=True) if g is not None}
+        unreached = {use.layer for use in uses} - reached
         if unreached:
             raise ValueError(
                 f"The outputs do not depend on {sorted(unreached)} by differentiable operations "
