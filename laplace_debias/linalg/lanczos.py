@@ -124,7 +124,7 @@ def _expand(
     max_matvecs: int,
     check: "_Check | None",
 ) -> None:
-    """Follows one sequence for a few products: more, the larger the basis that is looked at next."""
+    """Follows one sequence for a few products: more, the longer it is to look at the basis."""
     length = basis.size - check.start if check else basis.size
     index = len(basis.coupling) - 1
     if check is None and pairs is not None and len(basis.coupling) > 1:

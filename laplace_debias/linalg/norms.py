@@ -131,14 +131,16 @@ def spectral_norm(
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)
-    is_symmetric = getattr(A, "is_symmetric", False)
+    is_symmetric = A.is_symmetric
+    is_wide = A.shape[0] < A.shape[1]
     with Products(A, progress=progress, label="spectral norm") as P:
-        if is_symmetric:
-            multiply, size = P, A.shape[0]
-        elif A.shape[0] < A.shape[1]:
-            multiply, size = (lambda v: P(P.adjoint(v))), A.shape[0]
-        else:
-            multiply, size = (lambda v: P.adjoint(P(v))), A.shape[1]
+
+        def multiply(vector: Tensor) -> Tensor:
+            if is_symmetric:
+                return P(vector)
+            return P(P.adjoint(vector)) if is_wide else P.adjoint(P(vector))
+
+        size = min(A.shape)
         basis = KrylovBasis(A, multiply, size, capacity(size, 1, A.dtype.itemsize), generator)
         # For σ² of the Gram operator with residual r, the bound on σ is r / (√2 σ).
         gram_tol = tol if is_symmetric else 2**0.5 * tol

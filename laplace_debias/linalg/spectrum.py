@@ -74,7 +74,8 @@ def spectral_density(
     scale the same in $\log_{10}|\lambda|$, so that a spectrum over many decades is resolved in each
     of them; eigenvalues with $|\lambda|$ ≤ `floor` have no place there and are reported as
     `null_fraction`, negative ones are folded on their absolute values and reported as
-    `negative_fraction`.
+    `negative_fraction`. A quadrature sees eigenvalues next to zero only as sharply as its steps
+    allow, so that zeros come up as a peak at that resolution: a `floor` above it counts them.
 
     Args:
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.
