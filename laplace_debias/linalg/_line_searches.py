@@ -1,0 +1,282 @@
+"""Exact line searches on quadratics, many at once: the step sizes of conjugate gradients."""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.linalg.solution import Iterate, Solution, Status
+from laplace_debias.operators.base import LinearOperator
+
+_STATUSES = list(Status)
+_RUNNING = -1
+
+
+def kept(keep: str | Iterable[str]) -> frozenset[str]:
+    """The parts of a run that are to be kept.
+
+    Raises:
+        ValueError: If there is no such part.
+    """
+    parts = frozenset({keep} if isinstance(keep, str) else keep)
+    unknown = sorted(parts - {"directions", "trajectory"})
+    if unknown:
+        raise ValueError(f"Cannot keep {unknown}: use 'directions', 'trajectory', or both.")
+    return parts
+
+
+class LineSearches:
+    r"""The iterates $x_{t+1} = x_t + \tau_t d_t$ that minimise $\tfrac12 x^\top A x - b^\top x$.
+
+    One quadratic for each right-hand side, and a direction for each of them in every step. The
+    negative gradient is carried along by its recursion, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12),
+    so that slope and curvature together cost one product.
+
+    Args:
+        A: Symmetric operator `[n, n]`.
+        b: `[n]` or `[n, k]`.
+        x0: Where to start, zero for None.
+        tol: A right-hand side is done when its residual is so small, relative to b.
+        keep: What to store.
+
+    Raises:
+        ValueError: If the arguments do not fit each other, or are not finite.
+    """
+
+    def __init__(
+        self,
+        A: LinearOperator,
+        b: Tensor,
+        x0: Tensor | None,
+        tol: float,
+        keep: frozenset[str],
+    ) -> None:
+        _check(A, b, x0, tol)
+        self._A, self._keep, self._vector = A, keep, b.ndim == 1
+        b = b.reshape(len(b), -1)
+        self._x = torch.zeros_like(b)
+        self.residual = b
+        self._num_matvecs = 0
+        if x0 is not None:
+            # As SciPy: the solution for a zero right-hand side is zero, wherever one starts.
+            self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)
+            self.residual = b - A @ self._x
+            self._num_matvecs = b.shape[1]
+        norms = self.residual.norm(dim=0)
+        self._tolerance = tol * b.norm(dim=0)
+        self._codes = torch.full((b.shape[1],), _RUNNING, device=b.device)
+        self._scale = torch.zeros_like(norms)
+        self._bad_direction: Tensor | None = None
+        self._bad_curvature = torch.full_like(norms, torch.nan)
+        self.moved = torch.zeros_like(self.running)
+        self._num_iterations = torch.zeros_like(self._codes)
+        self._residual_norms, self._values = [norms], [-((b + self.residual) * self._x).sum(0) / 2]
+        self._slopes: list[Tensor] = []
+        self._curvatures: list[Tensor] = []
+        self._step_sizes: list[Tensor] = []
+        self._direction: Tensor | None = None
+        self._directions: list[Tensor] = []
+        self._trajectory = [self._x] if "trajectory" in keep else []
+        self.end(~norms.isfinite(), Status.BREAKDOWN)
+        self.end(norms <= self._tolerance, Status.CONVERGED)
+
+    @property
+    def running(self) -> Tensor:
+        """Which right-hand sides are not done, booleans `[k]`."""
+        return self._codes == _RUNNING
+
+    @property
+    def done(self) -> bool:
+        """Whether all are."""
+        return not bool(self.running.any())
+
+    def end(self, which: bool | Tensor, status: Status) -> None:
+        """End those among the running ones, `which` being one boolean or `[k]` of them."""
+        chosen = torch.as_tensor(which, dtype=torch.bool, device=self._codes.device)
+        self._codes = torch.where(self.running & chosen, _STATUSES.index(status), self._codes)
+
+    def step(self, direction: Tensor, always: bool = False) -> bool:
+        """Move every running right-hand side to its minimum along its direction.
+
+        Args:
+            direction: `[n, k]`, of any length; no step is taken along zero.
+            always: Whether to record the step even if no right-hand side moved.
+
+        Returns:
+            Whether a step was recorded.
+        """
+        norm = direction.norm(dim=0)
+        active = self.running & (norm > 0)
+        product = self._multiply(direction, active)
+        length = torch.where(active, norm, 1)
+        gain = torch.linalg.vecdot(direction, self.residual, dim=0)
+        bend = torch.linalg.vecdot(direction, product, dim=0)
+        curvature = bend / length.square()
+        # A product is only known to rounding errors of the largest one so far.
+        stretch = product.norm(dim=0) / length
+        self._scale = torch.fmax(self._scale, stretch)
+        threshold = torch.finfo(bend.dtype).eps * self._scale
+        finite = stretch.isfinite()
+        positive = active & finite & (curvature > threshold)
+        tau = torch.where(positive, gain / bend, 0)
+        residual = self.residual - tau * product
+        residual_norm = residual.norm(dim=0)
+        broken = active & ~(finite & residual_norm.isfinite())
+        moved = positive & ~broken
+        flat = active & ~positive & ~broken
+        self.end(broken, Status.BREAKDOWN)
+        self._report(flat, direction / length, curvature, threshold)
+        self.moved = moved
+        if not (always or bool(moved.any())):
+            return False
+
+        self._x = torch.where(moved, self._x + tau * direction, self._x)
+        self.residual = torch.where(moved, residual, self.residual)
+        self._num_iterations = self._num_iterations + moved
+        slope, step = -gain / length, tau * length
+        residual_norm = torch.where(moved, residual_norm, self._residual_norms[-1])
+        self._residual_norms.append(residual_norm)
+        decrease = torch.where(moved, slope * step / 2, 0)
+        self._values.append(self._values[-1] + decrease)
+        self._slopes.append(torch.where(active, slope, torch.nan))
+        self._curvatures.append(torch.where(active, curvature, torch.nan))
+        self._step_sizes.append(torch.where(moved, step, 0))
+        self._direction = torch.where(moved, direction / length, 0)
+        if "directions" in self._keep:
+            self._directions.append(self._direction)
+        if "trajectory" in self._keep:
+            self._trajectory.append(self._x)
+        self.end(moved & (residual_norm <= self._tolerance), Status.CONVERGED)
+        return True
+
+    def iterate(self) -> Iterate:
+        """Where it stands."""
+        return Iterate(
+            iteration=len(self._step_sizes),
+            x=self._shaped(self._x),
+            direction=None if self._direction is None else self._shaped(self._direction),
+            residual_norms=_History(self._residual_norms, self._vector),
+            values=_History(self._values, self._vector),
+            slopes=_History(self._slopes, self._vector),
+            curvatures=_History(self._curvatures, self._vector),
+            step_sizes=_History(self._step_sizes, self._vector),
+        )
+
+    def solution(self, otherwise: Status) -> Solution:
+        """What has become of it; `otherwise` is the status of those still running."""
+        self.end(True, otherwise)
+        bad = self._bad_direction
+        return Solution(
+            x=self._shaped(self._x),
+            statuses=tuple(_STATUSES[code] for code in self._codes.tolist()),
+            residual_norms=self._stacked(self._residual_norms),
+            values=self._stacked(self._values),
+            slopes=self._stacked(self._slopes),
+            curvatures=self._stacked(self._curvatures),
+            step_sizes=self._stacked(self._step_sizes),
+            num_iterations=self._shaped(self._num_iterations),
+            num_matvecs=self._num_matvecs,
+            negative_direction=None if bad is None else self._shaped(bad),
+            negative_curvature=None if bad is None else self._shaped(self._bad_curvature),
+            directions=self._columns("directions", self._directions),
+            trajectory=self._columns("trajectory", self._trajectory),
+        )
+
+    def _multiply(self, direction: Tensor, active: Tensor) -> Tensor:
+        """Products with the active columns alone, zero elsewhere."""
+        columns = active.nonzero()[:, 0]
+        self._num_matvecs += len(columns)
+        if len(columns) == direction.shape[1]:
+            return self._A @ direction
+        product = torch.zeros_like(direction)
+        if len(columns):
+            product[:, columns] = self._A @ direction[:, columns]
+        return product
+
+    def _report(
+        self, flat: Tensor, direction: Tensor, curvature: Tensor, threshold: Tensor
+    ) -> None:
+        """End those whose curvature is not positive, and remember where it was met."""
+        if not bool(flat.any()):
+            return
+        if claims_positive(self._A):
+            warnings.warn(
+                f"{type(self._A).__name__} claims to be positive semi-definite, but its curvature "
+                f"along a direction is {float(curvature[flat].min()):.3g}: its products and its "
+                "claim contradict each other. See `Solution.negative_direction`.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        negative = flat & (curvature < -threshold)
+        self.end(negative, Status.NEGATIVE_CURVATURE)
+        self.end(flat, Status.ZERO_CURVATURE)
+        last = torch.zeros_like(direction) if self._bad_direction is None else self._bad_direction
+        self._bad_direction = torch.where(flat, direction, last)
+        self._bad_curvature = torch.where(flat, curvature, self._bad_curvature)
+
+    def _shaped(self, tensor: Tensor) -> Tensor:
+        return tensor[..., 0] if self._vector else tensor
+
+    def _stacked(self, history: list[Tensor]) -> Tensor:
+        if not history:
+            return self._shaped(self._residual_norms[0].new_empty(0, len(self._codes)))
+        return self._shaped(torch.stack(history))
+
+    def _columns(self, part: str, history: list[Tensor]) -> Tensor | None:
+        if part not in self._keep:
+            return None
+        if not history:
+            return self._shaped(self._x.new_empty(len(self._x), 0, len(self._codes)))
+        return self._shaped(torch.stack(history, dim=1))
+
+
+def claims_positive(A: LinearOperator) -> bool:
+    """Whether an operator says of itself that it has no negative curvature."""
+    return bool(getattr(A, "is_positive_semidefinite", False))
+
+
+class _History(Sequence[Tensor]):
+    """A growing list of `[k]`, read as numbers where there is one right-hand side."""
+
+    def __init__(self, entries: list[Tensor], vector: bool) -> None:
+        self._entries, self._vector = entries, vector
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self._entries[index]
+        if isinstance(chosen, list):
+            return [entry[0] for entry in chosen] if self._vector else chosen
+        return chosen[0] if self._vector else chosen
+
+
+def _check(A: LinearOperator, b: Tensor, x0: Tensor | None, tol: float) -> None:
+    rows, columns = A.shape
+    if rows != columns:
+        raise ValueError(
+            f"{type(A).__name__} has shape {A.shape}: only a square, symmetric operator is a "
+            "quadratic's. For least squares, multiply with its adjoint or use LSMR."
+        )
+    if not (tol >= 0 and math.isfinite(tol)):
+        raise ValueError(f"tol must be a finite number of at least 0, got {tol}.")
+    for name, tensor in (("b", b), ("x0", x0)):
+        if tensor is None:
+            continue
+        if tensor.ndim not in (1, 2) or len(tensor) != rows:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, the operator {A.shape}: expected "
+                f"({rows},) or ({rows}, k)."
+            )
+        if tensor.dtype != A.dtype or tensor.device != A.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, the operator {A.dtype} on "
+                f"{A.device}: convert one of them with `.to(...)`."
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} holds NaN or Inf: there is no solution to look for.")
+    if x0 is not None and x0.shape != b.shape:
+        raise ValueError(f"x0 has shape {tuple(x0.shape)}, b {tuple(b.shape)}: they must be equal.")

@@ -1,0 +1,173 @@
+"""The inverse of an operator, as an operator: in closed form where there is one, else by solves."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.linalg.conjugate_gradient import cg
+from laplace_debias.linalg.lsmr import lsmr
+from laplace_debias.linalg.neumann import default_scale, neumann
+from laplace_debias.linalg.products import check_choice, check_generator, check_square
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.exact import exact_inverse
+
+_SOLVERS: dict[str, Callable[..., Any]] = {"cg": cg, "lsmr": lsmr, "neumann": neumann}
+_OPTIONS = {
+    "auto": ("tol", "max_iter"),
+    "exact": (),
+    "cg": ("tol", "max_iter", "preconditioner"),
+    "lsmr": ("tol", "max_iter", "damping"),
+    "neumann": ("tol", "num_terms", "scale", "preconditioner", "generator"),
+}
+
+
+def inverse(
+    A: LinearOperator,
+    method: str = "auto",
+    *,
+    tol: float | None = None,
+    max_iter: int | None = None,
+    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+    damping: float | None = None,
+    num_terms: int | None = None,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> LinearOperator:
+    r"""The inverse of an operator, as an operator: it multiplies, transposes and goes to SciPy.
+
+    - `"exact"`: in closed form, for structured operators; the result is structured again.
+    - `"cg"`: each product solves by conjugate gradients; A must be positive definite.
+    - `"lsmr"`: each product solves least squares; A may be rectangular or singular, and this is
+      then its pseudo-inverse.
+    - `"neumann"`: each product sums a Neumann series, so that it is linear.
+    - `"auto"`: exact where there is a closed form, else CG if A claims to be positive
+      semi-definite, else LSMR.
+
+    Args:
+        A: Operator `[rows, columns]`; square but for LSMR.
+        method: One of the above.
+        tol: For the solvers: where to stop, see there; default 1e-6, for Neumann none.
+        max_iter: For CG and LSMR: iterations.
+        preconditioner: For CG and Neumann: an approximate inverse of A, symmetric positive
+            definite for CG.
+        damping: For LSMR: μ of $\|Ax - b\|^2 + \mu^2\|x\|^2$.
+        num_terms: For Neumann: terms; default 100.
+        scale: For Neumann: α; by default computed once, here.
+        generator: For Neumann: randomness of the default scale.
+
+    Returns:
+        An operator `[columns, rows]`. Its products warn where a solve did not converge.
+
+    Raises:
+        ValueError: The method is unknown, has no such option, or there is no closed form.
+
+    Warns:
+        RuntimeWarning: Upon a product, if its solve did not converge; with the remedy.
+    """
+    check_choice(method, _OPTIONS, "method")
+    given = {
+        "tol": tol,
+        "max_iter": max_iter,
+        "preconditioner": preconditioner,
+        "damping": damping,
+        "num_terms": num_terms,
+        "scale": scale,
+        "generator": generator,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in options:
+        if name not in _OPTIONS[method]:
+            takers = [repr(other) for other, names in _OPTIONS.items() if name in names]
+            raise ValueError(
+                f"`{name}` is no option of method={method!r}; expected method="
+                f"{' or '.join(takers)}. Leave it out or change the method."
+            )
+    check_generator(generator, A)
+    if method != "lsmr" and not (method == "auto" and A.shape[0] != A.shape[1]):
+        check_square(A, "inverse")
+    if method in ("auto", "exact") and A.shape[0] == A.shape[1]:
+        closed_form = exact_inverse(A)
+        if closed_form is not None:
+            return closed_form
+        if method == "exact":
+            raise ValueError(
+                f"{type(A).__name__} has no inverse in closed form; expected a structured "
+                "operator. Use method='cg' if it is positive definite, else 'lsmr'."
+            )
+    if method == "auto":
+        method = "cg" if A.is_positive_semidefinite else "lsmr"
+    if method == "neumann" and scale is None:
+        options["scale"], _ = default_scale(A, preconditioner, generator)
+    return Inverse(A, method, options)
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse(LinearOperator):
+    """An inverse whose products are solves; made by `inverse`.
+
+    Args:
+        operator: What is inverted.
+        method: `"cg"`, `"lsmr"` or `"neumann"`.
+        options: Of the solver.
+    """
+
+    operator: LinearOperator
+    method: str
+    options: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the operator's adjoint."""
+        return self.operator.shape[1], self.operator.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the operator."""
+        return self.operator.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of the operator."""
+        return self.operator.device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the operator claims to be."""
+        return self.operator.is_symmetric
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether the operator claims to be."""
+        return self.operator.is_positive_semidefinite
+
+    @property
+    def T(self) -> "Inverse":  # noqa: N802
+        """The inverse of the adjoint."""
+        if self.is_symmetric:
+            return self
+        options = dict(self.options)
+        preconditioner = options.get("preconditioner")
+        if isinstance(preconditioner, LinearOperator):
+            options["preconditioner"] = preconditioner.T
+        elif preconditioner is not None and self.method == "neumann":
+            raise NotImplementedError(
+                "The adjoint of a preconditioner that is a function is unknown: pass it as a "
+                "LinearOperator."
+            )
+        return Inverse(self.operator.T, self.method, options)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        solution = _SOLVERS[self.method](self.operator, matrix, **self.options)
+        # Without a tolerance a Neumann series is meant to end after its terms.
+        is_done = solution.converged or (
+            solution.status == "max_iter" and self.method == "neumann" and "tol" not in self.options
+        )
+        if not is_done:
+            warnings.warn(
+                f"inverse by {self.method}: {solution.message}", RuntimeWarning, stacklevel=4
+            )
+        return solution.x

@@ -1,0 +1,193 @@
+"""An orthonormal basis that grows by products with a symmetric operator (Lanczos)."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.linalg.products import asymmetry_error, asymmetry_tolerance
+from laplace_debias.operators.base import LinearOperator
+
+_PASSES = 5
+"""Orthogonalisations at most; two nearly always do."""
+
+_ROTATION_ELEMENTS = 2**22
+"""Entries of the part of the basis that is rotated at once, to bound the memory of a restart."""
+
+
+class KrylovBasis:
+    r"""Orthonormal rows V with the operator's projection H, and directions still to be multiplied.
+
+    At any time $A V^\top = V^\top H + W^\top C$: W are the pending directions, orthonormal to each
+    other and to V, and C tells how they couple to V. A pending direction that is multiplied moves
+    to V and leaves its residual as a new one, orthogonalised against everything. So one Krylov
+    sequence a pending direction can grow within one basis, and any rotation of V (a thick restart)
+    keeps the relation. Ritz pairs come from H, their residual norms from C, at no product.
+
+    H and C are kept on the CPU in float64.
+
+    Args:
+        A: The operator, for its dtype, device, and in messages.
+        multiply: The product with a vector `[n]`, symmetric.
+        size: n.
+        capacity: The greatest number of rows of V.
+        generator: Source of random directions.
+
+    Reference:
+        Wu, Simon. Thick-restart Lanczos method for large symmetric eigenvalue problems. SIAM
+        Journal on Matrix Analysis and Applications, 2000.
+    """
+
+    def __init__(
+        self,
+        A: LinearOperator,
+        multiply: Callable[[Tensor], Tensor],
+        size: int,
+        capacity: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        self._operator, self._multiply, self._generator = A, multiply, generator
+        self._vectors = torch.empty(capacity, size, dtype=A.dtype, device=A.device)
+        self._pending = self._vectors.new_empty(0, size)
+        self._projected = torch.zeros(capacity, capacity, dtype=torch.float64)
+        self._coupling = torch.zeros(0, capacity, dtype=torch.float64)
+        self._scale = 0.0
+        self.size = 0
+
+    @property
+    def capacity(self) -> int:
+        """The greatest number of rows of V."""
+        return len(self._vectors)
+
+    @property
+    def vectors(self) -> Float[Tensor, "size n"]:
+        """V, orthonormal rows."""
+        return self._vectors[: self.size]
+
+    @property
+    def projected(self) -> Float[Tensor, "size size"]:
+        """H, float64 on the CPU."""
+        return self._projected[: self.size, : self.size]
+
+    @property
+    def coupling(self) -> Float[Tensor, "pending size"]:
+        """C, float64 on the CPU."""
+        return self._coupling[:, : self.size]
+
+    def seed(
+        self, vectors: Float[Tensor, "k n"], images: Float[Tensor, "k n"], scale: float
+    ) -> None:
+        """Starts from orthonormal rows and the products with them; what these miss is pending.
+
+        Args:
+            vectors: The rows.
+            images: The products.
+            scale: Length of the longest product with a unit vector so far.
+
+        Raises:
+            ValueError: The operator is not symmetric.
+        """
+        k = len(vectors)
+        projected = (vectors @ images.T).double().cpu()
+        self._scale = scale
+        self._check_symmetric(projected - projected.T)
+        self._vectors[:k] = vectors
+        self._projected[:k, :k] = (projected + projected.T) / 2
+        self.size = k
+        for row, image in enumerate(images):
+            residual, _, outside = self._orthogonalise(image)
+            self._coupling[:, row] = outside
+            self._keep_residual(residual, row)
+
+    def add_random(self) -> bool:
+        """Adds a random pending direction, if the basis leaves room for one."""
+        n = self._vectors.shape[1]
+        if self.size + len(self._pending) >= n:
+            return False
+        direction = torch.randn(
+            n,
+            generator=self._generator,
+            dtype=self._vectors.dtype,
+            device=self._vectors.device,
+        )
+        direction, _, _ = self._orthogonalise(direction / direction.norm())
+        self._add_pending(direction / direction.norm())
+        return True
+
+    def expand(self, index: int) -> bool:
+        """Multiplies a pending direction; its residual becomes the last pending one.
+
+        Returns:
+            Whether there was a residual: without, the direction's Krylov space is exhausted.
+
+        Raises:
+            ValueError: The operator is not symmetric.
+        """
+        direction = self._pending[index]
+        expected = self._coupling[index, : self.size].clone()
+        kept = [row for row in range(len(self._pending)) if row != index]
+        self._pending, self._coupling = self._pending[kept], self._coupling[kept]
+        last = self.size
+        self._vectors[last] = direction
+        self.size += 1
+        product = self._multiply(direction)
+        self._scale = max(self._scale, float(product.norm()))
+        residual, inside, outside = self._orthogonalise(product)
+        self._check_symmetric(inside[:last] - expected)
+        self._projected[:last, last] = self._projected[last, :last] = (inside[:last] + expected) / 2
+        self._projected[last, last] = inside[last]
+        self._coupling[:, last] = outside
+        return self._keep_residual(residual, last)
+
+    def rotate(self, rotation: Float[Tensor, "size kept"], start: int = 0) -> None:
+        """Replaces the rows of V from `start` on by combinations of them, orthonormal columns."""
+        size, kept = rotation.shape[0], rotation.shape[1]
+        whole = torch.zeros(self.size, start + kept, dtype=torch.float64)
+        whole[:start, :start] = torch.eye(start, dtype=torch.float64)
+        whole[start:, start:] = rotation
+        projected, coupling = whole.T @ self.projected @ whole, self.coupling @ whole
+        part = rotation.to(self._vectors)
+        step = max(1, _ROTATION_ELEMENTS // size)
+        for columns in range(0, self._vectors.shape[1], step):
+            place = self._vectors[start : start + size, columns : columns + step]
+            self._vectors[start : start + kept, columns : columns + step] = part.T @ place
+        self.size = start + kept
+        self.projected.copy_((projected + projected.T) / 2)
+        self.coupling.copy_(coupling)
+
+    def _keep_residual(self, residual: Tensor, row: int) -> bool:
+        """Makes what a row's product left a pending direction, unless it is rounding."""
+        norm = float(residual.norm())
+        rounding = 10 * torch.finfo(residual.dtype).eps * self._scale
+        if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
+            return False
+        self._add_pending(residual / norm)
+        self._coupling[-1, row] = norm
+        return True
+
+    def _add_pending(self, direction: Tensor) -> None:
+        self._pending = torch.cat([self._pending, direction[None]])
+        row = torch.zeros(1, self.capacity, dtype=torch.float64)
+        self._coupling = torch.cat([self._coupling, row])
+
+    def _orthogonalise(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The part orthogonal to V and W, and the coordinates in both."""
+        inside = torch.zeros(self.size, dtype=vector.dtype, device=vector.device)
+        outside = torch.zeros(len(self._pending), dtype=vector.dtype, device=vector.device)
+        for _ in range(_PASSES):
+            before = vector.norm()
+            in_basis = self.vectors @ vector
+            vector = vector - in_basis @ self.vectors
+            in_pending = self._pending @ vector
+            vector = vector - in_pending @ self._pending
+            inside, outside = inside + in_basis, outside + in_pending
+            # A vector that keeps its length was orthogonal already (Kahan and Parlett).
+            if vector.norm() > 0.7 * before:
+                break
+        return vector, inside.double().cpu(), outside.double().cpu()
+
+    def _check_symmetric(self, difference: Tensor) -> None:
+        deviation = float(difference.abs().max()) if difference.numel() else 0.0
+        if deviation > asymmetry_tolerance(self._vectors.dtype) * self._scale:
+            raise asymmetry_error(self._operator, deviation, self._scale)

@@ -1,0 +1,120 @@
+"""Linear least squares by LSMR, from SciPy."""
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.linalg.linear_solution import LinearSolution, check_right_side
+from laplace_debias.linalg.products import Products, check_at_least
+from laplace_debias.operators.base import LinearOperator
+
+_STATUS = {
+    0: "converged",
+    1: "converged",
+    2: "least_squares",
+    3: "ill_conditioned",
+    4: "converged",
+    5: "least_squares",
+    6: "ill_conditioned",
+    7: "max_iter",
+}
+_MESSAGES = {
+    "converged": "The residual is below the tolerance.",
+    "least_squares": "The equations have no exact solution; x minimises the residual.",
+    "ill_conditioned": (
+        "The condition number is beyond the precision of the numbers: set `damping`, or compute in "
+        "float64."
+    ),
+    "max_iter": "Not converged: raise `max_iter` or `tol`, or set `damping`.",
+}
+_ORDER = ("converged", "least_squares", "max_iter", "ill_conditioned")
+
+
+def lsmr(
+    A: LinearOperator,
+    b: Float[Tensor, "rows *k"],
+    *,
+    damping: float = 0.0,
+    tol: float = 1e-6,
+    max_iter: int | None = None,
+    x0: Float[Tensor, "columns *k"] | None = None,
+    progress: bool = False,
+) -> LinearSolution:
+    r"""Minimises $\|A x - b\|^2 + \mu^2 \|x\|^2$ for any operator, also rectangular or singular.
+
+    SciPy's LSMR, on the CPU in float64; products run where the operator is, in its dtype. Of all
+    minimisers it finds the shortest (from `x0` = 0). Right-hand sides are solved one by one.
+
+    Args:
+        A: Operator `[rows, columns]`; its adjoint is multiplied too.
+        b: Right-hand sides, `[rows]` or `[rows, k]`.
+        damping: μ; for a symmetric positive definite A it is not `A + μ I` that is solved.
+        tol: Where to stop: residual, or its projection on the range of A, relative to the norms of
+            A and b.
+        max_iter: Iterations a right-hand side, each two products; default
+            `10 * min(rows, columns)`.
+        x0: Where to start, of x's shape; default zero.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The solution, with its status.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit, b or a product is not finite, or a number
+            is out of range.
+
+    Reference:
+        Fong, Saunders. LSMR: an iterative algorithm for sparse least-squares problems. SIAM Journal
+        on Scientific Computing, 2011.
+    """
+    # SciPy's sparse module takes longer to import than the rest of this package.
+    from scipy.sparse.linalg import LinearOperator as SciPyOperator
+    from scipy.sparse.linalg import lsmr as scipy_lsmr
+
+    like = torch.empty(0, dtype=A.dtype, device=A.device)
+    check_right_side(A.shape, b, like, "b")
+    if x0 is not None:
+        check_right_side((A.shape[1], A.shape[0]), x0, like, "x0")
+        if x0.shape[1:] != b.shape[1:]:
+            raise ValueError(
+                f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(b.shape)}; expected as many "
+                "columns."
+            )
+    if not damping >= 0:
+        raise ValueError(f"`damping` is {damping}; expected 0 or more.")
+    if not tol > 0:
+        raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
+    if max_iter is None:
+        max_iter = 10 * min(A.shape)
+    check_at_least(max_iter, 1, "max_iter")
+    with Products(A, progress=progress, label="lsmr") as products:
+
+        def multiply(vector: np.ndarray) -> np.ndarray:
+            return products(torch.tensor(vector.ravel()).to(like)).cpu().numpy()
+
+        def multiply_adjoint(vector: np.ndarray) -> np.ndarray:
+            return products.adjoint(torch.tensor(vector.ravel()).to(like)).cpu().numpy()
+
+        operator = SciPyOperator(
+            A.shape, matvec=multiply, rmatvec=multiply_adjoint, dtype=np.float64
+        )
+        solutions, reasons = [], []
+        starts = None if x0 is None else x0.reshape(len(x0), -1)
+        for column, right in enumerate(b.reshape(len(b), -1).T):
+            result = scipy_lsmr(
+                operator,
+                right.cpu().double().numpy(),
+                damp=damping,
+                atol=tol,
+                btol=tol,
+                conlim=0,
+                maxiter=max_iter,
+                x0=None if starts is None else starts[:, column].cpu().double().numpy(),
+            )
+            solutions.append(torch.from_numpy(np.asarray(result[0])).to(like))
+            reasons.append(_STATUS[result[1]])
+        x = torch.stack(solutions, dim=1).reshape(A.shape[1], *b.shape[1:])
+        residual_norms = (b - products(x)).norm(dim=0)
+    status = max(reasons, key=_ORDER.index)
+    return LinearSolution(x, status, _MESSAGES[status], residual_norms, products.count)

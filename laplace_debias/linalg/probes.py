@@ -1,0 +1,54 @@
+"""Random probe vectors with mean zero and covariance I."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.base import LinearOperator
+
+
+def _rademacher(n: int, like: LinearOperator, generator: torch.Generator | None) -> Tensor:
+    bits = torch.randint(0, 2, (n,), generator=generator, device=like.device, dtype=torch.int8)
+    return bits.to(like.dtype).mul_(2).sub_(1)
+
+
+def _gaussian(n: int, like: LinearOperator, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(n, generator=generator, device=like.device, dtype=like.dtype)
+
+
+def _spherical(n: int, like: LinearOperator, generator: torch.Generator | None) -> Tensor:
+    probe = _gaussian(n, like, generator)
+    return probe * (n**0.5 / probe.norm())
+
+
+DISTRIBUTIONS: dict[str, Callable[[int, LinearOperator, torch.Generator | None], Tensor]] = {
+    "rademacher": _rademacher,
+    "gaussian": _gaussian,
+    "spherical": _spherical,
+}
+"""By name: entries ±1; standard normal entries; uniform on the sphere of radius √n."""
+
+
+def draw(
+    A: LinearOperator,
+    count: int,
+    distribution: str,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "columns count"]:
+    """Draws probes for an operator, one after the other.
+
+    One by one, so that they do not depend on how many are drawn at once.
+
+    Args:
+        A: The operator they are for: gives length, dtype and device.
+        count: How many.
+        distribution: A key of `DISTRIBUTIONS`.
+        generator: Source of randomness.
+
+    Returns:
+        The probes as columns, `[columns, count]`.
+    """
+    function = DISTRIBUTIONS[distribution]
+    return torch.stack([function(A.shape[1], A, generator) for _ in range(count)], dim=1)

@@ -1,0 +1,114 @@
+"""Spectral densities: how many eigenvalues lie where, on a linear or a logarithmic axis."""
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from torch import Tensor
+
+from laplace_debias.linalg.spectrum import SpectralDensity
+from laplace_debias.report.style import (
+    FONT_SIZE,
+    INK,
+    OKABE_ITO,
+    check_suffix,
+    method_colours,
+    save,
+    style_axes,
+)
+
+_WIDTH, _HEIGHT = 5.6, 3.6
+_COLOUR = OKABE_ITO["blue"]
+_DECADES = 6
+"""Decades of density shown below its peak."""
+
+_BAND = 2
+"""Standard errors on either side of the density that are shaded."""
+
+
+def plot_spectral_density(
+    densities: SpectralDensity | Mapping[str, SpectralDensity],
+    path_or_axes: str | os.PathLike[str] | Axes,
+) -> Figure | None:
+    """Draws spectral densities: a line each, with a band of two standard errors.
+
+    The density has a logarithmic axis over the six decades below its peak: in the spectra of
+    networks nearly all eigenvalues lie next to zero, and those that matter are few. On the
+    logarithmic scale of eigenvalues, the fractions that it cannot show as they are (zero, negative)
+    stand in the picture.
+
+    Args:
+        densities: One density, or several by name, all of the same scale.
+        path_or_axes: Where to write the picture, PNG or PDF by its suffix; or axes to draw on.
+
+    Returns:
+        The picture as it was written; None for axes.
+
+    Raises:
+        ValueError: There are no densities, their scales differ, or the suffix is unknown.
+    """
+    named = {"": densities} if isinstance(densities, SpectralDensity) else dict(densities)
+    if not named:
+        raise ValueError("`densities` is empty; expected at least one.")
+    scales = {density.scale for density in named.values()}
+    if len(scales) > 1:
+        raise ValueError(
+            f"the densities have the scales {', '.join(sorted(scales))}; expected one. Draw them "
+            "in pictures of their own."
+        )
+    if isinstance(path_or_axes, Axes):
+        _draw(path_or_axes, named, scales.pop())
+        return None
+    check_suffix(path_or_axes)
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained", facecolor="white")
+    _draw(figure.subplots(), named, scales.pop())
+    save(figure, path_or_axes)
+    return figure
+
+
+def _draw(ax: Axes, densities: Mapping[str, SpectralDensity], scale: str) -> None:
+    peak = max(float(density.density.max()) for density in densities.values())
+    floor = peak * 10.0**-_DECADES
+    ax.set_yscale("log")
+    if scale == "log":
+        ax.set_xscale("log")
+    colours = method_colours(densities) if len(densities) > 1 else dict.fromkeys(densities, _COLOUR)
+    for name, density in densities.items():
+        grid, values, error = map(_array, (density.grid, density.density, density.standard_error))
+        if np.isfinite(error).all():
+            ax.fill_between(
+                grid,
+                np.maximum(values - _BAND * error, floor / 10),
+                np.maximum(values + _BAND * error, floor / 10),
+                color=colours[name],
+                alpha=0.25,
+                linewidth=0,
+            )
+        ax.plot(grid, np.maximum(values, floor / 10), color=colours[name], label=name)
+    ax.set_ylim(floor, 3 * peak)
+    ax.yaxis.set_major_locator(LogLocator(numticks=_DECADES + 2))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("Eigenvalue |λ|" if scale == "log" else "Eigenvalue λ")
+    ax.set_ylabel("Density per decade" if scale == "log" else "Density")
+    style_axes(ax)
+    if scale == "log":
+        notes = [_note(name, density) for name, density in densities.items()]
+        ax.set_title("\n".join(notes), fontsize=FONT_SIZE - 1, color=INK, loc="left")
+    if any(densities):
+        ax.legend(frameon=False, fontsize=FONT_SIZE - 1, labelcolor=INK)
+
+
+def _note(name: str, density: SpectralDensity) -> str:
+    return (
+        (f"{name}: " if name else "")
+        + f"|λ| ≤ {density.floor:.1g}: {density.null_fraction:.1%};  λ < 0: "
+        + (f"{density.negative_fraction:.1%}")
+    )
+
+
+def _array(values: Tensor) -> np.ndarray:
+    return values.detach().to("cpu", torch.float64).numpy()

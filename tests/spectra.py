@@ -1,0 +1,76 @@
+"""Matrices of prescribed spectrum, known to the algorithms by their products alone."""
+
+import torch
+
+from laplace_debias.operators.base import LinearOperator
+
+
+class Matrix(LinearOperator):
+    """No closed form applies to it; counts the columns it multiplies."""
+
+    def __init__(self, matrix, is_symmetric=False, is_positive_semidefinite=False):
+        self.matrix = matrix
+        self._claims = is_symmetric or is_positive_semidefinite, is_positive_semidefinite
+        self.columns = 0
+
+    @property
+    def shape(self):
+        return tuple(self.matrix.shape)
+
+    @property
+    def dtype(self):
+        return self.matrix.dtype
+
+    @property
+    def device(self):
+        return self.matrix.device
+
+    @property
+    def is_symmetric(self):
+        return self._claims[0]
+
+    @property
+    def is_positive_semidefinite(self):
+        return self._claims[1]
+
+    @property
+    def T(self):  # noqa: N802
+        return self if self.is_symmetric else _Adjoint(self)
+
+    def _matmat(self, matrix):
+        self.columns += matrix.shape[1]
+        return self.matrix @ matrix
+
+
+class _Adjoint(Matrix):
+    def __init__(self, of):
+        super().__init__(of.matrix.T)
+        self._of = of
+
+    @property
+    def T(self):  # noqa: N802
+        return self._of
+
+    def _matmat(self, matrix):
+        self._of.columns += matrix.shape[1]
+        return self.matrix @ matrix
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def orthogonal(n, seed=0):
+    gaussian = torch.randn(n, n, dtype=torch.float64, generator=generator(seed))
+    return torch.linalg.qr(gaussian).Q
+
+
+def symmetric(values, seed=0, **claims):
+    values = torch.as_tensor(values, dtype=torch.float64)
+    Q = orthogonal(len(values), seed)
+    matrix = (Q * values) @ Q.T
+    return Matrix((matrix + matrix.T) / 2, **claims)
+
+
+def uniform(count, seed=1):
+    return torch.rand(count, dtype=torch.float64, generator=generator(seed))

@@ -1,0 +1,178 @@
+"""Extreme eigenpairs against the prescribed spectra, and the spectral norm."""
+
+import pytest
+import torch
+from spectra import Matrix, generator, symmetric, uniform
+
+from laplace_debias.linalg import eigsh, spectral_norm
+from laplace_debias.operators import Diagonal
+
+SIZE = 150
+SPECTRA = {
+    "separated": 0.7 ** torch.arange(SIZE, dtype=torch.float64),
+    "clustered": torch.cat(
+        [torch.tensor([5, 5 - 1e-5, 5 - 2e-5, 4, 4 - 1e-7]).double(), uniform(SIZE - 5)]
+    ),
+    "degenerate": torch.cat(
+        [torch.tensor([5.0] * 4 + [4.0] * 2 + [3.0] * 3).double(), uniform(SIZE - 9)]
+    ),
+    "indefinite": torch.linspace(-1.5, 1, SIZE, dtype=torch.float64) ** 3,
+    "low rank": torch.cat([torch.tensor([3.0, 2.0, -2.0]), torch.zeros(SIZE - 3)]).double(),
+    "identity": torch.ones(SIZE, dtype=torch.float64),
+    "zero": torch.zeros(SIZE, dtype=torch.float64),
+}
+METHODS = ["lanczos", "arpack", "power"]
+
+
+def wanted(values, k, which):
+    key = {"largest": values, "smallest": -values, "magnitude": values.abs()}[which]
+    return values[key.argsort(descending=True)[:k]].sort(descending=True).values
+
+
+def check(A, values, result, k, which):
+    expected = wanted(values, k, which)
+    if which == "magnitude":
+        # Of two eigenvalues ±λ at the end either may be taken.
+        torch.testing.assert_close(
+            result.values.abs().sort().values, expected.abs().sort().values, rtol=0, atol=1e-6
+        )
+    else:
+        torch.testing.assert_close(result.values, expected, rtol=0, atol=1e-6)
+    scale = max(float(values.abs().max()), 1e-300)
+    vectors = result.vectors
+    torch.testing.assert_close(
+        vectors.T @ vectors, torch.eye(k, dtype=vectors.dtype), rtol=0, atol=1e-10
+    )
+    true_residuals = (A.matrix @ vectors - vectors * result.values).norm(dim=0)
+    assert true_residuals.max() <= 1.1e-6 * scale
+    assert (true_residuals - result.residuals).abs().max() <= 1e-10 * max(1.0, scale)
+    assert result.converged
+    assert result.values.equal(result.values.sort(descending=True).values)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_extreme_eigenpairs_come_with_their_multiplicity(spectrum, which, method):
+    values = SPECTRA[spectrum]
+    if method == "power" and which == "smallest" and spectrum in ("clustered", "degenerate"):
+        values = -values  # the lower end is too dense for subspace iteration to resolve
+    for k in (1, 7):
+        A = symmetric(values)
+        result = eigsh(A, k, method, which, generator=generator(), max_matvecs=20_000)
+        check(A, values, result, k, which)
+        assert result.num_matvecs == A.columns
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lanczos_finds_every_copy_of_a_hidden_multiple_eigenvalue(seed):
+    values = torch.cat([torch.full((6,), 2.0).double(), torch.linspace(0, 1.9, 144).double()])
+    A = symmetric(values, seed=seed)
+    result = eigsh(A, 7, generator=generator(seed))
+    torch.testing.assert_close(result.values, wanted(values, 7, "largest"), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [1, 2, 5, 40])
+def test_all_eigenpairs_of_small_operators(method, n):
+    values = torch.linspace(-1, 2, n, dtype=torch.float64)
+    A = symmetric(values)
+    for k in {1, n // 2 + 1, n}:
+        check(A, values, eigsh(A, k, method, generator=generator()), k, "largest")
+    A = symmetric(values)
+    assert eigsh(A, n, method).num_matvecs == A.columns == n
+
+
+def test_restarts_bound_the_number_of_vectors_and_reach_the_same_eigenvalues():
+    values = torch.linspace(0, 1, 400, dtype=torch.float64)
+    A = symmetric(values)
+    result = eigsh(A, 5, generator=generator())
+    assert result.num_matvecs > 65  # more products than vectors held, so there were restarts
+    check(A, values, result, 5, "largest")
+
+
+def test_pairs_unpack():
+    A = symmetric(SPECTRA["separated"])
+    values, vectors = eigsh(A, 3, generator=generator())
+    torch.testing.assert_close(values, wanted(SPECTRA["separated"], 3, "largest"))
+    assert vectors.shape == (SIZE, 3)
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
+def test_structured_operators_have_exact_eigenpairs(which):
+    values = torch.tensor([3.0, -5.0, 1.0, 2.0])
+    result = eigsh(Diagonal(values), 2, which=which)
+    torch.testing.assert_close(result.values, wanted(values, 2, which))
+    torch.testing.assert_close(values[:, None] * result.vectors, result.vectors * result.values)
+    assert result.num_matvecs == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_single_precision_stays_single_and_is_as_precise_as_it_can_be(method):
+    values = SPECTRA["degenerate"]
+    A = Matrix(symmetric(values).matrix.float())
+    result = eigsh(A, 5, method, tol=1e-4, generator=generator())
+    assert result.values.dtype == result.vectors.dtype == torch.float32
+    expected = wanted(values, 5, "largest").float()
+    torch.testing.assert_close(result.values, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_too_few_products_are_told_with_a_remedy(method):
+    values = torch.linspace(0, 1, 400, dtype=torch.float64)
+    with pytest.warns(RuntimeWarning, match="raise `max_matvecs`"):
+        result = eigsh(symmetric(values), 4, method, max_matvecs=60, generator=generator())
+    assert not result.converged
+    assert "of 4 eigenpairs converged" in result.status
+    assert result.num_matvecs <= 60 + 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [20, 100])
+def test_operators_that_are_not_symmetric_are_noticed(method, n):
+    A = Matrix(torch.randn(n, n, dtype=torch.float64, generator=generator()))
+    with pytest.raises(ValueError, match="not symmetric"):
+        eigsh(A, 3, method, generator=generator())
+
+
+@pytest.mark.parametrize("shape", [(60, 60), (80, 40), (40, 80)])
+def test_spectral_norm_of_any_shape_is_within_its_bound(shape):
+    A = Matrix(torch.randn(shape, dtype=torch.float64, generator=generator(2)))
+    truth = torch.linalg.matrix_norm(A.matrix, 2)
+    for tol in (1e-1, 1e-3, 1e-6):
+        A.columns = 0
+        estimate = spectral_norm(A, tol=tol, generator=generator())
+        assert abs(estimate.value - truth) <= estimate.standard_error + 1e-12
+        assert estimate.standard_error <= tol * estimate.value
+        assert estimate.num_matvecs == A.columns
+
+
+def test_spectral_norm_of_a_symmetric_operator_takes_half_the_products():
+    values = SPECTRA["indefinite"]
+    claimed = spectral_norm(symmetric(values, is_symmetric=True), tol=1e-6, generator=generator())
+    plain = spectral_norm(symmetric(values), tol=1e-6, generator=generator())
+    torch.testing.assert_close(claimed.value, values.abs().max())
+    torch.testing.assert_close(plain.value, values.abs().max())
+    assert claimed.num_matvecs < plain.num_matvecs
+
+
+def test_spectral_norm_of_structured_and_zero_operators():
+    assert spectral_norm(Diagonal(torch.tensor([1.0, -3.0]))).num_matvecs == 0
+    assert float(spectral_norm(Diagonal(torch.tensor([1.0, -3.0])))) == 3
+    assert float(spectral_norm(Matrix(torch.zeros(40, 50)))) == 0
+
+
+def test_spectral_norm_tells_a_missed_tolerance():
+    A = symmetric(torch.linspace(0, 1, 300), is_symmetric=True)
+    with pytest.warns(RuntimeWarning, match="raise `max_matvecs`"):
+        assert not spectral_norm(A, tol=1e-8, max_matvecs=10, generator=generator()).converged
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_eigenpairs_stay_on_the_gpu(method):
+    A = Matrix(symmetric(SPECTRA["degenerate"]).matrix.cuda())
+    result = eigsh(A, 5, method, generator=torch.Generator("cuda").manual_seed(0))
+    assert result.values.device.type == result.vectors.device.type == "cuda"
+    expected = wanted(SPECTRA["degenerate"], 5, "largest")
+    torch.testing.assert_close(result.values.cpu(), expected, rtol=0, atol=1e-6)

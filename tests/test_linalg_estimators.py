@@ -1,0 +1,226 @@
+"""Trace, diagonal and Frobenius norm: unbiased, with honest standard errors."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from spectra import Matrix, generator, symmetric, uniform
+
+from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, trace
+from laplace_debias.operators import Dense, Diagonal
+
+SIZE, RUNS = 100, 300
+INDEX = torch.arange(SIZE, dtype=torch.float64)
+SPECTRA = {
+    "decaying": 0.9**INDEX,
+    "polynomial": (1 + INDEX) ** -1.5,
+    "indefinite": 2 * uniform(SIZE) - 1.2,
+    "flat": 1 + 0.2 * uniform(SIZE),
+}
+TRACES = ["hutchinson", "hutch++", "xtrace"]
+DIAGONALS = ["hutchinson", "xdiag"]
+
+
+def truth(function, A):
+    if function is frobenius_norm:
+        return A.matrix.norm()
+    return A.matrix.trace() if function is trace else A.matrix.diagonal()
+
+
+def repeated(function, A, runs=RUNS, **options):
+    """Errors and standard errors over seeds, `[runs, ...]`."""
+    estimates = [function(A, generator=generator(seed), **options) for seed in range(runs)]
+    errors = torch.stack([estimate.value for estimate in estimates]) - truth(function, A)
+    return errors, torch.stack([estimate.standard_error for estimate in estimates])
+
+
+ESTIMATORS = [
+    *(pytest.param(partial(trace, method=name), id=f"trace-{name}") for name in TRACES),
+    *(pytest.param(partial(diagonal, method=name), id=f"diagonal-{name}") for name in DIAGONALS),
+    pytest.param(frobenius_norm, id="frobenius"),
+]
+
+
+def bare(estimator):
+    return getattr(estimator, "func", estimator)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_standard_error_covers_the_truth_in_about_95_percent_of_runs(estimator, spectrum):
+    A = symmetric(SPECTRA[spectrum])
+    function = bare(estimator)
+    options = getattr(estimator, "keywords", {})
+    errors, standard_errors = repeated(function, A, num_matvecs=48, **options)
+    covered = (errors.abs() <= 2 * standard_errors).double().mean()
+    assert 0.88 <= covered <= 0.995
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS[:-1])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "spherical"])
+def test_estimates_are_unbiased_for_operators_that_are_not_symmetric(estimator, distribution):
+    n = 40
+    A = Matrix(torch.randn(n, n, dtype=torch.float64, generator=generator(7)) + torch.eye(n))
+    options = estimator.keywords | {"distribution": distribution}
+    errors, _ = repeated(bare(estimator), A, num_matvecs=12, **options)
+    z = errors.mean(dim=0) / (errors.std(dim=0) / RUNS**0.5)
+    assert z.abs().max() < 4
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "spherical"])
+def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators(distribution):
+    A = Matrix(torch.randn(30, 50, dtype=torch.float64, generator=generator(3)))
+    runs = [
+        frobenius_norm(A, 10, distribution=distribution, generator=generator(seed))
+        for seed in range(RUNS)
+    ]
+    squares = torch.stack([run.value for run in runs]) ** 2
+    error = squares.mean() - A.matrix.norm() ** 2
+    assert abs(error) < 4 * squares.std() / RUNS**0.5
+
+
+@pytest.mark.parametrize(("method", "factor"), [("hutch++", 4), ("xtrace", 15)])
+def test_sketching_beats_hutchinson_on_a_decaying_spectrum(method, factor):
+    A = symmetric(SPECTRA["decaying"])
+    plain, _ = repeated(trace, A, runs=100, method="hutchinson", num_matvecs=60)
+    better, _ = repeated(trace, A, runs=100, method=method, num_matvecs=60)
+    assert better.square().mean().sqrt() * factor < plain.square().mean().sqrt()
+
+
+def test_xdiag_beats_hutchinson_on_a_decaying_spectrum():
+    A = symmetric(SPECTRA["decaying"])
+    plain, _ = repeated(diagonal, A, runs=50, method="hutchinson", num_matvecs=60)
+    better, _ = repeated(diagonal, A, runs=50, method="xdiag", num_matvecs=60)
+    assert better.square().mean().sqrt() * 15 < plain.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("estimator", [ESTIMATORS[1], ESTIMATORS[2], ESTIMATORS[4]])
+def test_a_sketch_that_holds_the_whole_range_is_exact(estimator):
+    values = torch.zeros(SIZE)
+    values[:6] = torch.tensor([5.0, 4, 3, 2, 1, -1])
+    A = symmetric(values)
+    for num_matvecs in (24, 36):
+        estimate = estimator(A, num_matvecs=num_matvecs, generator=generator())
+        error = (estimate.value - truth(bare(estimator), A)).abs().max()
+        assert error < 1e-12
+        assert estimate.standard_error.max() < 1e-12
+
+
+def test_xtrace_equals_the_mean_over_probes_left_out_by_hand():
+    A, count = symmetric(SPECTRA["indefinite"]), 5
+    estimate = trace(A, "xtrace", 2 * count, generator=generator(3), distribution="gaussian")
+    source = generator(3)
+    torch.randn(SIZE, generator=source, dtype=torch.float64)
+    by_hand, source = [], None
+    for shift in (0, 1):
+        source = generator(3)
+        for _ in range(shift):
+            torch.randn(SIZE, generator=source, dtype=torch.float64)
+        probes = torch.stack(
+            [torch.randn(SIZE, generator=source, dtype=torch.float64) for _ in range(count)], 1
+        )
+        samples = []
+        for i in range(count):
+            others = [j for j in range(count) if j != i]
+            Q = torch.linalg.qr(A.matrix @ probes[:, others]).Q
+            rest = probes[:, i] - Q @ (Q.T @ probes[:, i])
+            samples.append((Q.T @ A.matrix @ Q).trace() + rest @ A.matrix @ rest)
+        by_hand.append(torch.stack(samples).mean())
+    assert min(abs(estimate.value - value) for value in by_hand) < 1e-10
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_as_many_products_as_columns_are_exact_and_no_more_are_spent(estimator):
+    A = symmetric(SPECTRA["indefinite"])
+    estimate = estimator(A, num_matvecs=SIZE + 50, generator=generator())
+    torch.testing.assert_close(estimate.value, truth(bare(estimator), A))
+    assert estimate.standard_error.abs().max() == 0
+    assert estimate.num_matvecs == A.columns == SIZE
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_structured_operators_are_exact_without_products(estimator):
+    A = Diagonal(torch.tensor([1.0, -2.0, 3.0, 4.0, 5.0]))
+    estimate = estimator(A)
+    dense = Matrix(A.to_dense())
+    torch.testing.assert_close(estimate.value, truth(bare(estimator), dense))
+    assert estimate.num_matvecs == 0
+    assert estimate.standard_error.abs().max() == 0
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_products_are_counted_and_chunks_change_nothing(estimator):
+    A = symmetric(SPECTRA["polynomial"])
+    whole = estimator(A, num_matvecs=24, generator=generator())
+    assert whole.num_matvecs == A.columns == 24
+    parts = estimator(A, num_matvecs=24, generator=generator(), chunk=5)
+    torch.testing.assert_close(parts.value, whole.value)
+    torch.testing.assert_close(parts.standard_error, whole.standard_error)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_tolerance_is_reached_with_more_products(estimator):
+    A = symmetric(1 + 0.2 * uniform(1000))
+    is_norm = bare(estimator) is frobenius_norm
+    tol = 2e-3 if bare(estimator) is not diagonal else 0.05 if is_norm else 0.02
+    first = estimator(A, num_matvecs=8, generator=generator())
+    assert first.standard_error.norm() > tol * first.value.norm()
+    estimate = estimator(A, num_matvecs=8, tol=tol, max_matvecs=600, generator=generator())
+    assert estimate.converged
+    assert 8 < estimate.num_matvecs <= 600
+    assert estimate.standard_error.norm() <= tol * estimate.value.norm()
+
+
+@pytest.mark.parametrize("method", TRACES)
+def test_estimators_grown_to_a_tolerance_stay_unbiased_and_calibrated(method):
+    A = symmetric(SPECTRA["polynomial"])
+    errors, standard_errors = repeated(
+        trace, A, method=method, num_matvecs=12, tol=0.03, max_matvecs=60
+    )
+    assert errors.mean().abs() < 4 * errors.std() / RUNS**0.5
+    assert (errors.abs() <= 2 * standard_errors).double().mean() >= 0.85
+
+
+def test_missed_tolerance_is_told():
+    A = symmetric(SPECTRA["indefinite"])
+    with pytest.warns(RuntimeWarning, match="raise `max_matvecs`"):
+        estimate = trace(A, tol=1e-6, num_matvecs=10, max_matvecs=20, generator=generator())
+    assert not estimate.converged
+    assert estimate.num_matvecs == 20
+
+
+def test_one_probe_has_an_infinite_standard_error():
+    A = symmetric(SPECTRA["flat"])
+    for estimate in (trace(A, num_matvecs=1), diagonal(A, num_matvecs=1), trace(A, "hutch++", 3)):
+        assert estimate.standard_error.isinf().all()
+        assert estimate.value.isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_generator_fixes_the_result_and_dtype_is_kept(estimator):
+    A = Matrix(symmetric(SPECTRA["decaying"]).matrix.float())
+    first, again = (estimator(A, num_matvecs=20, generator=generator(5)) for _ in range(2))
+    other = estimator(A, num_matvecs=20, generator=generator(6))
+    assert first.value.equal(again.value)
+    assert not first.value.equal(other.value)
+    assert first.value.dtype == first.standard_error.dtype == torch.float32
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_zero_operator_is_estimated_as_zero(estimator):
+    estimate = estimator(Matrix(torch.zeros(30, 30)), num_matvecs=12, generator=generator())
+    assert estimate.value.abs().max() == 0
+    assert estimate.standard_error.abs().max() == 0
+
+
+def test_a_scalar_estimate_is_a_float():
+    assert float(Estimate.exact(torch.tensor(2.5))) == 2.5
+    assert math.isclose(float(trace(Dense(torch.eye(3)))), 3.0)
+
+
+def test_progress_is_shown_on_request(capsys):
+    trace(symmetric(SPECTRA["flat"]), num_matvecs=4)
+    assert capsys.readouterr().err == ""
+    trace(symmetric(SPECTRA["flat"]), num_matvecs=4, progress=True)
+    assert "4/4" in capsys.readouterr().err
