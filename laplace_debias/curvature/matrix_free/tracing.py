@@ -61,8 +61,8 @@ def trace(
         The program, valid for points and vectors of the same shapes and dtypes.
 
     Raises:
-        UntraceableError: If values decide on shapes or on the course of the function, if it is random or
-            writes to something, or if an output depends on several vectors.
+        UntraceableError: If values decide on shapes or on the course of the function, if it is
+            random or writes to something, or if an output depends on several vectors.
     """
     # It takes a second to import, which those who never multiply need not wait for.
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -79,7 +79,9 @@ def trace(
     with torch.no_grad():
         # Without in-place operations, results can be shared and kept.
         graph_module = make_fx(functionalize(flat))(
-            *points, *(x for vector in vectors for x in vector)
+            # Recording tells tensors apart by identity: each argument must be an object of its own.
+            *(x.detach() for x in points),
+            *(torch.zeros_like(x) for vector in vectors for x in vector),
         )
     graph = graph_module.graph
     for node in graph.nodes:
@@ -144,7 +146,7 @@ def _split(
     nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
     (outputs,) = next(iter(reversed(graph_module.graph.nodes))).args
     results: list[list[fx.Node]] = [[] for _ in range(max(groups) + 1)]
-    for node, group in zip(outputs, groups, strict=True):  # type: ignore[arg-type]
+    for node, group in zip(outputs, groups, strict=True):
         if dependencies[node] not in (-1, group - 1):
             raise UntraceableError("an output depends on a vector that it should not depend on")
         results[group].append(node)
