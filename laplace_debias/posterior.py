@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators import BlockDiagonal, EigenKronecker
-from laplace_debias.operators.structured import Spectrum
+from laplace_debias.operators import BlockDiagonal, EigenKronecker, Spectrum
 
 
 @dataclass(frozen=True, eq=False)

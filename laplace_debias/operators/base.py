@@ -1,19 +1,48 @@
 """The base of every linear operator: what it takes to be multiplied."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import singledispatch
+from typing import Any, TypeVar, overload
 
+import scipy.sparse.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from laplace_debias.operators.dispatch import Pairwise
+from laplace_debias.operators.indexing import as_indices, as_integer, is_everything
+from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.parts import converted
+
+Operator = TypeVar("Operator", bound="LinearOperator")
+Parameters = Mapping[str, Tensor] | Sequence[Tensor]
+Scalar = float | Tensor
 
 
 class LinearOperator(ABC):
     """A matrix that is only ever multiplied.
 
-    A subclass gives its shape, dtype and device, a product with a matrix and its adjoint;
-    everything else (structure, spectrum, solves) is either a method of a structured operator or a
-    function on operators.
+    A subclass gives five things: `shape`, `dtype`, `device`, `_matmat` (the product with a matrix)
+    and `T` (its adjoint). It may claim three more: that it is symmetric, that it is positive
+    semi-definite, and how named parameters lie in its columns. Everything else follows, or is a
+    free function that asks for the structure (`operators.exact`).
+
+    Sums, products, multiples, powers and sub-matrices of operators are operators. They are lazy,
+    except where the structure of the parts has a closed form.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.operators import Diagonal, Identity
+        >>> A = Diagonal(torch.tensor([1.0, 2.0])) + 0.5 * Identity(2)
+        >>> A @ torch.ones(2)
+        tensor([1.5000, 2.5000])
+        >>> (A**2)[0, 0]
+        tensor(2.2500)
     """
+
+    # NumPy would take an operator for a scalar and multiply entry by entry.
+    __array_ufunc__ = None
 
     @property
     @abstractmethod
@@ -32,33 +61,335 @@ class LinearOperator(ABC):
 
     @abstractmethod
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
-        """Multiply with the columns of a matrix whose shape has been checked."""
+        """Multiply with the columns, k ≥ 1, of a matrix that has been checked."""
 
     @property
     @abstractmethod
     def T(self) -> "LinearOperator":  # noqa: N802 (numpy's and torch's name)
         """The adjoint."""
 
-    def __matmul__(self, other: Float[Tensor, "columns *k"]) -> Float[Tensor, "rows *k"]:
-        """Multiply with a vector `[columns]` or a matrix `[columns, k]`.
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the operator claims to equal its adjoint; `assume` makes the claim for it."""
+        return False
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it claims to be symmetric with no negative eigenvalue; see `assume`."""
+        return False
+
+    @property
+    def layout(self) -> ParameterLayout | None:
+        """How named parameters lie in the columns; that of the rows is the adjoint's."""
+        return None
+
+    @overload
+    def __matmul__(self, other: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, other: "LinearOperator") -> "LinearOperator": ...
+    @overload
+    def __matmul__(self, other: Parameters) -> Any: ...
+    def __matmul__(self, other: Any) -> Any:
+        """Multiply with a vector, a matrix, an operator, or named parameters.
+
+        Args:
+            other: `[columns]`; `[columns, k]`; an operator `[columns, k]`; or, if the operator has
+                a `layout`, a tensor per parameter, by name or in order, each `[*shape]` or each
+                `[*shape, k]`.
+
+        Returns:
+            `[rows]`; `[rows, k]`; the product as an operator; or parameters again (by name or in
+            order, as they came), but a tensor if the rows belong to no parameters.
 
         Raises:
-            ValueError: If the shape, dtype or device does not fit.
+            ValueError: If the shape, dtype or device does not fit, or parameters are missing or
+                superfluous.
+            TypeError: If `other` is none of these, or parameters of an operator without `layout`.
         """
-        if other.ndim not in (1, 2) or other.shape[0] != self.shape[1]:
-            raise ValueError(
-                f"{type(self).__name__} of shape {self.shape} cannot multiply a tensor of shape "
-                f"{tuple(other.shape)}: expected ({self.shape[1]},) or ({self.shape[1]}, k)."
+        if isinstance(other, LinearOperator):
+            if self.shape[1] != other.shape[0]:
+                raise ValueError(
+                    f"{type(self).__name__} of shape {self.shape} cannot multiply "
+                    f"{type(other).__name__} of shape {other.shape}: the inner sizes differ."
+                )
+            return multiply(*unify([self, other]))
+        if isinstance(other, Mapping | list | tuple):
+            return self._multiply_parameters(other)
+        if not isinstance(other, Tensor):
+            raise TypeError(
+                f"{type(self).__name__} cannot multiply {type(other).__name__}: expected a tensor, "
+                "a LinearOperator or a dict of parameters. NumPy arrays go with `.to_scipy()`."
             )
-        if other.dtype != self.dtype or other.device != self.device:
-            raise ValueError(
-                f"{type(self).__name__} is {self.dtype} on {self.device}, the tensor {other.dtype} "
-                f"on {other.device}: convert one of them with `.to(...)`."
-            )
+        operator = adopt(self, other.dtype, other.device)
+        check_operand(operator, other)
         if other.ndim == 1:
-            return self._matmat(other[:, None])[:, 0]
-        return self._matmat(other)
+            return operator._matmat(other[:, None])[:, 0]
+        if other.shape[1] == 0:
+            return other.new_zeros(self.shape[0], 0)
+        return operator._matmat(other)
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        """A row vector `[rows]` or rows `[k, rows]` times the operator."""
+        if not isinstance(other, Tensor):
+            raise TypeError(
+                f"{type(other).__name__} @ {type(self).__name__} is not defined: expected a tensor "
+                "on the left. NumPy arrays go with `.to_scipy()`."
+            )
+        return (self.T @ other.mT).mT if other.ndim == 2 else self.T @ other
+
+    def _multiply_parameters(self, parameters: Parameters) -> Any:
+        if self.layout is None:
+            raise TypeError(
+                f"{type(self).__name__} does not know how parameters lie in its columns: multiply "
+                "it with a vector or a matrix."
+            )
+        product = self @ self.layout.flatten(parameters)
+        rows = self.T.layout
+        if rows is None:
+            return product
+        named = rows.unflatten(product)
+        return named if isinstance(parameters, Mapping) else list(named.values())
+
+    def __add__(self, other: "LinearOperator") -> "LinearOperator":
+        if not isinstance(other, LinearOperator):
+            raise TypeError(
+                f"{type(self).__name__} and {type(other).__name__} cannot be added: wrap a matrix "
+                "as Dense(matrix), a number c as c * Identity(n)."
+            )
+        if self.shape != other.shape:
+            raise ValueError(
+                f"{type(self).__name__} of shape {self.shape} and {type(other).__name__} of shape "
+                f"{other.shape} cannot be added: the shapes must be equal."
+            )
+        return add(*unify([self, other]))
+
+    def __radd__(self, other: object) -> "LinearOperator":
+        # `sum` starts from 0.
+        if isinstance(other, int) and other == 0:
+            return self
+        return self + other  # type: ignore[operator]
+
+    def __neg__(self) -> "LinearOperator":
+        return scale(self, -1.0)
+
+    def __sub__(self, other: "LinearOperator") -> "LinearOperator":
+        return self + (-other if isinstance(other, LinearOperator) else other)
+
+    def __rsub__(self, other: object) -> "LinearOperator":
+        return -self + other  # type: ignore[operator]
+
+    def __mul__(self, scalar: Scalar) -> "LinearOperator":
+        return scale(self, as_scalar(scalar, self))
+
+    def __rmul__(self, scalar: Scalar) -> "LinearOperator":
+        return self * scalar
+
+    def __truediv__(self, scalar: Scalar) -> "LinearOperator":
+        return scale(self, 1 / as_scalar(scalar, self))
+
+    def __pow__(self, exponent: int) -> "LinearOperator":
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"Only square operators have powers, got shape {self.shape}.")
+        if not isinstance(exponent, int) or exponent < 0:
+            raise ValueError(
+                f"The exponent must be an integer of at least 0, got {exponent!r}: for negative "
+                "ones take a power of the inverse, for fractions a function of the spectrum."
+            )
+        if exponent == 0:
+            # A structure, and so built on this module.
+            from laplace_debias.operators.identity import Identity
+
+            return Identity(self.shape[0], self.dtype, self.device)
+        power = self
+        for _ in range(exponent - 1):
+            power = power @ self
+        return power
+
+    def __getitem__(self, index: Any) -> Any:
+        """A sub-matrix `A[rows, columns]`, a row or column as a vector, or an entry.
+
+        Args:
+            index: For each side an integer, a slice, integers (a list, tensor or array), booleans,
+                or a parameter's name; the columns may be left out.
+
+        Returns:
+            An operator; a vector if one side is an integer; a number (0-d) if both are.
+
+        Raises:
+            IndexError: If an index is out of range.
+            KeyError: If the operator does not know the name.
+            TypeError: If an index is of another type.
+        """
+        pair = isinstance(index, tuple)
+        if pair and len(index) != 2:
+            raise IndexError(f"An operator has two indices, rows and columns, got {len(index)}.")
+        rows, columns = index if pair else (index, slice(None))
+        if is_everything(rows) and is_everything(columns):
+            return self
+        row, column = as_integer(rows, self.shape[0]), as_integer(columns, self.shape[1])
+        if column is not None:
+            vector = self @ self._unit(self.shape[1], column)
+            return vector[self._indices(rows, 0) if row is None else row]
+        if row is not None:
+            return (self.T @ self._unit(self.shape[0], row))[self._indices(columns, 1)]
+        return submatrix(self, self._indices(rows, 0), self._indices(columns, 1))
+
+    def _indices(self, index: Any, side: int) -> Tensor:
+        if isinstance(index, str):
+            index = named_range(self, index)
+        return as_indices(index, self.shape[side], self.device)
+
+    def _unit(self, size: int, position: int) -> Tensor:
+        vector = torch.zeros(size, dtype=self.dtype, device=self.device)
+        vector[position] = 1
+        return vector
+
+    def __repr__(self) -> str:
+        # A dataclass would print every tensor in it.
+        return (
+            f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
+        )
 
     def to_dense(self) -> Float[Tensor, "rows columns"]:
         """The matrix itself, `[rows, columns]`; costs as many products as columns."""
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
+
+    def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
+        """The operator for SciPy: NumPy in and out, products where the operator computes them."""
+        # The bridge builds on this module.
+        from laplace_debias.operators.scipy_bridge import to_scipy
+
+        return to_scipy(self)
+
+    def to(self: Operator, *args: Any, **kwargs: Any) -> Operator:
+        """Convert dtype or device as `Tensor.to` does.
+
+        Raises:
+            TypeError: If the operator is not made of tensors; an operator of a network follows its
+                model.
+        """
+        target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        return converted(self, target.dtype, target.device)
+
+
+def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
+    """Require a tensor that the operator can multiply.
+
+    Raises:
+        ValueError: If its shape, dtype or device does not fit.
+    """
+    size = operator.shape[1]
+    if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
+        raise ValueError(
+            f"{type(operator).__name__} of shape {operator.shape} cannot multiply a tensor of "
+            f"shape {tuple(tensor.shape)}: expected ({size},) or ({size}, k)."
+        )
+    if tensor.dtype != operator.dtype or tensor.device != operator.device:
+        raise ValueError(
+            f"{type(operator).__name__} is {operator.dtype} on {operator.device}, the tensor "
+            f"{tensor.dtype} on {tensor.device}: convert one of them with `.to(...)`."
+        )
+
+
+def check_square(operator: "LinearOperator") -> None:
+    """Require a square operator.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if operator.shape[0] != operator.shape[1]:
+        raise ValueError(
+            f"{type(operator).__name__} has shape {operator.shape}: this needs a square operator."
+        )
+
+
+def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
+    """A number, or a real 0-d tensor that the operator's device can take.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If the tensor lies on another device.
+    """
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        if value.device.type != "cpu" and value.device != operator.device:
+            raise ValueError(
+                f"{type(operator).__name__} is on {operator.device}, the factor on {value.device}: "
+                "convert it with `.to(...)`."
+            )
+        return value
+    if isinstance(value, Tensor | LinearOperator | complex) and not isinstance(value, float):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise TypeError(
+            f"{type(operator).__name__} can be multiplied entrywise with a real number only, got "
+            f"{what}: use `@` for products."
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{type(operator).__name__} can be scaled by a real number, got "
+            f"{type(value).__name__}: use `@` for products."
+        ) from error
+
+
+# What the operators above call, and structures register with.
+add = Pairwise("add")
+multiply = Pairwise("multiply")
+
+
+@singledispatch
+def scale(operator: LinearOperator, scalar: Scalar) -> LinearOperator:
+    """The operator times a number."""
+    raise TypeError(f"{type(operator).__name__} is no LinearOperator.")
+
+
+@singledispatch
+def submatrix(operator: LinearOperator, rows: Tensor, columns: Tensor) -> LinearOperator:
+    """The operator's rows and columns of the given indices, in their order."""
+    raise TypeError(f"{type(operator).__name__} is no LinearOperator.")
+
+
+@singledispatch
+def shift(operator: LinearOperator, scalar: Scalar) -> LinearOperator | None:
+    """The operator plus a multiple of the identity in its own structure, None if it has none."""
+    return None
+
+
+@singledispatch
+def identity_multiple(operator: LinearOperator) -> Scalar | None:
+    """The number c if the operator is c times the identity by its structure, else None."""
+    return None
+
+
+@singledispatch
+def named_range(operator: LinearOperator, name: str) -> range:
+    """The rows and columns that belong to the parameter, or the block, of this name."""
+    if operator.layout is None:
+        raise KeyError(
+            f"{type(operator).__name__} does not know which entries belong to {name!r}: index it "
+            "by numbers, or give it a ParameterLayout."
+        )
+    return operator.layout.range(name)
+
+
+@singledispatch
+def adopt(operator: LinearOperator, dtype: torch.dtype, device: torch.device) -> LinearOperator:
+    """The operator itself or, if it was given no dtype or device, the one that has these."""
+    return operator
+
+
+def unify(operators: Sequence[LinearOperator]) -> list[LinearOperator]:
+    """Give the operators that have no dtype or device of their own those of the others.
+
+    Raises:
+        ValueError: If the others disagree.
+    """
+    for reference in operators:
+        dtype, device = reference.dtype, reference.device
+        adopted = [adopt(operator, dtype, device) for operator in operators]
+        if all(operator.dtype == dtype and operator.device == device for operator in adopted):
+            return adopted
+    found = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
+    raise ValueError(
+        f"Operators must share one dtype and one device: {found}. Convert them with `.to(...)`."
+    )

@@ -1,0 +1,33 @@
+"""Closed forms: what a structure tells exactly, at the cost of its parts.
+
+Every function returns None where the structure tells nothing, so that the caller can go on with an
+iterative method, and raises where the quantity does not exist.
+"""
+
+from laplace_debias.operators.exact.determinant import exact_logdet
+from laplace_debias.operators.exact.entries import (
+    exact_diagonal,
+    exact_trace,
+)
+from laplace_debias.operators.exact.inverse import exact_inverse, exact_solve
+from laplace_debias.operators.exact.norms import exact_frobenius_norm, exact_spectral_norm
+from laplace_debias.operators.exact.spectrum import (
+    Eigenpairs,
+    exact_eigh,
+    exact_function,
+    exact_sqrt,
+)
+
+__all__ = [
+    "Eigenpairs",
+    "exact_diagonal",
+    "exact_eigh",
+    "exact_frobenius_norm",
+    "exact_function",
+    "exact_inverse",
+    "exact_logdet",
+    "exact_solve",
+    "exact_spectral_norm",
+    "exact_sqrt",
+    "exact_trace",
+]

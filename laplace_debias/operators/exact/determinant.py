@@ -1,0 +1,186 @@
+"""Log-determinants."""
+
+from collections.abc import Iterable
+from functools import singledispatch
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from laplace_debias.operators.assume import Assumed
+from laplace_debias.operators.base import LinearOperator, check_square
+from laplace_debias.operators.block_diagonal import BlockDiagonal
+from laplace_debias.operators.compose import Product, Scaled
+from laplace_debias.operators.dense import Dense
+from laplace_debias.operators.exact.spectrum import (
+    eigenvalues,
+    shown,
+    whitened_eigenvalues,
+)
+from laplace_debias.operators.kronecker import Kronecker
+from laplace_debias.operators.low_rank import LowRankPlusDiagonal
+from laplace_debias.operators.permutation import Permutation
+
+# The sign and the logarithm of the absolute value of a determinant, both 0-d.
+SignLog = tuple[Tensor, Tensor]
+
+
+def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
+    """The logarithm of the determinant of an operator `[n, n]`, None without a closed form.
+
+    Raises:
+        ValueError: If the operator is not square, if it is symmetric and an eigenvalue is known not
+            to be positive, or if the determinant is not.
+    """
+    check_square(operator)
+    value = _symmetric(operator) if operator.is_symmetric else None
+    if value is not None:
+        return value
+    found = _slogdet(operator)
+    if found is None:
+        return None
+    sign, log = found
+    if not bool(sign > 0):
+        raise ValueError(
+            f"The determinant is {'zero' if bool(sign == 0) else 'negative'} and has no logarithm: "
+            "add a multiple of the identity, `A + c * Identity(n)`, that makes it positive."
+        )
+    return log
+
+
+@singledispatch
+def _symmetric(operator: LinearOperator) -> Tensor | None:
+    """The log-determinant of a symmetric operator, which must be positive definite."""
+    values = eigenvalues(operator)
+    return None if values is None else _checked_log(values).sum()
+
+
+@_symmetric.register
+def _(operator: Dense) -> Tensor | None:
+    root, info = torch.linalg.cholesky_ex(operator.matrix)
+    if bool(info != 0):
+        # The factorisation stops at the first minor that is not positive.
+        return _checked_log(torch.linalg.eigvalsh(operator.matrix)).sum()
+    return 2 * root.diagonal().log().sum()
+
+
+@_symmetric.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> Tensor | None:
+    values = []
+    for block in operator.blocks.values():
+        value = exact_logdet(block)
+        if value is None:
+            return None
+        values.append(value)
+    return torch.stack(values).sum()
+
+
+@_symmetric.register
+def _(operator: LowRankPlusDiagonal) -> Tensor | None:
+    ratios = whitened_eigenvalues(operator)
+    if ratios is None:
+        values = eigenvalues(operator)
+        return None if values is None else _checked_log(values).sum()
+    # The matrix determinant lemma: A and I + D^-½UMUᵀD^-½ are positive definite together.
+    diagonal = operator.diagonal.expand(len(operator.U))
+    return diagonal.log().sum() + _checked_log(1 + ratios).sum()
+
+
+@_symmetric.register
+def _(operator: Assumed) -> Tensor | None:
+    return exact_logdet(shown(operator))
+
+
+@singledispatch
+def _slogdet(operator: LinearOperator) -> SignLog | None:
+    values = eigenvalues(operator)
+    return None if values is None else (values.sign().prod(), values.abs().log().sum())
+
+
+@_slogdet.register
+def _(operator: Dense) -> SignLog | None:
+    sign, log = torch.linalg.slogdet(operator.matrix)
+    return sign, log
+
+
+@_slogdet.register
+def _(operator: Kronecker) -> SignLog | None:
+    n = operator.shape[0]
+    if any(factor.shape[0] != factor.shape[1] for factor in operator.factors):
+        return None
+    found = [_slogdet(factor) for factor in operator.factors]
+    powers = [n // factor.shape[0] for factor in operator.factors]
+    return _joined(
+        None if one is None else (one[0] ** power, one[1] * power)
+        for one, power in zip(found, powers, strict=True)
+    )
+
+
+@_slogdet.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> SignLog | None:
+    return _joined(_slogdet(block) for block in operator.blocks.values())
+
+
+@_slogdet.register
+def _(operator: LowRankPlusDiagonal) -> SignLog | None:
+    ratios = whitened_eigenvalues(operator)
+    if ratios is None:
+        values = eigenvalues(operator)
+        return None if values is None else (values.sign().prod(), values.abs().log().sum())
+    diagonal = operator.diagonal.expand(len(operator.U))
+    return (1 + ratios).sign().prod(), diagonal.log().sum() + (1 + ratios).abs().log().sum()
+
+
+@_slogdet.register
+def _(operator: Permutation) -> SignLog | None:
+    index = operator.index.cpu().numpy()
+    n = len(index)
+    graph = coo_array((np.ones(n), (np.arange(n), index)), shape=(n, n))
+    cycles, _ = connected_components(graph)
+    one = torch.ones((), dtype=operator.dtype, device=operator.device)
+    return (-one if (n - cycles) % 2 else one), torch.zeros_like(one)
+
+
+@_slogdet.register
+def _(operator: Product) -> SignLog | None:
+    if any(factor.shape[0] != factor.shape[1] for factor in operator.factors):
+        return None
+    return _joined(_slogdet(factor) for factor in operator.factors)
+
+
+@_slogdet.register
+def _(operator: Scaled) -> SignLog | None:
+    found = _slogdet(operator.operator)
+    if found is None:
+        return None
+    scalar = torch.as_tensor(operator.scalar).to(found[1])
+    n = operator.shape[0]
+    return found[0] * scalar.sign() ** n, found[1] + n * scalar.abs().log()
+
+
+@_slogdet.register
+def _(operator: Assumed) -> SignLog | None:
+    return _slogdet(shown(operator))
+
+
+def _joined(parts: Iterable[SignLog | None]) -> SignLog | None:
+    found = list(parts)
+    known = [part for part in found if part is not None]
+    if len(known) < len(found):
+        return None
+    signs, logs = zip(*known, strict=True)
+    return torch.stack(signs).prod(), torch.stack(logs).sum()
+
+
+def _checked_log(values: Tensor) -> Tensor:
+    if not bool((values > 0).all()):
+        raise ValueError(
+            f"The operator is not positive definite, its smallest eigenvalue is about "
+            f"{values.min().item():.3g}: add a multiple of the identity, `A + c * Identity(n)`, "
+            "that makes it so."
+        )
+    return values.log()

@@ -1,0 +1,237 @@
+"""Inverses and solutions of linear systems."""
+
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.assume import Assumed, assume
+from laplace_debias.operators.base import (
+    LinearOperator,
+    check_operand,
+    check_square,
+    scale,
+)
+from laplace_debias.operators.block_diagonal import BlockDiagonal
+from laplace_debias.operators.compose import Product, Scaled
+from laplace_debias.operators.dense import Dense
+from laplace_debias.operators.exact.spectrum import (
+    blockwise,
+    exact_function,
+    low_rank_eigh,
+)
+from laplace_debias.operators.identity import Identity
+from laplace_debias.operators.kronecker import Kronecker
+from laplace_debias.operators.low_rank import LowRankPlusDiagonal
+from laplace_debias.operators.permutation import Permutation
+
+
+def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
+    """The inverse of an operator `[n, n]`, in the same structure; None without a closed form.
+
+    Raises:
+        ValueError: If the operator is not square, or singular.
+    """
+    check_square(operator)
+    return _inverse(operator)
+
+
+def exact_solve(
+    operator: LinearOperator, right: Float[Tensor, " n"] | Float[Tensor, "n k"]
+) -> Float[Tensor, " n"] | Float[Tensor, "n k"] | None:
+    """The solution X of A X = B, None without a closed form.
+
+    Args:
+        operator: A, `[n, n]`.
+        right: B, `[n]` or `[n, k]`.
+
+    Returns:
+        X, of B's shape.
+
+    Raises:
+        ValueError: If A is not square, or singular, or B does not fit.
+    """
+    check_square(operator)
+    check_operand(operator, right)
+    solution = _solve(operator, right if right.ndim == 2 else right[:, None])
+    return None if solution is None else solution.reshape(right.shape)
+
+
+@singledispatch
+def _inverse(operator: LinearOperator) -> LinearOperator | None:
+    return exact_function(operator, _checked_reciprocal)
+
+
+@_inverse.register
+def _(operator: Identity) -> LinearOperator | None:
+    return operator
+
+
+@_inverse.register
+def _(operator: Dense) -> LinearOperator | None:
+    eye = torch.eye(len(operator.matrix), dtype=operator.dtype, device=operator.device)
+    inverse = torch.linalg.lu_solve(*_factorised(operator), eye)
+    return Dense((inverse + inverse.T) / 2 if operator.is_symmetric else inverse)
+
+
+@_inverse.register
+def _(operator: Kronecker) -> LinearOperator | None:
+    factors = _all_inverses(operator.factors)
+    return None if factors is None else Kronecker(*factors)
+
+
+@_inverse.register
+def _(operator: Product) -> LinearOperator | None:
+    factors = _all_inverses(operator.factors[::-1])
+    return None if factors is None else Product(tuple(factors))
+
+
+@_inverse.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> LinearOperator | None:
+    return blockwise(operator, exact_inverse)
+
+
+@_inverse.register
+def _(operator: LowRankPlusDiagonal) -> LinearOperator | None:
+    U, magnitudes, diagonal = operator.U, operator.magnitudes, operator.diagonal
+    if diagonal.ndim == 0:
+        return exact_function(operator, _checked_reciprocal)
+    if bool((diagonal == 0).any()):
+        # The formula divides by the diagonal, though the operator itself may be invertible.
+        return None
+    if bool((diagonal > 0).all()):
+        # Woodbury between D^-½ and D^-½, where it is a function of eigenvalues: accurate however
+        # far apart the two parts are.
+        root = diagonal.rsqrt()[:, None]
+        values, vectors = low_rank_eigh(operator, root)
+        return LowRankPlusDiagonal(
+            root * vectors, -values * _checked_reciprocal(1 + values), diagonal.reciprocal()
+        )
+    # Woodbury: (D + UMUᵀ)⁻¹ = D⁻¹ − D⁻¹U (I + MUᵀD⁻¹U)⁻¹M UᵀD⁻¹, whose core is symmetric.
+    scaled = U / diagonal[:, None]
+    eye = torch.eye(len(magnitudes), dtype=U.dtype, device=U.device)
+    factors = _factorised(Dense(eye + magnitudes[:, None] * (U.T @ scaled)))
+    core = torch.linalg.lu_solve(*factors, magnitudes.diag())
+    values, vectors = torch.linalg.eigh((core + core.T) / 2)
+    return LowRankPlusDiagonal(scaled @ vectors, -values, diagonal.reciprocal())
+
+
+@_inverse.register
+def _(operator: Permutation) -> LinearOperator | None:
+    return operator.T
+
+
+@_inverse.register
+def _(operator: Scaled) -> LinearOperator | None:
+    _checked_reciprocal(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
+    inverse = exact_inverse(operator.operator)
+    return None if inverse is None else scale(inverse, 1 / operator.scalar)
+
+
+@_inverse.register
+def _(operator: Assumed) -> LinearOperator | None:
+    inverse = exact_inverse(operator.operator)
+    if inverse is None:
+        return None
+    return assume(inverse, True, operator.positive_semidefinite)
+
+
+@singledispatch
+def _solve(operator: LinearOperator, right: Tensor) -> Tensor | None:
+    inverse = exact_inverse(operator)
+    return None if inverse is None else inverse @ right
+
+
+@_solve.register
+def _(operator: Dense, right: Tensor) -> Tensor | None:
+    return torch.linalg.lu_solve(*_factorised(operator), right)
+
+
+@_solve.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any], right: Tensor) -> Tensor | None:
+    solutions = []
+    for block, part in zip(operator.blocks.values(), right.split(operator.sizes), strict=True):
+        solution = exact_solve(block, part)
+        if solution is None:
+            return None
+        solutions.append(solution)
+    return torch.cat(solutions)
+
+
+@_solve.register
+def _(operator: Product, right: Tensor) -> Tensor | None:
+    for factor in operator.factors:
+        solution = exact_solve(factor, right) if factor.shape[0] == factor.shape[1] else None
+        if solution is None:
+            return None
+        right = solution
+    return right
+
+
+@_solve.register
+def _(operator: Assumed, right: Tensor) -> Tensor | None:
+    return _solve(operator.operator, right)
+
+
+def _all_inverses(operators: Sequence[LinearOperator]) -> list[LinearOperator] | None:
+    """The inverses of square operators, None if one is not square or has no closed form."""
+    if any(operator.shape[0] != operator.shape[1] for operator in operators):
+        return None
+    inverses = []
+    for operator in operators:
+        inverse = exact_inverse(operator)
+        if inverse is None:
+            return None
+        inverses.append(inverse)
+    return inverses
+
+
+def _checked_reciprocal(values: Tensor) -> Tensor:
+    if bool((values == 0).any()):
+        raise ValueError(_singular("an eigenvalue is zero"))
+    return values.reciprocal()
+
+
+def _factorised(operator: Dense) -> tuple[Tensor, Tensor]:
+    """The LU factorisation of a dense operator that is invertible to working precision."""
+    matrix = operator.matrix
+    if not bool(matrix.isfinite().all()):
+        raise ValueError("The operator holds NaN or Inf: look for them where it was built.")
+    LU, pivots, info = torch.linalg.lu_factor_ex(matrix)
+    if bool(info != 0):
+        raise ValueError(_singular("a pivot of its factorisation is zero"))
+    condition = torch.linalg.matrix_norm(matrix, 1) * _inverse_norm(LU, pivots)
+    if not bool(condition < 1 / torch.finfo(matrix.dtype).eps):
+        raise ValueError(_singular(f"to {matrix.dtype}: its condition is {condition:.1e}"))
+    return LU, pivots
+
+
+def _inverse_norm(LU: Tensor, pivots: Tensor) -> Tensor:
+    """The 1-norm of the inverse, estimated from a few solutions.
+
+    Reference:
+        Hager (1984), Condition estimates.
+    """
+    n = len(LU)
+    x = LU.new_full((n, 1), 1 / n)
+    norm = LU.new_zeros(())
+    for _ in range(5):
+        y = torch.linalg.lu_solve(LU, pivots, x)
+        norm = y.abs().sum()
+        z = torch.linalg.lu_solve(LU, pivots, torch.where(y < 0, -1.0, 1.0).to(y), adjoint=True)
+        steepest = z.abs().argmax()
+        if not bool(z.abs()[steepest] > (z.T @ x)):
+            break
+        x = torch.zeros_like(x)
+        x[steepest] = 1
+    return norm
+
+
+def _singular(reason: str) -> str:
+    return (
+        f"The operator is singular, {reason}: add a multiple of the identity, "
+        "`A + c * Identity(n)`."
+    )

@@ -1,0 +1,374 @@
+"""Eigenpairs and functions of symmetric operators."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce, singledispatch
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.assume import Assumed, assume
+from laplace_debias.operators.base import LinearOperator, check_square, identity_multiple, scale
+from laplace_debias.operators.block_diagonal import BlockDiagonal
+from laplace_debias.operators.compose import Scaled, Sum
+from laplace_debias.operators.dense import Dense
+from laplace_debias.operators.diagonal import Diagonal
+from laplace_debias.operators.eigen_kronecker import EigenKronecker, Spectrum
+from laplace_debias.operators.exact.entries import exact_trace, of_all
+from laplace_debias.operators.identity import Identity
+from laplace_debias.operators.kronecker import Kronecker
+from laplace_debias.operators.low_rank import LowRankPlusDiagonal, Reflections
+from laplace_debias.operators.permutation import Permutation
+
+
+class Eigenpairs(NamedTuple):
+    """All eigenvalues, descending, and an orthogonal operator whose columns are the eigenvectors.
+
+    `vectors[:, :k].to_dense()` are the first k as a matrix.
+    """
+
+    values: Float[Tensor, " n"]
+    vectors: LinearOperator
+
+
+def exact_eigh(operator: LinearOperator) -> Eigenpairs | None:
+    """All eigenpairs of a symmetric operator `[n, n]`, None without a closed form.
+
+    Those of dense matrices, and of dense factors of a Kronecker product, are computed by
+    `torch.linalg.eigh`; the vectors of a composed operator stay composed.
+
+    Raises:
+        ValueError: If the operator is not square.
+    """
+    check_square(operator)
+    pairs = _eigh(operator) if operator.is_symmetric else None
+    if pairs is None:
+        return None
+    values, vectors = pairs
+    order = values.argsort(descending=True, stable=True)
+    if order.equal(torch.arange(len(order), device=order.device)):
+        return Eigenpairs(values, vectors)
+    return Eigenpairs(values[order], vectors @ Permutation(order).T)
+
+
+def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
+    """A function of a symmetric operator: the same eigenvectors, `function` of the eigenvalues.
+
+    Args:
+        operator: `[n, n]`.
+        function: From eigenvalues to eigenvalues, entry by entry; it may be called for each block.
+
+    Returns:
+        A symmetric operator, `[n, n]`, None without a closed form.
+
+    Raises:
+        ValueError: If the operator is not square.
+    """
+    check_square(operator)
+    return _function(operator, function) if operator.is_symmetric else None
+
+
+def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
+    """The symmetric positive semi-definite root R with R R = A, None without a closed form.
+
+    Eigenvalues that are negative by no more than rounding count as zero.
+
+    Raises:
+        ValueError: If the operator is not square, or has a negative eigenvalue.
+    """
+    check_square(operator)
+    return _sqrt(operator) if operator.is_symmetric else None
+
+
+def eigenvalues(operator: LinearOperator) -> Tensor | None:
+    """All eigenvalues of a symmetric operator in any order, None without a closed form."""
+    return _eigenvalues(operator) if operator.is_symmetric else None
+
+
+def low_rank_eigh(
+    operator: LowRankPlusDiagonal, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Eigenpairs of the low-rank part alone: values `[r]`, vectors `[n, r]`, r = min(n, k).
+
+    Args:
+        operator: The operator.
+        weights: What the rows of U are multiplied with first, `[n, 1]`; nothing if None.
+    """
+    Q, R = torch.linalg.qr(operator.U if weights is None else weights * operator.U)
+    values, vectors = torch.linalg.eigh(R * operator.magnitudes @ R.T)
+    if bool((operator.magnitudes >= 0).all()):
+        values = values.clamp(min=0)
+    return values, Q @ vectors
+
+
+def whitened_eigenvalues(operator: LowRankPlusDiagonal) -> Tensor | None:
+    """Eigenvalues `[r]` of D^-½UMUᵀD^-½, None if the diagonal D is not positive."""
+    if not bool((operator.diagonal > 0).all()):
+        return None
+    return low_rank_eigh(operator, operator.diagonal.reshape(-1, 1).rsqrt())[0]
+
+
+def shown(operator: Assumed) -> LinearOperator:
+    """The assumed operator, with its symmetry in its entries if it is dense."""
+    inner = operator.operator
+    if isinstance(inner, Dense):
+        return Dense((inner.matrix + inner.matrix.T) / 2)
+    return inner
+
+
+@singledispatch
+def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator] | None:
+    return None
+
+
+@_eigh.register
+def _(operator: Identity) -> tuple[Tensor, LinearOperator] | None:
+    return torch.ones(operator.n, dtype=operator.dtype, device=operator.device), operator
+
+
+@_eigh.register
+def _(operator: Diagonal) -> tuple[Tensor, LinearOperator] | None:
+    return operator.values, _identity(len(operator.values), operator)
+
+
+@_eigh.register
+def _(operator: Dense) -> tuple[Tensor, LinearOperator] | None:
+    values, vectors = torch.linalg.eigh(operator.matrix)
+    return values.flip(0), Dense(vectors.flip(1))
+
+
+@_eigh.register
+def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator] | None:
+    sides = zip((operator.U_G, operator.U_A), operator.magnitudes.shape, strict=True)
+    bases = [_identity(size, operator) if U is None else Dense(U) for U, size in sides]
+    return operator.magnitudes.flatten(), Kronecker(*bases)
+
+
+@_eigh.register
+def _(operator: Kronecker) -> tuple[Tensor, LinearOperator] | None:
+    pairs = _all_pairs(operator.factors)
+    if pairs is None:
+        return None
+    values = reduce(torch.kron, [pair.values for pair in pairs])
+    return values, Kronecker(*(pair.vectors for pair in pairs))
+
+
+@_eigh.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> tuple[Tensor, LinearOperator] | None:
+    pairs = _all_pairs(list(operator.blocks.values()))
+    if pairs is None:
+        return None
+    vectors = {name: pair.vectors for name, pair in zip(operator.blocks, pairs, strict=True)}
+    return torch.cat([pair.values for pair in pairs]), BlockDiagonal(vectors)
+
+
+@_eigh.register
+def _(operator: LowRankPlusDiagonal) -> tuple[Tensor, LinearOperator] | None:
+    if operator.diagonal.ndim != 0:
+        return None
+    reflections = Reflections(*torch.geqrf(operator.U))
+    n, rank = len(operator.U), len(reflections.coefficients)
+    R = reflections.vectors[:rank].triu()
+    values, vectors = torch.linalg.eigh(R * operator.magnitudes @ R.T)
+    values = torch.cat([values, values.new_zeros(n - rank)]) + operator.diagonal
+    inner: dict[str, LinearOperator] = {"range": Dense(vectors)}
+    if n > rank:
+        inner["complement"] = _identity(n - rank, operator)
+    return values, reflections @ BlockDiagonal(inner)
+
+
+@_eigh.register
+def _(operator: Scaled) -> tuple[Tensor, LinearOperator] | None:
+    pairs = _eigh(operator.operator)
+    return None if pairs is None else (operator.scalar * pairs[0], pairs[1])
+
+
+@_eigh.register
+def _(operator: Sum) -> tuple[Tensor, LinearOperator] | None:
+    split = _split_shift(operator)
+    pairs = None if split is None else exact_eigh(split[0])
+    return None if split is None or pairs is None else (pairs.values + split[1], pairs.vectors)
+
+
+@_eigh.register
+def _(operator: Assumed) -> tuple[Tensor, LinearOperator] | None:
+    return _eigh(shown(operator))
+
+
+@singledispatch
+def _eigenvalues(operator: LinearOperator) -> Tensor | None:
+    pairs = _eigh(operator)
+    return None if pairs is None else pairs[0]
+
+
+@_eigenvalues.register
+def _(operator: Dense) -> Tensor | None:
+    return torch.linalg.eigvalsh(operator.matrix)
+
+
+@_eigenvalues.register
+def _(operator: Kronecker) -> Tensor | None:
+    values = of_all(eigenvalues, operator.factors)
+    return None if values is None else reduce(torch.kron, values)
+
+
+@_eigenvalues.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> Tensor | None:
+    values = of_all(eigenvalues, operator.blocks.values())
+    return None if values is None else torch.cat(values)
+
+
+@_eigenvalues.register
+def _(operator: Scaled) -> Tensor | None:
+    values = eigenvalues(operator.operator)
+    return None if values is None else operator.scalar * values
+
+
+@_eigenvalues.register
+def _(operator: Sum) -> Tensor | None:
+    split = _split_shift(operator)
+    values = None if split is None else eigenvalues(split[0])
+    return None if split is None or values is None else values + split[1]
+
+
+@_eigenvalues.register
+def _(operator: Assumed) -> Tensor | None:
+    return _eigenvalues(shown(operator))
+
+
+@singledispatch
+def _function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
+    pairs = exact_eigh(operator)
+    if pairs is None:
+        return None
+    product = pairs.vectors @ Diagonal(function(pairs.values)) @ pairs.vectors.T
+    return assume(product, symmetric=True)
+
+
+@_function.register
+def _(operator: Diagonal, function: Spectrum) -> LinearOperator | None:
+    return Diagonal(function(operator.values))
+
+
+@_function.register
+def _(operator: EigenKronecker, function: Spectrum) -> LinearOperator | None:
+    return operator.apply(function)
+
+
+@_function.register
+def _(operator: Dense, function: Spectrum) -> LinearOperator | None:
+    values, vectors = torch.linalg.eigh(operator.matrix)
+    matrix = vectors * function(values) @ vectors.T
+    return Dense((matrix + matrix.T) / 2)
+
+
+@_function.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any], function: Spectrum) -> LinearOperator | None:
+    return blockwise(operator, lambda block: exact_function(block, function))
+
+
+@_function.register
+def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator | None:
+    if operator.diagonal.ndim != 0:
+        return None
+    values, vectors = low_rank_eigh(operator)
+    # All eigenvalues at once: what a function takes for zero depends on the largest one.
+    everywhere = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
+    rest = everywhere[-1]
+    return LowRankPlusDiagonal(vectors, everywhere[:-1] - rest, rest)
+
+
+@_function.register
+def _(operator: Scaled, function: Spectrum) -> LinearOperator | None:
+    multiple = identity_multiple(operator)
+    if multiple is None:
+        return exact_function(operator.operator, lambda values: function(operator.scalar * values))
+    one = torch.ones(1, dtype=operator.dtype, device=operator.device)
+    return scale(operator.operator, function(multiple * one)[0])
+
+
+@_function.register
+def _(operator: Identity, function: Spectrum) -> LinearOperator | None:
+    one = torch.ones(1, dtype=operator.dtype, device=operator.device)
+    return scale(operator, function(one)[0])
+
+
+@_function.register
+def _(operator: Assumed, function: Spectrum) -> LinearOperator | None:
+    return _function(shown(operator), function)
+
+
+@singledispatch
+def _sqrt(operator: LinearOperator) -> LinearOperator | None:
+    return _function(operator, _checked_sqrt)
+
+
+@_sqrt.register
+def _(operator: Kronecker) -> LinearOperator | None:
+    # Two negative factors make a positive product.
+    traces = of_all(exact_trace, operator.factors)
+    if traces is None:
+        return None
+    signs = [-1.0 if bool(trace < 0) else 1.0 for trace in traces]
+    if signs.count(-1.0) % 2 == 1:
+        raise ValueError(_no_root("a factor with negative trace"))
+    roots = []
+    for sign, factor in zip(signs, operator.factors, strict=True):
+        root = exact_sqrt(scale(factor, sign))
+        if root is None:
+            return None
+        roots.append(root)
+    return Kronecker(*roots)
+
+
+@_sqrt.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> LinearOperator | None:
+    return blockwise(operator, exact_sqrt)
+
+
+def blockwise(
+    operator: BlockDiagonal[Any], function: Callable[[Any], LinearOperator | None]
+) -> BlockDiagonal[Any] | None:
+    """`function` of every block, None if it is None for one."""
+    blocks = {}
+    for name, block in operator.blocks.items():
+        result = function(block)
+        if result is None:
+            return None
+        blocks[name] = result
+    return BlockDiagonal(blocks, operator.layout)
+
+
+def _all_pairs(operators: Sequence[LinearOperator]) -> list[Eigenpairs] | None:
+    pairs = [exact_eigh(operator) for operator in operators]
+    found = [pair for pair in pairs if pair is not None]
+    return found if len(found) == len(pairs) else None
+
+
+def _identity(size: int, like: LinearOperator) -> Identity:
+    return Identity(size, like.dtype, like.device)
+
+
+def _split_shift(operator: Sum) -> tuple[LinearOperator, Any] | None:
+    """A and c if the sum is A + c·I, else None."""
+    multiples = [identity_multiple(term) for term in operator.terms]
+    rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
+    if len(rest) != 1:
+        return None
+    return rest[0], sum(multiple for multiple in multiples if multiple is not None)
+
+
+def _checked_sqrt(values: Tensor) -> Tensor:
+    largest = values.abs().amax()
+    rounding = len(values) * torch.finfo(values.dtype).eps * largest
+    if bool((values < -rounding).any()):
+        raise ValueError(_no_root(f"the eigenvalue {values.min().item():.3g}"))
+    return values.clamp(min=0).sqrt()
+
+
+def _no_root(reason: str) -> str:
+    return (
+        f"Only a positive semi-definite operator has a root, this one has {reason}: add a multiple "
+        "of the identity, `A + c * Identity(n)`, that makes it one."
+    )

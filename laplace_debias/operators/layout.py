@@ -1,0 +1,134 @@
+"""How named parameters lie in one vector."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Names and shapes of parameters that are flattened row-major, one after the other.
+
+    Args:
+        names: The parameters' names, in order.
+        shapes: Their shapes.
+
+    Raises:
+        ValueError: If names and shapes differ in number, or a name occurs twice.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shapes):
+            raise ValueError(f"{len(self.names)} names do not fit {len(self.shapes)} shapes.")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"The names {self.names} are not unique.")
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor]) -> "ParameterLayout":
+        """The layout of given parameters, in their order."""
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters.values())
+        return cls(tuple(parameters), shapes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of entries of every parameter."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def size(self) -> int:
+        """D, the number of entries of all parameters."""
+        return sum(self.sizes)
+
+    def range(self, name: str) -> range:
+        """Where a parameter's entries lie.
+
+        Raises:
+            KeyError: If there is no parameter of this name.
+        """
+        if name not in self.names:
+            raise KeyError(f"There is no parameter {name!r}: the names are {list(self.names)}.")
+        index = self.names.index(name)
+        ends = list(accumulate(self.sizes))
+        return range(ends[index] - self.sizes[index], ends[index])
+
+    def flatten(
+        self, parameters: Mapping[str, Tensor] | Sequence[Tensor]
+    ) -> Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]:
+        """Join parameters into a vector, or their columns into a matrix.
+
+        Args:
+            parameters: By name, or in order; of shapes `[*shape]`, or all `[*shape, k]`.
+
+        Returns:
+            `[D]`, or `[D, k]`.
+
+        Raises:
+            ValueError: If a parameter is missing, superfluous, or of another shape, or dtypes or
+                devices differ.
+        """
+        if isinstance(parameters, Mapping):
+            missing = [name for name in self.names if name not in parameters]
+            superfluous = [name for name in parameters if name not in self.names]
+            if missing or superfluous:
+                raise ValueError(
+                    f"The parameters {missing} are missing and {superfluous} superfluous: give one "
+                    f"tensor for each of {list(self.names)}."
+                )
+            tensors = [parameters[name] for name in self.names]
+        else:
+            tensors = list(parameters)
+            if len(tensors) != len(self.names):
+                raise ValueError(
+                    f"Got {len(tensors)} tensors for {len(self.names)} parameters: give one for "
+                    f"each of {list(self.names)}, in this order."
+                )
+        columns = self._columns(tensors)
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            raise ValueError(
+                "The parameters' tensors differ in dtype or device: convert them with `.to(...)`."
+            )
+        sized = zip(tensors, self.sizes, strict=True)
+        return torch.cat([tensor.reshape((size, *columns)) for tensor, size in sized])
+
+    def unflatten(
+        self, tensor: Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]
+    ) -> dict[str, Tensor]:
+        """The inverse of `flatten`: `[D]` to `[*shape]`, `[D, k]` to `[*shape, k]`, by name.
+
+        Raises:
+            ValueError: If the tensor has another number of rows.
+        """
+        if tensor.ndim not in (1, 2) or tensor.shape[0] != self.size:
+            raise ValueError(
+                f"A tensor of shape {tuple(tensor.shape)} does not hold the parameters: expected "
+                f"({self.size},) or ({self.size}, k)."
+            )
+        parts = tensor.split(self.sizes)
+        return {
+            name: part.reshape((*shape, *tensor.shape[1:]))
+            for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
+        }
+
+    def _columns(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """`()` if every tensor has its parameter's shape, `(k,)` if each has k columns of it."""
+        extra = {tuple(t.shape[len(s) :]) for t, s in zip(tensors, self.shapes, strict=True)}
+        columns = min(extra, key=len)
+        wrong = [
+            f"{name} {tuple(tensor.shape)}, expected {shape}"
+            for name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True)
+            if tuple(tensor.shape) != (*shape, *columns)
+        ]
+        if wrong or len(columns) > 1:
+            raise ValueError(
+                f"Tensors do not have their parameters' shapes: {'; '.join(wrong) or extra}. Give "
+                "all of them as [*shape], or all with one number k of columns as [*shape, k]."
+            )
+        return columns
