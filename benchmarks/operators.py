@@ -1,0 +1,101 @@
+"""Products with curvature operators against curvlinops: the same network, data and vectors.
+
+    python benchmarks/operators.py --network all_cnn_c
+
+Runs of the two libraries alternate, so that a busy machine slows both; figures are medians and the
+ratios are those of the medians. Needs `curvlinops-for-pytorch`.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import curvlinops
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature import GGN, Hessian
+from laplace_debias.problems.models import all_cnn_c
+
+BATCH = 64
+
+
+def problem(name: str) -> tuple[nn.Module, Tensor]:
+    """A network in eval mode and a batch of its inputs."""
+    if name == "all_cnn_c":
+        return all_cnn_c().eval(), torch.randn(BATCH, 3, 32, 32)
+    mlp = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)
+    )
+    return mlp.eval(), torch.randn(BATCH, 64)
+
+
+def interleaved(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median seconds of every function, called in turn for about so long."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():  # linearised, warmed up
+        function()
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds or len(times[next(iter(times))]) < 3:
+        for name, function in functions.items():
+            began = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--network", choices=("all_cnn_c", "mlp"), default="all_cnn_c")
+    parser.add_argument("--columns", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    model, inputs = problem(arguments.network)
+    targets = torch.randint(0, 10, (BATCH,))
+    loss = nn.CrossEntropyLoss()
+    parameters = dict(model.named_parameters())
+    data = [(inputs, targets)]
+    size = sum(p.numel() for p in parameters.values())
+    vector, matrix = torch.randn(size), torch.randn(size, arguments.columns)
+
+    began = time.perf_counter()
+    ours = {"GGN": GGN(model, loss, data), "Hessian": Hessian(model, loss, data)}
+    peers = {
+        "GGN": curvlinops.GGNLinearOperator(
+            model, loss, parameters, data, check_deterministic=False
+        ),
+        "Hessian": curvlinops.HessianLinearOperator(
+            model, loss, parameters, data, check_deterministic=False
+        ),
+    }
+    functions: dict[str, Callable[[], object]] = {
+        "gradient": lambda: torch.autograd.grad(
+            loss(model(inputs), targets), list(parameters.values())
+        )
+    }
+    for name in ours:
+        mine, theirs = ours[name], peers[name]
+        torch.testing.assert_close(mine @ vector, theirs @ vector, rtol=1e-3, atol=1e-4)
+        functions[f"{name} @ v"] = lambda mine=mine: mine @ vector
+        functions[f"{name} @ v, curvlinops"] = lambda theirs=theirs: theirs @ vector
+        functions[f"{name} @ V"] = lambda mine=mine: mine @ matrix
+        functions[f"{name} @ V, curvlinops"] = lambda theirs=theirs: theirs @ matrix
+    print(
+        f"{arguments.network}, {size:,} parameters, batch {BATCH}, {arguments.columns} columns, "
+        f"{torch.get_num_threads()} threads; set up in {time.perf_counter() - began:.1f} s, kept "
+        f"{', '.join(f'{name} {op.num_bytes_kept / 2**20:.0f} MiB' for name, op in ours.items())}"
+    )
+    medians = interleaved(functions, arguments.seconds)
+    for name, seconds in medians.items():
+        line = f"{name:28s} {1e3 * seconds:10.3f} ms {seconds / medians['gradient']:7.2f} gradients"
+        if f"{name}, curvlinops" in medians:
+            line += f"   {medians[f'{name}, curvlinops'] / seconds:5.2f} x faster"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
