@@ -73,6 +73,7 @@ class Quadratic:
         weight_decay: float = 0.0,
         decay_biases: bool = False,
         num_data: int | None = None,
+        reduction: str | None = None,
         progress: bool = False,
     ) -> "Quadratic":
         r"""The quadratic of a model's loss on data, at the model's parameters (Eq. 1 and 2).
@@ -88,16 +89,27 @@ class Quadratic:
             params: Which parameters are θ, as for `GGN`.
             weight_decay: β; adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ it is δ/N.
             decay_biases: Whether β acts on biases too.
-            num_data: The number of examples, if it is not to be counted; as for `GGN`.
+            num_data: The number of examples if known, as for `GGN`.
+            reduction: `"mean"` or `"sum"` for a function that does not say it, as for `GGN`.
             progress: Whether to show a progress bar.
 
         Raises:
             ValueError: For an unknown curvature, and as `GGN`.
         """
+        # Linear algebra here, networks there: imported by those who have one.
         from laplace_debias.curvature.objective import loss_quadratic
 
         return loss_quadratic(
-            model, loss, data, curvature, params, weight_decay, decay_biases, num_data, progress
+            model=model,
+            loss=loss,
+            data=data,
+            curvature=curvature,
+            params=params,
+            weight_decay=weight_decay,
+            decay_biases=decay_biases,
+            num_data=num_data,
+            reduction=reduction,
+            progress=progress,
         )
 
     def regularized(
