@@ -1,1 +1,28 @@
 """Operators of networks: what curvature is, and how it is factored."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from laplace_debias.curvature.matrix_free import (
+        GGN,
+        EmpiricalFisher,
+        Fisher,
+        Hessian,
+        Jacobian,
+        TransposedJacobian,
+    )
+
+__all__ = ["GGN", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian", "TransposedJacobian"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: parts of this package import others, which need none of the operators.
+    if name in __all__:
+        from laplace_debias.curvature import matrix_free
+
+        return getattr(matrix_free, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

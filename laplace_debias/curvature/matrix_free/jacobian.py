@@ -1,0 +1,127 @@
+"""The Jacobian of a network's outputs on a data set, and its adjoint, by their products."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.blocks import ParameterSelection
+from laplace_debias.curvature.losses import OutputMap
+from laplace_debias.curvature.matrix_free.base import MEMORY_BOUND, NetworkOperator
+from laplace_debias.curvature.matrix_free.data import Batch, Batches
+from laplace_debias.operators import LinearOperator
+
+
+class Jacobian(NetworkOperator):
+    r"""The Jacobian $\partial f / \partial\theta$ of all outputs in the parameters, `[N·C, D]`.
+
+    Rows are the outputs of the first example, flattened row-major, then those of the second, and so
+    on; C is the number of output entries of an example.
+
+    Args:
+        model: As for `CurvatureOperator`.
+        data: Batches `(inputs, targets)`; the targets are not looked at.
+        params: As for `CurvatureOperator`.
+        num_data: As for `CurvatureOperator`.
+        memory_bound: As for `CurvatureOperator`.
+        chunk_size: As for `CurvatureOperator`.
+
+    Raises:
+        ValueError: As `CurvatureOperator`; and in the first product if examples differ in the shape
+            of their outputs.
+        TypeError: As `CurvatureOperator`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Batches,
+        params: ParameterSelection | None = None,
+        num_data: int | None = None,
+        *,
+        memory_bound: int = MEMORY_BOUND,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(model, data, params, num_data, memory_bound, chunk_size)
+        self._T = TransposedJacobian(self)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N·C and D."""
+        return self.num_data * self._output_shape.numel(), self._network.num_parameters
+
+    @property
+    def T(self) -> "TransposedJacobian":  # noqa: N802
+        """The adjoint, `[D, N·C]`; shares what is kept."""
+        return self._T
+
+    def _check_batch(self, shape: torch.Size, targets: Tensor) -> None:
+        if shape[1:] != self._output_shape:
+            raise ValueError(
+                f"The Jacobian's rows need outputs of one shape, got {tuple(self._output_shape)} "
+                f"and {tuple(shape[1:])} an example: pad the inputs to one length."
+            )
+
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+        return None, 0
+
+    def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
+        vectors = matrix.T.contiguous()
+        products = vectors.new_empty(len(vectors), self.shape[0])
+        for item in self._items():
+            push = item.linearisation.maps[0]
+            for chunk in self._chunks(item, len(vectors)):
+                part = vectors[chunk]
+                batched = len(part) > 1
+                (tangent,) = push(self._network.split(part if batched else part[0]), batched)
+                products[chunk, item.rows] = tangent.reshape(len(part), -1)
+        return products.T
+
+    def _adjoint_matmat(self, matrix: Float[Tensor, "rows k"]) -> Float[Tensor, "columns k"]:
+        vectors = matrix.T.contiguous()
+        products = vectors.new_zeros(len(vectors), self.shape[1])
+        for item in self._items():
+            pull = item.linearisation.maps[1]
+            outputs = item.linearisation.outputs
+            for chunk in self._chunks(item, len(vectors)):
+                part = vectors[chunk, item.rows]
+                batched = len(part) > 1
+                shape = (len(part), *outputs.shape) if batched else outputs.shape
+                products[chunk] += self._network.join(
+                    pull((part.reshape(shape),), batched), batched
+                )
+        return products.T
+
+
+class TransposedJacobian(LinearOperator):
+    """The adjoint of a `Jacobian`, `[D, N·C]`: `jacobian.T`.
+
+    Args:
+        jacobian: The Jacobian.
+    """
+
+    def __init__(self, jacobian: Jacobian) -> None:
+        self._jacobian = jacobian
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """D and N·C."""
+        rows, columns = self._jacobian.shape
+        return columns, rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The Jacobian's."""
+        return self._jacobian.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The Jacobian's."""
+        return self._jacobian.device
+
+    @property
+    def T(self) -> Jacobian:  # noqa: N802
+        """The Jacobian."""
+        return self._jacobian
+
+    def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
+        return self._jacobian._adjoint_matmat(matrix)

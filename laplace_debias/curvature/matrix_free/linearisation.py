@@ -1,0 +1,328 @@
+"""Networks linearised once per batch: kept within a memory bound, multiplied many times."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from laplace_debias.curvature.inputs import Inputs
+from laplace_debias.curvature.losses import Labels, OutputLoss
+from laplace_debias.curvature.matrix_free.data import Batch, Data, tensors
+from laplace_debias.curvature.matrix_free.network import Network
+from laplace_debias.curvature.matrix_free.tracing import Program, Tensors, trace
+
+# From the tensors of one vector, or of several stacked along a new first dimension (True).
+Map = Callable[[Tensors, bool], Tensors]
+
+
+@dataclass(frozen=True)
+class Linearisation:
+    """A network on a batch at its parameters: outputs, and linear maps.
+
+    Attributes:
+        outputs: The outputs, `[B, ...]`.
+        maps: The Jacobian and its adjoint; or the Hessian alone.
+        num_bytes: What is kept for the maps.
+    """
+
+    outputs: Tensor
+    maps: tuple[Map, ...]
+    num_bytes: int
+
+
+class Lineariser:
+    """Linearises a network batch by batch, as a traced program where that is possible.
+
+    A program (see `tracing`) is recorded once for inputs of a kind and serves all batches of it; a
+    product then runs no forward pass, no bookkeeping of automatic differentiation, and shares
+    between Jacobian and adjoint what is kept. Where a network cannot be recorded, graphs of
+    automatic differentiation are kept instead: larger and slower, and the same numbers.
+
+    Args:
+        network: The network.
+        loss: For the second order: the loss on top of it.
+    """
+
+    def __init__(self, network: Network, loss: OutputLoss | None = None) -> None:
+        self._network = network
+        self._loss = loss
+        self._programs: dict[object, Program | None] = {}
+
+    def forget(self) -> None:
+        """Drop the programs: the network's constants are recorded in them."""
+        self._programs.clear()
+
+    def first_order(self, inputs: Inputs) -> Linearisation:
+        """Outputs, Jacobian and adjoint Jacobian in the parameters."""
+        network = self._network
+        parameters = network.parameters
+
+        def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
+            arguments = tuple(points[: len(parameters)])
+            fixed = with_tensors(inputs, points[len(parameters) :])
+
+            def forward(*p: Tensor) -> Tensor:
+                return network.outputs(p, fixed)
+
+            outputs, tangent = jvp(forward, arguments, tuple(tangents))
+            _, pull = vjp(forward, *arguments)
+            return (outputs,), (tangent,), pull(cotangents[0])
+
+        points = [*parameters, *tensors(inputs)]
+
+        def vectors() -> tuple[Tensors, Tensors]:
+            with torch.no_grad():
+                return parameters, (network.outputs(parameters, inputs),)
+
+        program = self._program(inputs, (), function, points, vectors)
+        if program is not None:
+            return _evaluate(program, points, parameters)
+        return _recorded_first_order(network, inputs)
+
+    def second_order(self, inputs: Inputs, labels: Labels) -> Linearisation:
+        """The Hessian, in the parameters, of the loss's sum over a batch."""
+        network, loss = self._network, self._loss
+        assert loss is not None
+        parameters = network.parameters
+        num_inputs = len(tensors(inputs))
+
+        def function(points: Tensors, tangents: Tensors) -> tuple:
+            arguments = tuple(points[: len(parameters)])
+            rest = points[len(parameters) :]
+            fixed = with_tensors(inputs, rest[:num_inputs])
+
+            def total(p: tuple[Tensor, ...]) -> Tensor:
+                return loss.value(network.outputs(p, fixed), tuple(rest[num_inputs:]))
+
+            outputs = network.outputs(arguments, fixed)  # recorded once with that of the total
+            return (outputs,), jvp(grad(total), (arguments,), (tuple(tangents),))[1]
+
+        points = [*parameters, *tensors(inputs), *labels]
+        program = self._program(inputs, labels, function, points, lambda: (parameters,))
+        if program is not None:
+            return _evaluate(program, points, parameters)
+        return _recorded_second_order(network, loss, inputs, labels)
+
+    def _program(
+        self,
+        inputs: Inputs,
+        labels: Labels,
+        function: Callable[..., tuple[Tensors, ...]],
+        points: Tensors,
+        vectors: Callable[[], Sequence[Tensors]],
+    ) -> Program | None:
+        """The program for inputs of this kind, None if there can be none."""
+        kind = (_kind_of(inputs), tuple((x.shape, x.dtype) for x in labels))
+        try:
+            if kind not in self._programs:
+                with _differentiable_kernels():
+                    self._programs[kind] = trace(function, points, vectors())
+        # Whatever recording raises (control flow that looks at values, operations without a forward
+        # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
+        # more, and raise what is the model's own fault.
+        except Exception:
+            try:
+                self._programs[kind] = None
+            except TypeError:
+                return None
+        return self._programs[kind]
+
+
+class Linearised(Protocol):
+    """Something made of one batch."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What keeping it takes."""
+
+
+Item = TypeVar("Item", bound=Linearised)
+
+
+class Kept(Generic[Item]):
+    """What is made of every batch, in order: of the first ones kept, of the others made anew.
+
+    Args:
+        data: The batches.
+        make: Makes an item of a batch.
+        memory_bound: Bytes that the kept items may take together.
+    """
+
+    def __init__(self, data: Data, make: Callable[[Batch], Item], memory_bound: int) -> None:
+        self._data = data
+        self._make = make
+        self._memory_bound = memory_bound
+        self._items: list[Item] = []
+        self._full = False
+
+    def forget(self) -> None:
+        """Drop everything that is kept."""
+        self._items.clear()
+        self._full = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept, in bytes."""
+        return sum(item.num_bytes for item in self._items)
+
+    def __iter__(self) -> Iterator[Item]:
+        if len(self._items) == len(self._data.sizes):
+            yield from self._items
+            return
+        for batch in self._data:
+            if batch.index < len(self._items):
+                yield self._items[batch.index]
+                continue
+            item = self._make(batch)
+            if not self._full:
+                self._full = self.num_bytes + item.num_bytes > self._memory_bound
+                if not self._full:
+                    self._items.append(item)
+            yield item
+
+
+def with_tensors(inputs: Inputs, values: Tensors) -> Inputs:
+    """The same inputs with other tensors in the place of theirs."""
+    left = iter(values)
+    if isinstance(inputs, Tensor):
+        return next(left)
+    if isinstance(inputs, dict):
+        return {key: next(left) if isinstance(x, Tensor) else x for key, x in inputs.items()}
+    return tuple(next(left) if isinstance(x, Tensor) else x for x in inputs)
+
+
+def _kind_of(inputs: Inputs) -> object:
+    """What a program depends on: shapes and dtypes, names, and the values of what is no tensor."""
+
+    def of(x: object) -> object:
+        return (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x)
+
+    if isinstance(inputs, Tensor):
+        return of(inputs)
+    if isinstance(inputs, dict):
+        return tuple((key, of(x)) for key, x in inputs.items())
+    return tuple(of(x) for x in inputs)
+
+
+@contextmanager
+def _differentiable_kernels() -> Iterator[None]:
+    """Keep attention to kernels that can be differentiated twice, and forward."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:
+    with torch.no_grad():
+        residuals = program.at(*points)
+
+    def as_map(k: int) -> Map:
+        function = program.maps[k].function
+        held = [residuals[i] for i in program.maps[k].residuals]
+        in_dims = (None,) * len(held)
+
+        def apply(vector: Tensors, batched: bool) -> Tensors:
+            with torch.no_grad():
+                if not batched:
+                    return function(*held, *vector)
+                return vmap(function, (*in_dims, *(0,) * len(vector)))(*held, *vector)
+
+        return apply
+
+    return Linearisation(
+        residuals[0],
+        tuple(as_map(k) for k in range(len(program.maps))),
+        _num_bytes(residuals, not_counted),
+    )
+
+
+def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    for x in not_counted:
+        storages.pop(x.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def _recorded_first_order(network: Network, inputs: Inputs) -> Linearisation:
+    with torch.enable_grad(), _differentiable_kernels():
+        leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+        outputs = network.outputs(leaves, inputs)
+        # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
+        u = torch.zeros_like(outputs, requires_grad=True)
+        adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
+
+    def push(vector: Tensors, batched: bool) -> Tensors:
+        return _gradients(adjoint, (u,), vector, batched=batched)
+
+    def pull(vector: Tensors, batched: bool) -> Tensors:
+        return _gradients((outputs,), leaves, vector, batched=batched)
+
+    num_bytes = _graph_bytes([outputs, *adjoint], network.parameters)
+    return Linearisation(outputs.detach(), (push, pull), num_bytes)
+
+
+def _recorded_second_order(
+    network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
+) -> Linearisation:
+    with torch.enable_grad(), _differentiable_kernels():
+        leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+        outputs = network.outputs(leaves, inputs)
+        value = loss.value(outputs, labels)
+        gradient = _gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
+
+    def hessian(vector: Tensors, batched: bool) -> Tensors:
+        return _gradients(gradient, leaves, vector, batched=batched)
+
+    return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.parameters))
+
+
+def _gradients(
+    outputs: Tensors,
+    inputs: Tensors,
+    cotangents: Tensors,
+    batched: bool = False,
+    create_graph: bool = False,
+) -> Tensors:
+    """Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i; an output without a graph is a constant."""
+    pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
+    if not pairs:
+        lead = cotangents[0].shape[:1] if batched else ()
+        return [x.new_zeros(*lead, *x.shape) for x in inputs]
+    return torch.autograd.grad(
+        [f for f, _ in pairs],
+        inputs,
+        [c for _, c in pairs],
+        retain_graph=True,
+        create_graph=create_graph,
+        is_grads_batched=batched,
+        materialize_grads=True,
+    )
+
+
+def _graph_bytes(roots: Tensors, not_counted: Tensors) -> int:
+    """Bytes of the tensors that a graph of automatic differentiation holds on to."""
+    seen = set()
+    held: list[Tensor] = []
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        for name in (*names, "saved_tensors"):
+            saved = getattr(node, name, None)
+            values = saved if isinstance(saved, (tuple, list)) else (saved,)
+            held += [x for x in values if isinstance(x, Tensor)]
+        stack += [source for source, _ in node.next_functions if source is not None]
+    return _num_bytes(held, not_counted)

@@ -1,0 +1,133 @@
+"""A network as a function of its parameters, on a copy that leaves the user's alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from laplace_debias.curvature.blocks import (
+    ParameterSelection,
+    check_parameters,
+    select_parameters,
+)
+from laplace_debias.curvature.inputs import Inputs, call, take
+from laplace_debias.curvature.shadow import check_deterministic, check_finite, shadow
+
+
+class Network:
+    """A model as a function of the selected parameters, the others held fixed.
+
+    Tied weights are one parameter under their first name, and all of their uses count.
+
+    Args:
+        model: In eval mode where it has dropout or batch normalisation.
+        params: Which parameters, as `select_parameters`.
+
+    Raises:
+        ValueError: If the model is random, holds NaN, or has no parameter that is selected.
+    """
+
+    def __init__(self, model: nn.Module, params: ParameterSelection) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        check_deterministic(model)
+        self.names = select_parameters(model, params)
+        check_parameters(model, self.names)
+        check_finite(model)
+        self._model = model
+        self.shapes = [model.get_parameter(name).shape for name in self.names]
+        self._sizes = [shape.numel() for shape in self.shapes]
+        self.num_parameters = sum(self._sizes)
+        first = model.get_parameter(self.names[0])
+        self.dtype, self.device = first.dtype, first.device
+        self.dtypes = {p.dtype for p in model.parameters()}
+        self._state = [*model.parameters(), *model.buffers()]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the model anew."""
+        self._stamp = self._state_now()
+        twin = shadow(self._model)
+        self.parameters = tuple(twin.get_parameter(name).detach() for name in self.names)
+        self._call = _Call(twin)
+
+    def is_current(self) -> bool:
+        """Whether the model's parameters and buffers are those that were copied."""
+        return self._stamp == self._state_now()
+
+    def _state_now(self) -> list[tuple[int, int]]:
+        return [(x.data_ptr(), x._version) for x in self._state]
+
+    def outputs(self, parameters: tuple[Tensor, ...], inputs: Inputs) -> Tensor:
+        """The outputs `[B, ...]` as a pure function of the parameters."""
+        values = {f"model.{name}": p for name, p in zip(self.names, parameters, strict=True)}
+        return functional_call(self._call, values, (inputs,))
+
+    def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
+        """The outputs for a batch, found to be the same twice, finite, and one row an example.
+
+        Raises:
+            TypeError: If they are no tensor.
+            ValueError: Otherwise.
+        """
+        with torch.no_grad():
+            outputs: Any = self.outputs(self.parameters, inputs)
+            if not isinstance(outputs, Tensor):
+                raise TypeError(
+                    f"The model must return a tensor or have `.logits`, got "
+                    f"{type(outputs).__name__}: wrap it so that it does."
+                )
+            some = take(inputs, slice(0, 2))
+            one, two = (self.outputs(self.parameters, some) for _ in range(2))
+        if outputs.shape[:1] != (size,) or outputs.dtype != self.dtype:
+            raise ValueError(
+                f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
+                f"{size} examples: expected {self.dtype}, one row an example."
+            )
+        check_outputs(outputs)
+        # Not to the last bit: parallel sums on an accelerator may differ in their order.
+        if not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
+            raise ValueError(
+                "Two forward passes of the same examples differ: curvature needs a deterministic "
+                "model. Take out random layers, or make them repeatable in eval mode."
+            )
+        return outputs
+
+    def split(self, vectors: Tensor) -> list[Tensor]:
+        """Vectors `[..., D]` as one tensor `[..., *shape]` a parameter."""
+        parts = vectors.split(self._sizes, -1)
+        return [
+            part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
+
+    def join(self, tensors: Any, batched: bool) -> Tensor:
+        """The inverse of `split`, for vectors with or without one leading dimension."""
+        if batched:
+            return torch.cat([x.flatten(1) if x.ndim > 1 else x[:, None] for x in tensors], -1)
+        return torch.cat([x.flatten() for x in tensors])
+
+
+def check_outputs(outputs: Tensor) -> None:
+    """Refuse NaN.
+
+    Raises:
+        ValueError: If an output is not finite.
+    """
+    if not outputs.isfinite().all():
+        raise ValueError(
+            "The model's outputs hold NaN or Inf for these examples: check the inputs' scale and "
+            "the checkpoint."
+        )
+
+
+class _Call(nn.Module):
+    """The model under the convention of `inputs.call`, for `functional_call`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Inputs) -> Any:
+        return call(self.model, inputs)

@@ -1,0 +1,182 @@
+"""Programs whose linear part is run many times: traced once, the rest evaluated once a batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.func import functionalize
+
+Tensors = Sequence[Tensor]
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class UntraceableError(Exception):
+    """A function has no program that would be right for other inputs of the same shapes."""
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One linear part of a program.
+
+    Attributes:
+        function: From the residuals it uses and its vector's tensors to its outputs.
+        residuals: Which of the program's residuals these are.
+    """
+
+    function: Function
+    residuals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of points and vectors, linear in each vector, split by what depends on which.
+
+    Attributes:
+        at: From the points' tensors to residuals: the function's values, then whatever else the
+            linear maps need.
+        maps: For every vector, the outputs that depend on it.
+    """
+
+    at: Function
+    maps: tuple[LinearMap, ...]
+
+
+def trace(
+    function: Callable[..., tuple[Tensors, ...]], points: Tensors, vectors: Sequence[Tensors]
+) -> Program:
+    """Record a function as a program.
+
+    As `torch.func.linearize` does, but split in three, so that a program serves every batch of one
+    shape, and several linear maps (tangents forward, cotangents back) share what they keep.
+
+    Args:
+        function: Called with the points and, one sequence each, the vectors; returns values and,
+            one sequence for each vector, what is linear in it.
+        points: Example values of what the function is linearised at.
+        vectors: Example values, one sequence of tensors for every vector.
+
+    Returns:
+        The program, valid for points and vectors of the same shapes and dtypes.
+
+    Raises:
+        UntraceableError: If values decide on shapes or on the course of the function, if it is random or
+            writes to something, or if an output depends on several vectors.
+    """
+    # It takes a second to import, which those who never multiply need not wait for.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    groups: list[int] = []
+
+    def flat(*arguments: Tensor) -> tuple[Tensor, ...]:
+        cut = iter(arguments)
+        parts = [[next(cut) for _ in vector] for vector in (points, *vectors)]
+        results = function(*parts)
+        groups[:] = [k for k, result in enumerate(results) for _ in result]
+        return tuple(x for result in results for x in result)
+
+    with torch.no_grad():
+        # Without in-place operations, results can be shared and kept.
+        graph_module = make_fx(functionalize(flat))(
+            *points, *(x for vector in vectors for x in vector)
+        )
+    graph = graph_module.graph
+    for node in graph.nodes:
+        _check_replayable(node)
+    _share_equal_nodes(graph)
+    graph.eliminate_dead_code()
+    owners = [-1] * len(points)
+    for k, vector in enumerate(vectors):
+        owners += [k] * len(vector)
+    return _split(graph_module, _dependencies(graph, owners), groups)
+
+
+def _check_replayable(node: fx.Node) -> None:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    tags = node.target.tags
+    masked = node.target is torch.ops.aten.index.Tensor and any(
+        index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
+        for index in node.args[1]  # type: ignore[union-attr]
+        if index is None or isinstance(index, fx.Node)
+    )
+    by_value = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+    if masked or (by_value and node.target is not torch.ops.aten.index.Tensor):
+        raise UntraceableError(f"{node.target} makes shapes depend on values")
+    if torch.Tag.nondeterministic_seeded in tags:
+        raise UntraceableError(f"{node.target} is random")
+    if node.target._schema.is_mutable:
+        raise UntraceableError(f"{node.target} writes to its argument")
+
+
+def _share_equal_nodes(graph: fx.Graph) -> None:
+    """Merge operations of the same arguments: the two sweeps traced share their forward pass."""
+    seen: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+        else:
+            seen[key] = node
+
+
+def _dependencies(graph: fx.Graph, owners: Sequence[int]) -> dict[fx.Node, int]:
+    """For every node the vector that it depends on, −1 for none."""
+    dependencies: dict[fx.Node, int] = {}
+    placeholders = iter(owners)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            dependencies[node] = next(placeholders)
+        elif node.op != "output":
+            found = {dependencies[source] for source in node.all_input_nodes} - {-1}
+            if len(found) > 1:
+                raise UntraceableError("an output depends on several vectors")
+            dependencies[node] = found.pop() if found else -1
+    return dependencies
+
+
+def _split(
+    graph_module: fx.GraphModule, dependencies: dict[fx.Node, int], groups: Sequence[int]
+) -> Program:
+    nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
+    (outputs,) = next(iter(reversed(graph_module.graph.nodes))).args
+    results: list[list[fx.Node]] = [[] for _ in range(max(groups) + 1)]
+    for node, group in zip(outputs, groups, strict=True):  # type: ignore[arg-type]
+        if dependencies[node] not in (-1, group - 1):
+            raise UntraceableError("an output depends on a vector that it should not depend on")
+        results[group].append(node)
+    parts = [[n for n in nodes if dependencies[n] == k] for k in range(-1, len(results) - 1)]
+    # What is linear in a vector and does not depend on it is zero: a residual like any other.
+    used = [
+        [s for s in [*(s for n in part for s in n.all_input_nodes), *result] if dependencies[s] < 0]
+        for part, result in zip(parts[1:], results[1:], strict=True)
+    ]
+    used = [list(dict.fromkeys(sources)) for sources in used]
+    residuals = list(dict.fromkeys([*results[0], *(s for sources in used for s in sources)]))
+    maps = [
+        LinearMap(
+            _subgraph(graph_module, sources, part, result),
+            tuple(residuals.index(source) for source in sources),
+        )
+        for sources, part, result in zip(used, parts[1:], results[1:], strict=True)
+    ]
+    return Program(_subgraph(graph_module, [], parts[0], residuals), tuple(maps))
+
+
+def _subgraph(
+    graph_module: fx.GraphModule,
+    sources: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+) -> Function:
+    """The function from sources, and the placeholders among the nodes, to results."""
+    graph = fx.Graph()
+    copies = {source: graph.placeholder(f"residual_{i}") for i, source in enumerate(sources)}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(tuple(copies[result] for result in results))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(graph_module, graph).forward
