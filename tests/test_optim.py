@@ -1,0 +1,300 @@
+"""The Hessian-free optimiser, with step sizes from a second batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense import Counted, randn
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.func import functional_call, hessian, jacrev
+from torch.testing import assert_close
+
+from laplace_debias.linalg import Status, debiased_cg
+from laplace_debias.optim import DebiasedHessianFree, _GraphGGN
+
+
+class Tied(nn.Module):
+    """A weight used twice, an unused parameter and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.two.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(torch.tanh(self.one(x)))))
+
+
+def closure(model, x, y, loss=F.cross_entropy):
+    def evaluate():
+        outputs = model(x)
+        return loss(outputs, y), outputs
+
+    return evaluate
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def data(seed=0, n=12):
+    x = randn(n, 3, seed=seed)
+    return x, (x[:, 0] + 0.3 * randn(n, seed=seed + 50) > 0).long()
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss, lambda f, y: (f * y).mean()])
+def test_products_are_those_of_the_dense_ggn(loss):
+    torch.manual_seed(0)
+    model = Tied().double()
+    x = randn(5, 3)
+    y = torch.randint(2, (5,)) if loss is F.cross_entropy else randn(5, 2)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    value, outputs = closure(model, x, y, loss)()
+    ggn = _GraphGGN(value, outputs, list(parameters.values())).to_dense()
+    detached = {name: p.detach() for name, p in parameters.items()}
+    J = jacrev(lambda p: functional_call(model, p, x))(detached)
+    J = torch.cat([part.reshape(10, -1) for part in J.values()], dim=1)
+    H = hessian(lambda f: loss(f, y))(outputs.detach()).reshape(10, 10)
+    assert_close(ggn, J.T @ H @ J, rtol=1e-10, atol=1e-12)
+
+
+def test_one_step_solves_a_regularised_linear_regression():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    x, y = randn(20, 4), randn(20, 1, seed=1)
+    groups = [{"params": [model.weight], "weight_decay": 0.3}, {"params": [model.bias]}]
+    optimizer = DebiasedHessianFree(groups, damping=0.0, tol=1e-13)
+    before = F.mse_loss(model(x), y) + 0.15 * model.weight.square().sum()
+    loss = optimizer.step(closure(model, x, y, F.mse_loss))
+    X = torch.cat([x, torch.ones(20, 1).double()], dim=1)
+    decay = torch.diag(torch.tensor([0.3] * 4 + [0.0]).double())
+    exact = torch.linalg.solve(2 / 20 * X.T @ X + decay, 2 / 20 * X.T @ y)[:, 0]
+    assert_close(torch.cat([model.weight[0], model.bias]), exact, rtol=1e-8, atol=1e-8)
+    assert_close(loss, before)
+    report = optimizer.last_step
+    assert report.step_size == 1.0
+    assert abs(report.reduction_ratio - 1) < 1e-8
+    after = F.mse_loss(model(x), y) + 0.15 * model.weight.square().sum()
+    assert_close(torch.tensor(report.new_loss).double(), after)
+
+
+def test_directions_are_of_the_first_batch_and_step_sizes_of_the_second():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False).double()
+    theta = model.weight.detach()[0].clone()
+    (x, y), (x2, y2) = ((randn(6, 4, seed=s), randn(6, 1, seed=s + 9)) for s in (1, 2))
+    optimizer = DebiasedHessianFree(
+        model.parameters(), damping=0.2, max_iter=3, tol=0.0, line_search=False
+    )
+    first, second = (closure(model, *batch, F.mse_loss) for batch in ((x, y), (x2, y2)))
+    optimizer.step(first, second)
+    damping = 0.2 * torch.eye(4).double()
+    A, A2 = (2 / 6 * X.T @ X for X in (x, x2))
+    b, b2 = (2 / 6 * X.T @ (t[:, 0] - X @ theta) for X, t in ((x, y), (x2, y2)))
+    expected = debiased_cg(Counted(A + damping), Counted(A2 + damping), b, b2, tol=0.0, max_iter=3)
+    assert_close(model.weight[0] - theta, expected.x, rtol=1e-9, atol=1e-12)
+    report = optimizer.last_step
+    step = expected.x
+    assert_close(report.predicted, float(0.5 * step @ A2 @ step - b2 @ step))
+    assert abs(report.reduction_ratio - 1) < 1e-8
+    assert report.num_matvecs == 6
+
+
+def test_the_first_batch_twice_is_the_single_batch_step():
+    x, y = data()
+    models = [network(), network()]
+    for model, batches in zip(models, (1, 2), strict=True):
+        optimizer = DebiasedHessianFree(model.parameters(), damping=0.1)
+        for _ in range(3):
+            optimizer.step(*[closure(model, x, y)] * batches)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_damping_follows_the_reduction_ratio():
+    x, y = randn(20, 4), randn(20, 1, seed=1)
+    model = nn.Linear(4, 1).double()
+    trusting = DebiasedHessianFree(model.parameters(), damping=0.9)
+    trusting.step(closure(model, x, y, F.mse_loss))
+    assert trusting.param_groups[0]["damping"] == pytest.approx(0.6)
+    assert trusting.last_step.damping == 0.9
+
+    class Worse:
+        """A loss that is higher wherever the model has moved to."""
+
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self):
+            self.calls += 1
+            outputs = model(x)
+            return F.mse_loss(outputs, y) * (1 if self.calls == 1 else 100), outputs
+
+    before = [p.detach().clone() for p in model.parameters()]
+    distrusting = DebiasedHessianFree(model.parameters(), damping=0.6)
+    distrusting.step(Worse())
+    assert distrusting.param_groups[0]["damping"] == pytest.approx(0.9)
+    assert distrusting.last_step.step_size == 0.0
+    assert distrusting.last_step.new_loss == distrusting.last_step.loss
+    for p, q in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+    fixed = DebiasedHessianFree(model.parameters(), damping=0.6, adapt_damping=False)
+    fixed.step(Worse())
+    assert fixed.param_groups[0]["damping"] == 0.6
+
+
+def test_the_line_search_takes_the_first_sufficient_step_back():
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, 2.0)
+    x, y = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+
+    def steep(outputs, targets):
+        # Convex, and far flatter at 2 than its quadratic says: Newton's step overshoots.
+        return (1 + (outputs - targets).square()).sqrt().mean()
+
+    optimizer = DebiasedHessianFree(model.parameters(), damping=0.0, tol=1e-12)
+    loss = optimizer.step(closure(model, x, y, steep))
+    # At w the step is −w(1 + w²) = −10; 0.8ⁱ times it is tried.
+    size = optimizer.last_step.step_size
+    slope = -(2 / 5**0.5) * 10
+
+    def meets(s):
+        return (1 + (2 - 10 * s) ** 2) ** 0.5 <= 5**0.5 + 1e-2 * s * slope
+
+    expected = next(0.8**i for i in range(30) if meets(0.8**i))
+    assert size == pytest.approx(expected)
+    assert size < 1
+    assert model.weight.item() == pytest.approx(2 - 10 * size)
+    assert optimizer.last_step.new_loss < loss
+    # Without the search the full step is taken, for better or worse.
+    nn.init.constant_(model.weight, 2.0)
+    plain = DebiasedHessianFree(model.parameters(), damping=0.0, tol=1e-12, line_search=False)
+    plain.step(closure(model, x, y, steep))
+    assert model.weight.item() == pytest.approx(-8.0)
+    assert plain.last_step.new_loss > plain.last_step.loss
+
+
+def test_what_is_not_trained_stays():
+    torch.manual_seed(0)
+    model = Tied().double()
+    frozen, unused = model.two.bias.clone(), model.unused.detach().clone()
+    optimizer = DebiasedHessianFree(model.parameters(), weight_decay=0.0)
+    x, y = data()
+    weight = model.one.weight.detach().clone()
+    optimizer.step(closure(model, x, y), closure(model, *data(1)))
+    assert torch.equal(model.two.bias, frozen)
+    assert torch.equal(model.unused, unused)
+    assert not torch.equal(model.one.weight, weight)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_training_goes_on_from_a_saved_state():
+    x, y = data()
+    model = network()
+    optimizer = DebiasedHessianFree(model.parameters(), damping=0.5)
+    for _ in range(3):
+        optimizer.step(closure(model, x, y), closure(model, *data(1)))
+    other = network(1)
+    other.load_state_dict(model.state_dict())
+    resumed = DebiasedHessianFree(other.parameters())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"] != 0.5
+    for m, o in ((model, optimizer), (other, resumed)):
+        o.step(closure(m, x, y), closure(m, *data(1)))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_closure_that_raises_in_the_line_search_leaves_the_parameters():
+    x, y = data()
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = []
+
+    def fails():
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return closure(model, x, y)()
+
+    with pytest.raises(KeyboardInterrupt):
+        DebiasedHessianFree(model.parameters()).step(fails)
+    for p, q in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+
+
+def digits(seed, halves, steps=15, **options):
+    """Train on 128 digits a step, in one batch or two halves: final training loss and accuracy."""
+    images, labels = load_digits(return_X_y=True)
+    X, Y = torch.tensor(images / 16).float(), torch.tensor(labels)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(X), generator=generator)
+    train, test = order[:1200], order[1200:]
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    weights, biases = ([p for p in model.parameters() if (p.ndim > 1) == w] for w in (1, 0))
+    optimizer = DebiasedHessianFree(
+        [{"params": weights, "weight_decay": 1e-3}, {"params": biases}], **options
+    )
+    for _ in range(steps):
+        batch = train[torch.randperm(len(train), generator=generator)[:128]]
+        parts = batch.chunk(2) if halves else [batch]
+        optimizer.step(*[closure(model, X[i], Y[i]) for i in parts])
+        assert optimizer.last_step.solution.status is not Status.NEGATIVE_CURVATURE
+    with torch.no_grad():
+        loss = F.cross_entropy(model(X[train]), Y[train])
+        accuracy = (model(X[test]).argmax(1) == Y[test]).double().mean()
+    return float(loss), float(accuracy)
+
+
+def test_on_the_digits_it_trains_and_does_without_damping_what_one_batch_cannot():
+    options = {"damping": 1e-4, "adapt_damping": False}
+    single, debiased = ([digits(s, halves, **options) for s in (0, 1)] for halves in (0, 1))
+    for (loss, accuracy), (loss2, accuracy2) in zip(single, debiased, strict=True):
+        assert loss2 < loss
+        assert accuracy2 > accuracy
+    damped = digits(0, halves=True, damping=0.1)
+    assert damped[0] < 0.6
+    assert damped[1] > 0.8
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": -1.0}, "damping must be"),
+        ({"max_iter": 0}, "max_iter must be"),
+        ({"tol": -1.0}, "tol must be"),
+        ({"weight_decay": -1.0}, "weight_decay must be"),
+    ],
+)
+def test_options_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        DebiasedHessianFree(network().parameters(), **options)
+
+
+def test_closures_and_groups_that_cannot_work_are_named():
+    model, (x, y) = network(), data()
+    optimizer = DebiasedHessianFree(model.parameters())
+    good = closure(model, x, y)
+    for bad, error, message in (
+        (lambda: good()[0], TypeError, r"must return \(loss, outputs\)"),
+        (lambda: (model(x), model(x)), TypeError, "take its mean"),
+        (lambda: (good()[0], model(x)), ValueError, "not computed from the outputs"),
+        (lambda: tuple(t.detach() for t in good()), ValueError, "depend on no parameter"),
+        (lambda: (good()[0] * torch.nan, good()[1]), ValueError, "NaN or Inf before the step"),
+    ):
+        with pytest.raises(error, match=message):
+            optimizer.step(bad)
+    with pytest.raises(ValueError, match="cannot differ between groups"):
+        DebiasedHessianFree([{"params": model.parameters(), "damping": 2.0}])
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to move"):
+        optimizer.step(good)
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(ValueError, match="share one dtype"):
+        DebiasedHessianFree(mixed.parameters()).step(good)
