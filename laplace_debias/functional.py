@@ -14,9 +14,11 @@ from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
 from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.tap import Tap, Use
+from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.posterior import GaussianPosterior
 from laplace_debias.weighted import weighted_gram, weighted_squares
+from laplace_debias.whole_moments import WholeMoments, places_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def functional_moments(
 
     Args:
         model: The trained network.
-        blocks: The blocks of the posteriors, in their order.
+        blocks: The blocks of the posteriors, in their order; those of the parameters also where the
+            posteriors have a single one of all parameters.
         posteriors: Posteriors of the model over the same blocks.
         x: Inputs, `[B, ...]`.
         prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
@@ -69,6 +72,8 @@ def functional_moments(
     """
     network = shadow(model)
     tap = Tap(network, list(dict.fromkeys(block.layer for block in blocks)))
+    is_whole = WHOLE in posteriors[0].curvature.blocks
+    places = places_of(blocks)
     means, covariances = [], []
     start, chunk = 0, 1  # The first example shows how much memory one takes.
     while start < num_examples(x):
@@ -78,7 +83,7 @@ def functional_moments(
         chosen = None if wanted.outputs is None else wanted.outputs[part]
         columns = _columns(outputs, chosen)
         last = tap.last_layer(outputs)
-        by_products = _by_products(network, blocks, last, outputs)
+        by_products = [] if is_whole else _by_products(network, blocks, last, outputs)
         at_once = len(columns)
         if last is None or len(by_products) < len(blocks):
             gradients = tap.output_bytes()
@@ -99,11 +104,20 @@ def functional_moments(
         for begin in range(0, len(columns), at_once):
             some = slice(begin, min(begin + at_once, len(columns)))
             more = some.stop < len(columns)
+            into = total[:, :, :, some]
+            whole = None
+            if is_whole:
+                whole = WholeMoments(posteriors, prior_precisions[:, :, 0], wanted.diagonal)
             for path, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
                 of_layer = [(i, block) for i, block in enumerate(blocks) if block.layer == path]
                 layer = network.get_submodule(path)
-                into = total[:, :, :, some]
+                if whole is not None:
+                    for index, block in of_layer:
+                        whole.add(layer, block, uses, places[index])
+                    continue
                 _add_layer(into, layer, of_layer, uses, posteriors, prior_precisions, wanted)
+            if whole is not None:
+                into += whole.moments()
         covariances.append(total)
         start += num_examples(take(x, part))
     mean, covariance = torch.cat(means), torch.cat(covariances, dim=2)

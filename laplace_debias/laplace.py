@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 
 from laplace_debias import predictive, serialization, tuning
 from laplace_debias.batches import Batches, OnDevice, size_of, with_progress
-from laplace_debias.curvature.blocks import Block, Sharing, curvature_blocks, parameter_order
+from laplace_debias.curvature.blocks import Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.columns import Fisher
 from laplace_debias.curvature.inputs import Inputs, move
 from laplace_debias.curvature.kfac.backends import choose_backend
@@ -25,16 +25,24 @@ from laplace_debias.curvature.selection import (
     select_parameters,
 )
 from laplace_debias.curvature.shadow import check_deterministic, check_finite
+from laplace_debias.curvature.whole import (
+    WHOLE,
+    fit_crossfit_whole,
+    fit_full,
+    fit_low_rank,
+)
 from laplace_debias.evaluation import evaluate_predictions
 from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 
 PriorPrecision = float | Tensor
 
+CURVATURES = (*FITS, "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
 _FOLDS = 8
+_RANK = 20
 _MEMORY_BOUND = 2**27
 
 
@@ -50,8 +58,9 @@ class Laplace:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
             `"binary"` (one logit), or a `Likelihood`.
-        curvature: `"kfac"` (Kronecker-factored) or `"ekfac"` (the same directions, exact curvature
-            along each of them).
+        curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
+            along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
+            eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"last_layer"`,
             names, or a predicate `(name, parameter) -> bool`. Frozen ones never are.
         prior_precision: δ, one number or one a block (see `block_names`).
@@ -65,6 +74,7 @@ class Laplace:
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
             `"reduce"`: one for all, or a mapping from layers' paths.
+        rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
             are cut to it; results do not depend on it.
 
@@ -106,10 +116,18 @@ class Laplace:
         mc_samples: int = 1,
         joint: bool = False,
         sharing: Sharing = "expand",
+        rank: int | None = None,
         memory_bound: int = _MEMORY_BOUND,
     ) -> None:
-        if curvature not in FITS:
-            raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
+        if curvature not in CURVATURES:
+            raise ValueError(
+                f"Unknown curvature={curvature!r}: use one of {', '.join(CURVATURES)}."
+            )
+        if rank is not None and (curvature != "lowrank" or rank < 1):
+            raise ValueError(
+                f"rank={rank} with curvature={curvature!r}: give a positive rank, and to "
+                '"lowrank" alone.'
+            )
         if factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
@@ -133,6 +151,7 @@ class Laplace:
         self._fisher = Fisher(fisher, mc_samples)
         self._factor_dtype = factor_dtype
         self._memory_bound = memory_bound
+        self._rank = _RANK if rank is None else rank
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._posterior: GaussianPosterior | None = None
         self._nll: float = float("nan")
@@ -245,16 +264,26 @@ class Laplace:
         generator: torch.Generator | None,
     ) -> Fitted:
         problem, data = self._problem(generator), self._on_device(directions)
+        rank = self._rank if self._curvature == "lowrank" else None
         if folds is not None:
+            if self._is_whole:
+                return fit_crossfit_whole(problem, data, folds, rank)
             return fit_crossfit(problem, data, folds, self._curvature)
         measured = None if magnitudes is None else self._on_device(magnitudes)
-        return FITS[self._curvature](problem, data, measured)
+        if rank is not None:
+            return fit_low_rank(problem, data, measured, rank)
+        fit = fit_full if self._is_whole else FITS[self._curvature]
+        return fit(problem, data, measured)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._curvature in ("lowrank", "full")
 
     def _check_rereadable(self, batches: Batches) -> None:
-        if self._curvature == "ekfac" and isinstance(batches, Iterator):
+        if self._curvature in ("ekfac", "lowrank") and isinstance(batches, Iterator):
             raise TypeError(
-                "EKFAC goes through the data twice, but this iterator can be read only once: pass "
-                "a DataLoader or a list of batches."
+                f"curvature={self._curvature!r} goes through the data twice, but this iterator can "
+                "be read only once: pass a DataLoader or a list of batches."
             )
 
     def _problem(self, generator: torch.Generator | None) -> Problem:
@@ -327,7 +356,7 @@ class Laplace:
     @property
     def block_names(self) -> list[str]:
         """Names of the curvature blocks, in the order that per-block prior precisions take."""
-        return [block.name for block in self._blocks]
+        return [WHOLE] if self._is_whole else [block.name for block in self._blocks]
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
@@ -350,7 +379,7 @@ class Laplace:
         device = self.model.get_parameter(self.param_names[0]).device
         prior_precision = torch.as_tensor(value, dtype=torch.float64, device=device)
         prior_precision = prior_precision.detach().clone()
-        check_prior_precision(prior_precision, len(self._blocks))
+        check_prior_precision(prior_precision, len(self.block_names))
         return prior_precision
 
     def sample(
@@ -376,7 +405,7 @@ class Laplace:
         posterior = self.posterior
         delta = self.prior_precision if prior_precision is None else prior_precision
         delta = torch.as_tensor(delta, dtype=torch.float64, device=self.mean.device)
-        check_prior_precision(delta.detach(), len(self._blocks))
+        check_prior_precision(delta.detach(), len(self.block_names))
         normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
         return (
             -self._nll
@@ -606,21 +635,21 @@ class Laplace:
                 block_names=self.block_names,
                 num_data=self.num_data,
                 nll=self._nll,
+                rank=serialization.rank_of(self.posterior),
             ),
         )
 
-    def _saved(self, block: Block) -> serialization.SavedBlock:
-        d_out, d_in = block.shape
-        parts: dict[str, tuple[int, ...]] = {
-            "U_G": (d_out, d_out),
-            "U_A": (d_in, d_in),
-            "magnitudes": block.shape,
-        }
-        if self._curvature == "diag":
-            del parts["U_G"], parts["U_A"]
-        elif block.role == "table":
-            del parts["U_A"]
-        return serialization.SavedBlock(block.name, parts)
+    def _saved(self, rank: int | None) -> list[serialization.SavedBlock]:
+        if self._is_whole:
+            size = sum(block.size for block in self._blocks)
+            return [serialization.whole_block(WHOLE, size, rank)]
+        without = ("U_G", "U_A") if self._curvature == "diag" else ()
+        return [
+            serialization.kronecker_block(
+                block.name, block.shape, ("U_A",) if block.role == "table" else without
+            )
+            for block in self._blocks
+        ]
 
     @classmethod
     def load(
@@ -662,6 +691,7 @@ class Laplace:
             likelihood=serialization.likelihood_from_json(header.likelihood),
             curvature=header.curvature,
             params=header.param_names,
+            rank=header.rank if header.curvature == "lowrank" else None,
             joint=header.joint,
             sharing=header.sharing,
             backend=backend,
@@ -674,7 +704,7 @@ class Laplace:
             header,
             tensors,
             la._flat_parameters(),
-            [la._saved(block) for block in la._blocks],
+            la._saved(header.rank),
             la._order_on_device(),
         )
         la._prior_precision = la._posterior.prior_precision
@@ -720,12 +750,15 @@ def _shared_moments(
     outputs: Tensor | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     first = posteriors[0]
-    if any(la.model is not first.model or la._blocks != first._blocks for la in posteriors):
+    if any(
+        (la.model, la._blocks, la._is_whole) != (first.model, first._blocks, first._is_whole)
+        for la in posteriors
+    ):
         raise ValueError(
             "The posteriors are of different models or Bayesian parameters: predict with each."
         )
     checked = [la._checked_posterior() for la in posteriors]
-    num_blocks = len(first._blocks)
+    num_blocks = len(first.block_names)
     for grid in prior_precisions:
         for point in grid:
             check_prior_precision(point, num_blocks)

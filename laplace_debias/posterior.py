@@ -11,6 +11,7 @@ from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
     LinearOperator,
+    LowRankPlusDiagonal,
     Permutation,
     Spectrum,
 )
@@ -62,8 +63,8 @@ class GaussianPosterior:
     def _spectral(self, function: Spectrum) -> BlockDiagonal:
         deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))
 
-        def of_block(name: str, block: EigenKronecker) -> EigenKronecker:
-            return block.apply(lambda L: function(self.num_data * L + deltas[name]))
+        def of_block(name: str, block: LinearOperator) -> LinearOperator:
+            return _apply(block, lambda L: function(self.num_data * L + deltas[name]))
 
         return self.curvature.map(of_block)
 
@@ -88,6 +89,10 @@ class GaussianPosterior:
         parts = noise.split(self.curvature.sizes, dim=1)
         draws = []
         for block, part in zip(self._spectral(torch.rsqrt).blocks.values(), parts, strict=True):
+            if not isinstance(block, EigenKronecker):
+                draws.append((block @ part.T).T)
+                continue
+            # Noise looks the same in every orthonormal basis: it is drawn in the eigenbasis.
             Z = part.unflatten(1, block.magnitudes.shape)
             draws.append(block.from_eigenbasis(block.magnitudes * Z).flatten(1))
         steps = torch.cat(draws, dim=1)
@@ -103,10 +108,13 @@ class GaussianPosterior:
         """
         deltas = self._deltas() if prior_precision is None else prior_precision
         deltas = deltas.double().expand(len(self.curvature.blocks))
-        terms = [
-            (self.num_data * block.magnitudes.double() + delta).log().sum()
-            for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True)
-        ]
+        terms = []
+        for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
+            assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
+            magnitudes = block.magnitudes.double()
+            without_curvature = block.shape[0] - magnitudes.numel()
+            terms.append((self.num_data * magnitudes + delta).log().sum())
+            terms.append(without_curvature * delta.log())
         return torch.stack(terms).sum()
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
@@ -119,6 +127,15 @@ class GaussianPosterior:
         quadratic = (deltas * torch.stack(squares)).sum()
         constant = len(self.mean) * math.log(2 * math.pi)
         return 0.5 * ((sizes * deltas.log()).sum() - quadratic - constant)
+
+
+def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:
+    """A function of a curvature block, by its eigenvalues."""
+    if isinstance(block, EigenKronecker):
+        return block.apply(function)
+    assert isinstance(block, LowRankPlusDiagonal)
+    rest = function(block.diagonal)
+    return LowRankPlusDiagonal(block.U, function(block.magnitudes) - rest, rest)
 
 
 def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> None:

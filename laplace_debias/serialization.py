@@ -12,11 +12,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
-from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.operators import (
+    BlockDiagonal,
+    EigenKronecker,
+    LinearOperator,
+    LowRankPlusDiagonal,
+)
 from laplace_debias.posterior import GaussianPosterior
 
 FORMAT = "laplace-debias/2"
-_PARTS = ("U_G", "U_A", "magnitudes")
+_PARTS = ("U_G", "U_A", "U", "magnitudes")
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Header:
         block_names: The curvature blocks.
         num_data: N.
         nll: Summed negative log-likelihood of the N examples, in nats.
+        rank: How many directions a low-rank curvature has, None for others.
     """
 
     likelihood: dict[str, Any]
@@ -42,6 +48,7 @@ class Header:
     block_names: list[str]
     num_data: int
     nll: float
+    rank: int | None
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,38 @@ class SavedBlock:
 
     Attributes:
         name: The block's name.
-        parts: Shapes of its tensors by the fields of `EigenKronecker`.
+        parts: Shapes of its tensors by the fields of `EigenKronecker` or `LowRankPlusDiagonal`.
     """
 
     name: str
     parts: dict[str, tuple[int, ...]]
+
+
+def kronecker_block(name: str, shape: tuple[int, int], without: Sequence[str] = ()) -> SavedBlock:
+    """What is saved of an `EigenKronecker`.
+
+    Args:
+        name: The block's name.
+        shape: `(d_out, d_in)`.
+        without: Directions that are the coordinate axes.
+    """
+    d_out, d_in = shape
+    parts: dict[str, tuple[int, ...]] = {"U_G": (d_out, d_out), "U_A": (d_in, d_in)}
+    kept = {part: size for part, size in parts.items() if part not in without}
+    return SavedBlock(name, {**kept, "magnitudes": shape})
+
+
+def whole_block(name: str, size: int, rank: int | None) -> SavedBlock:
+    """What is saved of one block of all parameters, low-rank or (`rank=None`) full."""
+    if rank is None:
+        return kronecker_block(name, (size, 1), ("U_A",))
+    return SavedBlock(name, {"U": (size, rank), "magnitudes": (rank,)})
+
+
+def rank_of(posterior: GaussianPosterior) -> int | None:
+    """The rank of a low-rank curvature, None for others."""
+    block = next(iter(posterior.curvature.blocks.values()))
+    return block.U.shape[1] if isinstance(block, LowRankPlusDiagonal) else None
 
 
 def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
@@ -101,7 +135,7 @@ def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
         raise FileNotFoundError(f"There is no folder {path.parent}: make it first.")
     tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
     for index, block in enumerate(posterior.curvature.blocks.values()):
-        parts = {f"{index}.{part}": getattr(block, part) for part in _PARTS}
+        parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
         # Directions that are the coordinate axes are None.
         tensors.update({key: part for key, part in parts.items() if part is not None})
     metadata = {"format": FORMAT, "header": json.dumps(asdict(header))}
@@ -192,14 +226,19 @@ def posterior_from(
             "The model's parameters are not those of the fit: load the checkpoint that the "
             "posterior was fitted on."
         )
-    operators = {}
+    operators: dict[str, LinearOperator] = {}
     for index, block in enumerate(blocks):
         parts = {part: tensors[f"{index}.{part}"].to(model_mean) for part in block.parts}
         if not all(bool(part.isfinite().all()) for part in parts.values()):
             raise ValueError(f"The curvature of {block.name} in the file holds NaN or Inf.")
         if not bool((parts["magnitudes"] >= 0).all()):
             raise ValueError(f"The curvature of {block.name} in the file has negative magnitudes.")
-        operators[block.name] = EigenKronecker(*(parts.get(part) for part in _PARTS))  # type: ignore
+        magnitudes = parts["magnitudes"]
+        operators[block.name] = (
+            LowRankPlusDiagonal(parts["U"], magnitudes, 0.0)
+            if "U" in parts
+            else EigenKronecker(parts.get("U_G"), parts.get("U_A"), magnitudes)
+        )
     return GaussianPosterior(
         mean,
         BlockDiagonal(operators),

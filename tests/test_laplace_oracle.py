@@ -288,7 +288,7 @@ def _needed_bytes(compute):
     """What the error about a memory bound that is too small asks for."""
     with pytest.raises(ValueError, match=r"memory_bound=.* is too small") as error:
         compute()
-    return int(re.search(r"take (\d+) bytes", str(error.value))[1])
+    return int(re.search(r"takes? (\d+) bytes", str(error.value))[1])
 
 
 def test_debiased_magnitudes_do_not_depend_on_how_the_data_is_cut():

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from laplace_debias.curvature.blocks import ParameterSelection
 from laplace_debias.curvature.losses import LossFunction, output_loss
 from laplace_debias.curvature.matrix_free import GGN, Hessian
 from laplace_debias.curvature.matrix_free.data import Batches, Data
 from laplace_debias.curvature.matrix_free.network import Network, check_outputs
+from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.quadratic import Quadratic
 
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}

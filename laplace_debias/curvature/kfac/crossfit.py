@@ -53,7 +53,7 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
     Raises:
         ValueError: If there are fewer examples than folds; as `sweep`.
     """
-    folds = _folds(data, num_folds)
+    folds = split_folds(data, num_folds)
     starts = list(accumulate((len(y) for _, y in folds), initial=0))
     passes = [
         factor_sums(problem, [fold], first) for fold, first in zip(folds, starts, strict=False)
@@ -118,7 +118,7 @@ def _total(of_folds: list[FactorSums], block: Block) -> tuple[Tensor, Tensor]:
     return torch.stack(G).sum(0), torch.stack(A).sum(0)
 
 
-def _folds(data: Batches, num_folds: int) -> list[Fold]:
+def split_folds(data: Batches, num_folds: int) -> list[Fold]:
     """Cut the examples into folds.
 
     Raises:

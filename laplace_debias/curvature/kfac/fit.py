@@ -182,6 +182,7 @@ def sweep(
     consume: Consume,
     consume_inputs: ConsumeInputs | None = None,
     first: int = 0,
+    extra_bytes: int = 0,
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
 
@@ -197,6 +198,7 @@ def sweep(
             the layer of one weight block after the other and what went into it, chunk by chunk.
         first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
             it, so that different data get different labels.
+        extra_bytes: What is made for every cotangent of an example besides its output gradients.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
@@ -226,7 +228,7 @@ def sweep(
         kept = 0
 
     for all_x, all_y in batches:
-        pace = pace or _pace(problem, all_x)
+        pace = pace or _pace(problem, all_x, extra_bytes)
         for start in range(0, len(all_y), pace.examples):
             part = slice(start, start + pace.examples)
             x, y = take(all_x, part), all_y[part]
@@ -275,7 +277,7 @@ class _Pace:
     columns: int
 
 
-def _pace(problem: Problem, x: Inputs) -> _Pace:
+def _pace(problem: Problem, x: Inputs, extra_bytes: int) -> _Pace:
     """What fits into the memory bound, found by running one example.
 
     Raises:
@@ -286,11 +288,12 @@ def _pace(problem: Problem, x: Inputs) -> _Pace:
     outputs = tap.forward(one)
     check_outputs(outputs)
     check_repeatable(problem.model, one, outputs.detach())
-    columns, size = problem.fisher.num_columns(outputs), tap.output_bytes()
+    columns = problem.fisher.num_columns(outputs)
+    size = tap.output_bytes() + extra_bytes
     if size > problem.memory_bound:
         raise ValueError(
-            f"memory_bound={problem.memory_bound} is too small: the layers' output gradients of "
-            f"one example take {size} bytes; pass at least as many."
+            f"memory_bound={problem.memory_bound} is too small: one cotangent of one example "
+            f"takes {size} bytes; pass at least as many."
         )
     return _Pace(
         max(1, problem.memory_bound // (columns * size)),

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.blocks import ParameterSelection
 from laplace_debias.curvature.losses import OutputMap
 from laplace_debias.curvature.matrix_free.data import Batch, Batches, Data
 from laplace_debias.curvature.matrix_free.linearisation import Kept, Linearisation, Lineariser
 from laplace_debias.curvature.matrix_free.network import Network, check_outputs
+from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.operators import LinearOperator
 
 MEMORY_BOUND = 2**31

@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.blocks import ParameterSelection
 from laplace_debias.curvature.losses import OutputMap
 from laplace_debias.curvature.matrix_free.base import MEMORY_BOUND, NetworkOperator
 from laplace_debias.curvature.matrix_free.data import Batch, Batches
+from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.operators import LinearOperator
 
 

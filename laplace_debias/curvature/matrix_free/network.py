@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.curvature.blocks import (
+from laplace_debias.curvature.inputs import Inputs, call, take
+from laplace_debias.curvature.selection import (
     ParameterSelection,
     check_parameters,
     select_parameters,
 )
-from laplace_debias.curvature.inputs import Inputs, call, take
 from laplace_debias.curvature.shadow import check_deterministic, check_finite, shadow
 
 

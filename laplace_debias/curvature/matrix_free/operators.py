@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.blocks import ParameterSelection
 from laplace_debias.curvature.losses import LossFunction, OutputMap, Uniforms, output_loss
 from laplace_debias.curvature.matrix_free.base import MEMORY_BOUND, Item, NetworkOperator
 from laplace_debias.curvature.matrix_free.data import Batch, Batches
 from laplace_debias.curvature.matrix_free.linearisation import Linearisation, Lineariser
 from laplace_debias.curvature.matrix_free.tracing import Tensors
+from laplace_debias.curvature.selection import ParameterSelection
 
 
 class CurvatureOperator(NetworkOperator):

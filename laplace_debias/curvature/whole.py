@@ -1,0 +1,224 @@
+"""Curvature of all parameters together: dense (`full`) and its leading part (`lowrank`).
+
+Directions are the eigenvectors of the whole matrix, magnitudes the curvature along them on the same
+or on other data: the two-batch idea as for a block, without the Kronecker structure.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.blocks import Block
+from laplace_debias.curvature.kfac.crossfit import split_folds
+from laplace_debias.curvature.kfac.directions import eigh
+from laplace_debias.curvature.kfac.fit import Batches, Fitted, Problem, Seen, sweep, together
+from laplace_debias.curvature.kfac.layers import Uses
+from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
+from laplace_debias.linalg import eigsh
+from laplace_debias.operators import (
+    BlockDiagonal,
+    EigenKronecker,
+    LinearOperator,
+    LowRankPlusDiagonal,
+)
+
+# The one block's name.
+WHOLE = "parameters"
+# Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
+_KEPT_ROWS = 2**30
+
+Rows = Float[Tensor, "rows parameters"]
+
+
+def fit_full(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
+    """The whole curvature matrix `[D, D]`: directions from some data, magnitudes from others.
+
+    Args:
+        problem: The network and its blocks, whose entries, one block after the other, are the rows.
+        directions: Batches `(x, y)` whose curvature gives the eigenvectors.
+        magnitudes: Batches that the curvature along them is measured on; None for the same.
+    """
+    size = sum(block.size for block in problem.blocks)
+    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
+    C = torch.zeros(size, size, dtype=problem.factor_dtype, device=device)
+    seen = sweep_rows(problem, directions, lambda rows: C.addmm_(rows.T, rows))
+    along, U = eigh(C / seen.num_examples)
+    assert U is not None
+    if magnitudes is not None:
+        along, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        seen = together(seen, measured)
+    block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
+    return Fitted(BlockDiagonal({WHOLE: block}), seen)
+
+
+def fit_low_rank(
+    problem: Problem, directions: Batches, magnitudes: Batches | None, rank: int
+) -> Fitted:
+    """The leading eigenvectors of the curvature, and the curvature along them.
+
+    In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
+    the eigenvectors are exact; with more data than that they come from Lanczos iterations, for
+    which every product goes through the data again.
+
+    Args:
+        problem: As `fit_full` takes it.
+        directions: Batches `(x, y)` whose curvature gives the eigenvectors.
+        magnitudes: Batches that the curvature along them is measured on; None for the same.
+        rank: How many directions, at most; there are no more than Jacobian rows.
+    """
+    kept: list[Rows] = []
+    num_bytes = 0
+
+    def keep(rows: Rows) -> None:
+        nonlocal num_bytes
+        num_bytes += rows.numel() * rows.element_size()
+        if num_bytes <= _KEPT_ROWS:
+            kept.append(rows)
+
+    seen = sweep_rows(problem, directions, keep)
+    size = sum(block.size for block in problem.blocks)
+    if num_bytes <= _KEPT_ROWS:
+        along, U = _leading(torch.cat(kept), rank, problem.factor_dtype)
+    else:
+        kept.clear()
+        operator = _RowGram(problem, directions, size)
+        along, U = eigsh(operator, k=min(rank, size))
+    along = along / seen.num_examples
+    if magnitudes is not None:
+        along, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        seen = together(seen, measured)
+    U, along = U.to(problem.dtype), along.to(problem.dtype).clamp_min(0)
+    return Fitted(BlockDiagonal({WHOLE: LowRankPlusDiagonal(U, along, 0.0)}), seen)
+
+
+def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: int | None) -> Fitted:
+    """Directions from all examples at hand, magnitudes out of fold; see `kfac.crossfit`.
+
+    Args:
+        problem: As `fit_full` takes it.
+        data: Batches `(x, y)`; example i belongs to fold i mod K. Their Jacobian rows are kept.
+        num_folds: K, at least 2.
+        rank: How many directions; None for all (`full`).
+    """
+    folds = split_folds(data, num_folds)
+    rows: list[Rows] = []
+    seen = Seen(0, 0.0)
+    for fold in folds:
+        of_fold: list[Rows] = []
+        seen = together(seen, sweep_rows(problem, [fold], of_fold.append, seen.num_examples))
+        rows.append(torch.cat(of_fold))
+    k = rows[0].shape[1] if rank is None else rank
+    along, U = _leading(torch.cat(rows), k, problem.factor_dtype)
+    total = torch.zeros_like(along)
+    for index, fold_rows in enumerate(rows):
+        others = torch.cat([*rows[:index], *rows[index + 1 :]])
+        _, basis = _leading(others, k, problem.factor_dtype)
+        measured = (fold_rows @ basis).square().sum(0)
+        # Fewer rows span fewer directions: what is left out has no curvature to measure.
+        total[: len(measured)] += measured[: len(total)]
+    along = total / seen.num_examples
+    if rank is None and U.shape[1] == U.shape[0]:
+        block: LinearOperator = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
+    else:
+        block = LowRankPlusDiagonal(U.to(problem.dtype), along.to(problem.dtype), 0.0)
+    return Fitted(BlockDiagonal({WHOLE: block}), seen)
+
+
+def sweep_rows(
+    problem: Problem, batches: Batches, consume: Callable[[Rows], object], first: int = 0
+) -> Seen:
+    """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
+
+    Args:
+        problem: The network and its blocks.
+        batches: `(x, y)` pairs on the model's device.
+        consume: Takes some rows, in `factor_dtype`.
+        first: As `sweep` takes it.
+    """
+    parts: dict[Block, Tensor] = {}
+
+    def measure(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "batch columns d"]:
+        jacobians = []
+        for _, J, columns in rotated_jacobians(layer, block, uses, None, None):
+            if columns is not None:
+                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
+            jacobians.append(J.flatten(2))
+        return torch.cat(jacobians)
+
+    def collect(block: Block, jacobian: Tensor) -> None:
+        parts[block] = jacobian
+        if len(parts) == len(problem.blocks):
+            rows = torch.cat([parts[b] for b in problem.blocks], dim=2).flatten(0, 1)
+            parts.clear()
+            consume(rows.to(problem.factor_dtype))
+
+    row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
+    return sweep(problem, batches, measure, collect, first=first, extra_bytes=row_bytes)
+
+
+def _measured(
+    problem: Problem, U: Float[Tensor, "parameters k"], batches: Batches, first: int
+) -> tuple[Float[Tensor, " k"], Seen]:
+    """Curvature of the mean loss along the columns of U."""
+    along = U.new_zeros(U.shape[1])
+    seen = sweep_rows(
+        problem, batches, lambda rows: along.add_((rows @ U.to(rows)).square().sum(0)), first
+    )
+    return along / seen.num_examples, seen
+
+
+def _leading(
+    rows: Rows, rank: int, dtype: torch.dtype
+) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
+    """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products."""
+    if rows.shape[0] > rows.shape[1]:
+        values, vectors = eigh(rows.T @ rows)
+        assert vectors is not None
+        return values[:rank], vectors[:, :rank]
+    values, vectors = eigh(rows @ rows.T)
+    assert vectors is not None
+    # Directions without curvature cannot be had from the rows, and say nothing.
+    floor = values[0] * len(rows) * torch.finfo(dtype).eps
+    k = max(1, min(rank, int((values > floor).sum())))
+    U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].clamp_min(floor).sqrt()))
+    return values[:k], U
+
+
+class _RowGram(LinearOperator):
+    """`Σ rowᵀ row` over data, whose rows are computed anew for every product."""
+
+    def __init__(self, problem: Problem, batches: Batches, size: int) -> None:
+        self._problem = problem
+        self._batches = batches
+        self._size = size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._size, self._size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._problem.factor_dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._problem.model.get_parameter(self._problem.blocks[0].parameters[0]).device
+
+    @property
+    def T(self) -> LinearOperator:  # noqa: N802
+        return self
+
+    @property
+    def is_symmetric(self) -> bool:
+        return True
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        return True
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        product = torch.zeros_like(matrix)
+        sweep_rows(self._problem, self._batches, lambda rows: product.addmm_(rows.T, rows @ matrix))
+        return product
