@@ -643,10 +643,14 @@ class Laplace:
         if self._is_whole:
             size = sum(block.size for block in self._blocks)
             return [serialization.whole_block(WHOLE, size, rank)]
-        without = ("U_G", "U_A") if self._curvature == "diag" else ()
+        if self._curvature == "diag":
+            return [
+                serialization.kronecker_block(block.name, block.shape, ("U_G", "U_A"))
+                for block in self._blocks
+            ]
         return [
             serialization.kronecker_block(
-                block.name, block.shape, ("U_A",) if block.role == "table" else without
+                block.name, block.shape, ("U_A",) if block.role == "table" else ()
             )
             for block in self._blocks
         ]
