@@ -225,7 +225,7 @@ def _snow(x: Image, severity: int, rng: Generator) -> Image:
     return kept * x + (1.0 - kept) * whitened + falling + np.rot90(falling, 2)
 
 
-def _grey(x: Image) -> Image:
+def _grey(x: Image) -> Float[np.ndarray, "height width 1"]:
     return x if x.shape[2] == 1 else (x @ np.array([0.299, 0.587, 0.114]))[:, :, None]
 
 

@@ -246,7 +246,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         letter="E",
         summary="a ResNet of one thin bottleneck a group on CIFAR-10",
         is_reduced=True,
-        model=partial(resnet50, 10, blocks=(1, 1, 1, 1), width_per_group=8),
+        model=partial(resnet50, 10, blocks=(1, 1, 1, 1), width_per_group=8, expansion=1),
         read=_CIFAR10,
         recipe=Recipe(batch_size=128, cycles=((10, 0.1),), weight_decay=1e-4, flips=True),
         num_validation=5_000,

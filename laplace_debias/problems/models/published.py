@@ -20,6 +20,7 @@ def resnet50(
     weights: str | Path | None = None,
     blocks: tuple[int, int, int, int] = (3, 4, 6, 3),
     width_per_group: int = 64,
+    expansion: int = 4,
 ) -> nn.Module:
     """Torchvision's ResNet-50 for images [B, 3, H, W]: 25,557,032 parameters for 1,000 classes.
 
@@ -30,6 +31,7 @@ def resnet50(
             such weights; random ones by default.
         blocks: Bottleneck blocks of each of the four groups; fewer make a small relative.
         width_per_group: Inner channels of the first group's blocks; 64 in ResNet-50.
+        expansion: Output channels of a block over 64, 128, 256 and 512 in the four groups.
 
     Returns:
         A network from float images [B, 3, H, W] to logits [B, C], in evaluation mode where it has
@@ -55,9 +57,9 @@ def resnet50(
     is_name = isinstance(weights, str) and not Path(weights).suffix
     if is_name and weights not in names:
         raise ValueError(f"weights {weights!r}; expected one of {names}, or the path of a file")
-    model = ResNet(
-        Bottleneck, list(blocks), num_classes=num_classes, width_per_group=width_per_group
-    )
+    # Torchvision reads the expansion off the class.
+    block = type("Bottleneck", (Bottleneck,), {"expansion": expansion})
+    model = ResNet(block, list(blocks), num_classes=num_classes, width_per_group=width_per_group)
     if weights is None:
         return model
     if not is_name:
