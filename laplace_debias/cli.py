@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-_EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm"}
+_EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
 _HINT = "pip install 'laplace-debias[cli]'"
 
 Command = tuple[type, Callable[[Any], object], str]
@@ -83,7 +83,11 @@ def _commands() -> dict[str, Command]:
             run_evaluation,
             "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
         ),
-        "train": (TrainingSettings, run_training, "Train All-CNN-C on CIFAR-10 to a checkpoint."),
+        "train": (
+            TrainingSettings,
+            run_training,
+            "Train a test problem's network.",
+        ),
     }
 
 

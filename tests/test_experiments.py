@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from rich.console import Console
 from torch import nn
@@ -34,7 +35,8 @@ from laplace_debias.experiments.comparison_report import (
 from laplace_debias.experiments.demo import DemoSettings, run_demo
 from laplace_debias.experiments.distances import Measurement, distances
 from laplace_debias.experiments.evaluation import check_held_out, random_split
-from laplace_debias.problems import ALLCNNC_CIFAR10_RECIPE, Recipe, digits, train
+from laplace_debias.experiments.training import RecipeChanges
+from laplace_debias.problems import ALLCNNC_CIFAR10_RECIPE, Recipe, digits, get_problem, train
 from laplace_debias.problems.data import CIFAR10_CLASSES
 from laplace_debias.problems.storage import read_tensors, write_tensors
 from laplace_debias.report.tables import read_csv
@@ -594,13 +596,24 @@ def test_printed_config_can_be_read_again(capsys, tmp_path):
     assert printed_config(["demo", f"--config={tmp_path / 'again.yaml'}"], capsys) == once
 
 
-def test_train_config_is_the_recipe(capsys):
-    flags = ["--data=d", "--output=o"]
-    with_file = printed_config(
+def test_train_config_is_the_recipe():
+    config = yaml.safe_load((CONFIGS / "train_allcnnc_cifar10.yaml").read_text(encoding="utf-8"))
+    cycles = tuple(tuple(cycle) for cycle in config["recipe"].pop("cycles"))
+    changes = RecipeChanges(cycles=cycles, **config["recipe"])
+    # From a recipe that differs in all, so that what the config leaves out would show.
+    other = Recipe(batch_size=1, epochs=1, learning_rate=1.0, optimizer="adam")
+    assert changes.applied_to(other) == ALLCNNC_CIFAR10_RECIPE
+    assert get_problem(config["problem"]).recipe == ALLCNNC_CIFAR10_RECIPE
+    assert config["validation_examples"] == get_problem(config["problem"]).num_validation
+
+
+def test_train_config_reaches_the_command_line(capsys):
+    flags = ["--data=d", "--output=o", "--recipe.batch_size=64"]
+    printed = printed_config(
         ["train", f"--config={CONFIGS / 'train_allcnnc_cifar10.yaml'}", *flags], capsys
     )
-    assert with_file == printed_config(["train", *flags], capsys)
-    assert f"batch_size: {ALLCNNC_CIFAR10_RECIPE.batch_size}" in with_file
+    assert "batch_size: 64" in printed
+    assert "clip_norm: 5.0" in printed
 
 
 @pytest.mark.parametrize("name", ["allcnnc_cifar10", "allcnnc_cifar10_smoke"])

@@ -15,7 +15,14 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_debias.problems.corruptions import KINDS, corrupt
+from laplace_debias.problems.cifar_c import cifar_c
+from laplace_debias.problems.corruptions import (
+    ALL_KINDS,
+    BENCHMARK_KINDS,
+    KINDS,
+    corrupt,
+    random_corruption,
+)
 from laplace_debias.problems.data import (
     CIFAR10_CLASSES,
     CIFAR10_MEAN,
@@ -54,9 +61,11 @@ COLOUR = smooth_colour_images(40)
 # --- corruptions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("kind", [None, *ALL_KINDS])
 @pytest.mark.parametrize("images", [GREY[:12], COLOUR[:12]], ids=["grey", "colour"])
 def test_corruption_does_not_depend_on_the_batch(images, kind):
+    if kind == "saturate" and images.shape[1] == 1:
+        pytest.skip("grey images have no saturation")
     whole = corrupt(images, 3, kind, seed=7)
     parts = [corrupt(images[a : a + 5], 3, kind, seed=7, offset=a) for a in range(0, 12, 5)]
     assert torch.equal(whole, torch.cat(parts))
@@ -113,6 +122,62 @@ def test_blurs_leave_a_constant_image_alone(kind):
     assert torch.equal(corrupt(constant, 5, kind), constant)
 
 
+def test_random_corruption_takes_one_of_the_benchmarks_kinds_whatever_the_batch_and_severity():
+    images = COLOUR[:1].expand(150, -1, -1, -1)
+    alone = {kind: corrupt(images, 2, kind, seed=4) for kind in BENCHMARK_KINDS}
+    harder = {kind: corrupt(images, 5, kind, seed=4) for kind in BENCHMARK_KINDS}
+
+    def kinds_of(mixed, single) -> list[set[str]]:
+        return [{k for k, v in single.items() if torch.equal(v[n], mixed[n])} for n in range(150)]
+
+    found = kinds_of(random_corruption(images, 2, seed=4), alone)
+    assert all(len(kinds) == 1 for kinds in found)
+    assert set.union(*found) == set(BENCHMARK_KINDS)
+    assert kinds_of(random_corruption(images, 5, seed=4), harder) == found
+    assert kinds_of(random_corruption(images, 2, seed=5), alone) != found
+    parts = [random_corruption(images[a : a + 64], 2, 4, offset=a) for a in range(0, 150, 64)]
+    assert torch.equal(torch.cat(parts), random_corruption(images, 2, seed=4))
+    one = random_corruption(images, 2, seed=4, kinds=["fog"])
+    assert torch.equal(one, corrupt(images, 2, "fog", seed=4))
+
+
+def test_glass_blur_moves_pixels_by_one_and_invents_none():
+    image = torch.arange(16 * 16, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    # At severity 1 the Gaussian's weights off the centre vanish, so what is left is a shuffle.
+    moved = corrupt(image, 1, "glass_blur")
+    assert torch.equal(moved.flatten().sort().values, image.flatten())
+    assert not torch.equal(moved, image)
+
+
+def test_elastic_transform_bends_the_image_but_keeps_its_colours():
+    ramp = torch.linspace(0, 255, 32).round().to(torch.uint8).expand(4, 3, 32, 32).contiguous()
+    bent = corrupt(ramp, 5, "elastic_transform")
+    # The ramp runs along the columns alone; bent, its rows differ.
+    assert (bent[:, :, 0].int() - bent[:, :, 20].int()).abs().max() > 3
+    assert torch.equal(bent[:, 0], bent[:, 1])
+    constant = torch.full((2, 3, 32, 32), 99, dtype=torch.uint8)
+    assert torch.equal(corrupt(constant, 5, "elastic_transform"), constant)
+
+
+@pytest.mark.parametrize("kind", ["snow", "frost"])
+def test_snow_and_frost_brighten_dark_images_ever_more(kind):
+    dark = torch.full((20, 3, 32, 32), 20, dtype=torch.uint8)
+    means = [corrupt(dark, severity, kind).float().mean().item() for severity in (1, 2, 4)]
+    assert 20 < means[0] < means[1] < means[2]
+
+
+def test_saturate_scales_the_saturation_and_keeps_the_value():
+    image = torch.tensor([40, 80, 100], dtype=torch.uint8)[None, :, None, None].expand(1, 3, 4, 4)
+    for severity, saturation in ((1, 0.3 * 0.6), (2, 0.1 * 0.6), (5, 1.0)):
+        red, green, blue = corrupt(image, severity, "saturate").float()[0, :, 0, 0]
+        assert blue == 100
+        assert red.item() == pytest.approx(100 * (1 - saturation), abs=0.51)
+        # The hue: where the middle channel lies between the others.
+        assert green.item() == pytest.approx(100 * (1 - saturation / 3), abs=0.51)
+    with pytest.raises(ValueError, match="no saturation"):
+        corrupt(GREY[:1], 1, "saturate")
+
+
 def test_brightness_keeps_the_ratio_of_the_channels():
     image = torch.tensor([40, 80, 100], dtype=torch.uint8)[None, :, None, None].expand(1, 3, 4, 4)
     brighter = corrupt(image, 3, "brightness").float()[0, :, 0, 0]
@@ -125,10 +190,90 @@ def test_corruption_refuses_what_it_does_not_know():
         corrupt(GREY[:1], 1, "gausian_noise")
     with pytest.raises(ValueError, match="severity 6"):
         corrupt(GREY[:1], 6)
+    with pytest.raises(ValueError, match="did you mean 'snow'"):
+        random_corruption(GREY[:1], 1, kinds=["fog", "snw"])
+    with pytest.raises(ValueError, match="kinds is empty"):
+        random_corruption(GREY[:1], 1, kinds=[])
     with pytest.raises(ValueError, match="2 channels"):
         corrupt(torch.zeros(1, 2, 8, 8, dtype=torch.uint8), 1)
     with pytest.raises(ValueError, match="seed -1"):
         corrupt(GREY[:1], 1, seed=-1)
+
+
+@pytest.mark.real
+@pytest.mark.skipif(
+    not {"LAPLACE_DEBIAS_CHECKPOINT", "LAPLACE_DEBIAS_DATA"} <= set(os.environ),
+    reason="LAPLACE_DEBIAS_DATA and LAPLACE_DEBIAS_CHECKPOINT do not name CIFAR-10 and All-CNN-C",
+)
+def test_severity_raises_a_real_classifiers_error():
+    model = all_cnn_c().eval()
+    load_checkpoint(model, os.environ["LAPLACE_DEBIAS_CHECKPOINT"])
+    test = cifar10(os.environ["LAPLACE_DEBIAS_DATA"], train=False)
+    data = test.subset(torch.arange(40) * len(test) // 40)
+
+    @torch.no_grad()
+    def error(images: torch.Tensor) -> float:
+        inputs, labels = data.with_images(images).tensors()
+        return (model(inputs).argmax(1) != labels).float().mean().item()
+
+    errors = [
+        np.mean([error(corrupt(data.images, severity, kind)) for kind in BENCHMARK_KINDS])
+        for severity in range(1, 6)
+    ]
+    assert all(b > a for a, b in pairwise([error(data.images), *errors]))
+
+
+# --- the published CIFAR-10-C --------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A tiny CIFAR-10-C: 30 images; a pixel says kind, severity and number."""
+    numbers = np.arange(150)
+    np.save(tmp_path / "labels.npy", (numbers % 30) % 10)
+    for code, kind in enumerate(("fog", "snow")):
+        pixels = np.zeros((150, 32, 32, 3), dtype=np.uint8)
+        pixels[:, 0, 0] = np.stack([np.full(150, code), numbers // 30, numbers % 30], axis=1)
+        np.save(tmp_path / f"{kind}.npy", pixels)
+    return tmp_path
+
+
+def test_published_corruptions_are_read_at_their_severity(published):
+    data = cifar_c(published, 4, "snow")
+    assert data.labels.tolist() == [n % 10 for n in range(30)]
+    assert data.images[:, :, 0, 0].tolist() == [[1, 3, n] for n in range(30)]
+    assert data.mean == CIFAR10_MEAN
+
+
+def test_published_corruptions_are_mixed_alike_at_every_severity(published):
+    mild, strong, other = (
+        cifar_c(published, severity, seed=seed).images[:, :, 0, 0]
+        for severity, seed in ((1, 0), (5, 0), (1, 1))
+    )
+    assert torch.equal(mild[:, 0], strong[:, 0])
+    assert 5 < mild[:, 0].sum() < 25
+    assert not torch.equal(mild, other)
+    assert mild[:, 1:].tolist() == [[0, n] for n in range(30)]
+    assert strong[:, 1:].tolist() == [[4, n] for n in range(30)]
+    fog = cifar_c(published, 1, kinds=["fog"])
+    assert torch.equal(fog.images, cifar_c(published, 1, "fog").images)
+
+
+def test_published_corruptions_that_are_not_there_or_damaged_are_named(published, tmp_path):
+    with pytest.raises(ValueError, match=r"no fogg\.npy .* did you mean 'fog'"):
+        cifar_c(published, 1, "fogg")
+    with pytest.raises(ValueError, match="severity 0"):
+        cifar_c(published, 0)
+    with pytest.raises(ValueError, match="no CIFAR-100-C at"):
+        cifar_c(tmp_path / "nowhere", 1, num_classes=100)
+    with pytest.raises(ValueError, match="num_classes 7"):
+        cifar_c(published, 1, num_classes=7)
+    np.save(published / "fog.npy", np.zeros((10, 32, 32, 3), dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"fog\.npy is uint8 \[10, .*expected uint8 \[150"):
+        cifar_c(published, 1)
+    (published / "snow.npy").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"snow\.npy is damaged"):
+        cifar_c(published, 1, "snow")
 
 
 # --- data sets in memory -------------------------------------------------------------------------
@@ -472,7 +617,11 @@ def test_every_field_of_a_recipe_changes_the_training():
         "nesterov": replace(base, nesterov=True),
         "weight_decay": replace(base, weight_decay=0.1),
         "clip_norm": replace(base, clip_norm=0.1),
+        "milestones": replace(base, epochs=2, milestones=(1,)),
+        "decay": replace(base, epochs=2, milestones=(1,), decay=0.5),
+        "nadamw": replace(base, optimizer="nadamw"),
         "flips": replace(base, flips=True),
+        "crops": replace(base, crops=True),
         "bfloat16": replace(base, bfloat16=True),
     }
     start = digits_net().state_dict()
@@ -488,6 +637,8 @@ def test_every_field_of_a_recipe_changes_the_training():
     assert torch.equal(reference, outcome(base))
     for name, recipe in changes.items():
         assert not torch.equal(reference, outcome(recipe)), name
+    steps = [outcome(changes[name]) for name in ("epochs", "milestones", "decay")]
+    assert not any(torch.equal(a, b) for a, b in pairwise(steps))
 
 
 @pytest.mark.parametrize(
@@ -501,11 +652,20 @@ def test_every_field_of_a_recipe_changes_the_training():
         ({"cycles": ((1, 0.1),), "momentum": 1.0}, "momentum 1.0"),
         ({"cycles": ((1, 0.1),), "nesterov": True, "momentum": 0.0}, "nesterov needs"),
         ({"cycles": ((1, 0.1),), "clip_norm": 0.0}, "clip_norm 0.0"),
+        ({"epochs": 3, "learning_rate": 0.1, "milestones": (2, 1)}, "milestones"),
+        ({"epochs": 3, "learning_rate": 0.1, "milestones": (3,)}, "milestones"),
+        ({"cycles": ((3, 0.1),), "milestones": (1,)}, "and no cycles"),
+        ({"epochs": 3, "learning_rate": 0.1, "decay": 0.0}, "decay 0.0"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(settings, match):
     with pytest.raises(ValueError, match=match):
         Recipe(**{"batch_size": 8, **settings})
+
+
+def test_an_unknown_optimizer_is_refused(unchecked):
+    with pytest.raises(ValueError, match="optimizer 'lion'; expected 'sgd', 'adam' or 'nadamw'"):
+        Recipe(batch_size=8, epochs=1, learning_rate=0.1, optimizer="lion")
 
 
 def test_training_refuses_empty_data_and_reports_divergence():

@@ -15,7 +15,13 @@ from laplace_debias.experiments.comparison_report import (
     print_comparison,
     write_comparison,
 )
-from laplace_debias.problems import ImageDataset, all_cnn_c, cifar10, load_checkpoint
+from laplace_debias.problems import (
+    ImageDataset,
+    all_cnn_c,
+    cifar10,
+    load_checkpoint,
+    random_split,
+)
 
 NUM_VALIDATION = 5000
 """How many of the 50,000 training images are held out by default."""
@@ -126,26 +132,6 @@ def device_from(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
     return device
-
-
-def random_split(number: int, num_validation: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices to train on and indices held out.
-
-    Args:
-        number: How many images there are.
-        num_validation: How many of them are held out.
-        seed: Seed of the choice.
-
-    Raises:
-        ValueError: If nothing would be left to train on.
-    """
-    if not 1 <= num_validation < number:
-        raise ValueError(
-            f"{num_validation} validation images out of {number}; expected at least one, and at "
-            "least one to train on"
-        )
-    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
-    return order[num_validation:], order[:num_validation]
 
 
 @torch.no_grad()

@@ -1,29 +1,80 @@
 """Test problems: networks, data sets, corruptions, and the recipes that train them."""
 
-from laplace_debias.problems.corruptions import KINDS, corrupt
-from laplace_debias.problems.data import DigitsSplit, ImageDataset, cifar10, digits
-from laplace_debias.problems.models import all_cnn_c, digits_net, load_checkpoint
+from laplace_debias.problems.cifar_c import cifar_c
+from laplace_debias.problems.corruptions import (
+    ALL_KINDS,
+    BENCHMARK_KINDS,
+    KINDS,
+    corrupt,
+    random_corruption,
+)
+from laplace_debias.problems.data import DigitsSplit, cifar10, cifar100, digits, random_split
+from laplace_debias.problems.imagenet import FolderImages, imagenet
+from laplace_debias.problems.images import ImageDataset, Images
+from laplace_debias.problems.models import (
+    all_cnn_c,
+    conv_net,
+    digits_net,
+    gpt,
+    load_checkpoint,
+    resnet50,
+    vit_little,
+    wide_resnet,
+    with_lora,
+)
+from laplace_debias.problems.problem import DataSource, ProblemData, TestProblem, load_problem
+from laplace_debias.problems.registry import (
+    CONVNET_DEPTHS,
+    CONVNET_WIDTHS,
+    PROBLEMS,
+    get_problem,
+)
 from laplace_debias.problems.training import (
     ALLCNNC_CIFAR10_RECIPE,
     DIGITS_RECIPE,
     Recipe,
+    log_epochs,
     save_checkpoint,
     train,
 )
 
 __all__ = [
     "ALLCNNC_CIFAR10_RECIPE",
+    "ALL_KINDS",
+    "BENCHMARK_KINDS",
+    "CONVNET_DEPTHS",
+    "CONVNET_WIDTHS",
     "DIGITS_RECIPE",
     "KINDS",
+    "PROBLEMS",
+    "DataSource",
     "DigitsSplit",
+    "FolderImages",
     "ImageDataset",
+    "Images",
+    "ProblemData",
     "Recipe",
+    "TestProblem",
     "all_cnn_c",
     "cifar10",
+    "cifar100",
+    "cifar_c",
+    "conv_net",
     "corrupt",
     "digits",
     "digits_net",
+    "get_problem",
+    "gpt",
+    "imagenet",
     "load_checkpoint",
+    "load_problem",
+    "log_epochs",
+    "random_corruption",
+    "random_split",
+    "resnet50",
     "save_checkpoint",
     "train",
+    "vit_little",
+    "wide_resnet",
+    "with_lora",
 ]

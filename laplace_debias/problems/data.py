@@ -1,16 +1,15 @@
-"""Image data sets of the test problems: pixels in memory, normalised when asked for."""
+"""Data sets of the test problems that fit into memory: digits, CIFAR-10 and CIFAR-100."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, Shaped, UInt8
+from jaxtyping import Int64, UInt8
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from laplace_debias.problems.image_folder import find_archive, is_image_folder, read_cached
+from laplace_debias.problems.images import ImageDataset
 
 CIFAR10_CLASSES = (
     "airplane",
@@ -26,124 +25,20 @@ CIFAR10_CLASSES = (
 )
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
-
-
-@dataclass(frozen=True, eq=False)
-class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Images held as bytes and returned as normalised floats, (pixel / 255 − mean) / std.
-
-    It works with a plain `DataLoader`, which fetches a batch in one go. With several workers each
-    has a copy of `generator`, so they flip alike; leave `num_workers` at 0, since nothing is read.
-
-    Attributes:
-        images: Pixels, uint8 [N, C, H, W].
-        labels: Class indices, int64 [N].
-        mean: Mean of each channel, of pixel / 255.
-        std: Standard deviation of each channel, of pixel / 255.
-        classes: Name of each class.
-        flips: Whether each image is mirrored left to right with probability 1/2 when fetched.
-        generator: Source of the flips; torch's global one by default.
-
-    Raises:
-        ValueError: If the lengths, the channels or the labels do not agree, or a standard
-            deviation is not positive.
+CIFAR100_CLASSES = tuple(
     """
-
-    images: UInt8[Tensor, "n channels height width"]
-    labels: Int64[Tensor, " n"]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    classes: tuple[str, ...]
-    flips: bool = False
-    generator: torch.Generator | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.images) != len(self.labels):
-            raise ValueError(
-                f"{len(self.images)} images, {len(self.labels)} labels; expected one each"
-            )
-        if not len(self.mean) == len(self.std) == self.images.shape[1]:
-            raise ValueError(
-                f"{self.images.shape[1]} channels, mean {self.mean}, std {self.std}; "
-                "expected one mean and one std a channel"
-            )
-        if min(self.std) <= 0:
-            raise ValueError(f"std {self.std}; expected positive numbers")
-        if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < len(self.classes):
-            raise ValueError(
-                f"labels {self.labels.min()} … {self.labels.max()}; "
-                f"expected 0 … {len(self.classes) - 1} for {len(self.classes)} classes"
-            )
-
-    def __len__(self) -> int:
-        """Number of images, N."""
-        return len(self.labels)
-
-    def __getitem__(
-        self, index: int
-    ) -> tuple[Float[Tensor, "channels height width"], Int64[Tensor, ""]]:
-        """One normalised image and its label."""
-        image, label = self.batch([int(index)])
-        return image[0], label[0]
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Normalised images and their labels, what `DataLoader` fetches a batch by."""
-        return list(zip(*self.batch(indices), strict=True))
-
-    def batch(
-        self, indices: Sequence[int] | Int64[Tensor, " batch"]
-    ) -> tuple[Float[Tensor, "batch channels height width"], Int64[Tensor, " batch"]]:
-        """Normalised, and where `flips` says so randomly mirrored, images and their labels.
-
-        Args:
-            indices: Which images, in −N … N − 1.
-
-        Returns:
-            Images, float32 [B, C, H, W], and labels [B].
-        """
-        index = torch.as_tensor(indices, dtype=torch.int64)
-        images = self._normalised(self.images[index])
-        if self.flips:
-            mirrored = torch.rand(len(index), generator=self.generator) < 0.5
-            images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
-        return images, self.labels[index]
-
-    def tensors(self) -> tuple[Float[Tensor, "n channels height width"], Int64[Tensor, " n"]]:
-        """All images, normalised and never mirrored, float32 [N, C, H, W], and all labels [N]."""
-        return self._normalised(self.images), self.labels
-
-    def subset(self, indices: Sequence[int] | Int64[Tensor, " m"]) -> "ImageDataset":
-        """The data set of some of the images, in the order given.
-
-        Args:
-            indices: Which images, in 0 … N − 1.
-
-        Returns:
-            A data set with copies of these images, all else the same.
-
-        Raises:
-            ValueError: If an index is out of range.
-        """
-        index = torch.as_tensor(indices, dtype=torch.int64)
-        if len(index) and not 0 <= index.min() <= index.max() < len(self):
-            raise ValueError(
-                f"indices {index.min()} … {index.max()}; expected 0 … {len(self) - 1}: "
-                "check that they were made for this data set"
-            )
-        return replace(self, images=self.images[index], labels=self.labels[index])
-
-    def with_images(self, images: UInt8[Tensor, "n channels height width"]) -> "ImageDataset":
-        """The data set with other pixels, e.g. corrupted ones, all else the same."""
-        return replace(self, images=images)
-
-    def with_flips(self, generator: torch.Generator | None = None) -> "ImageDataset":
-        """The data set with each image mirrored at random when fetched."""
-        return replace(self, flips=True, generator=generator)
-
-    def _normalised(self, images: Shaped[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        mean = torch.tensor(self.mean)[:, None, None]
-        std = torch.tensor(self.std)[:, None, None]
-        return (images.to(torch.float32) / 255 - mean) / std
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
+    butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch
+    crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo
+    keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain
+    mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain
+    plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+    """.split()  # noqa: SIM905
+)
+CIFAR100_MEAN = (0.5071, 0.4865, 0.4409)
+CIFAR100_STD = (0.2673, 0.2564, 0.2762)
 
 
 @dataclass(frozen=True)
@@ -230,42 +125,116 @@ def cifar10(
     Reference:
         Krizhevsky (2009), Learning Multiple Layers of Features from Tiny Images.
     """
-    root = Path(root)
-    if not root.exists() and not download:
-        raise ValueError(
-            f"nothing at {root}; expected an image folder, an archive of one or a torchvision "
-            "CIFAR-10 root: check the path, or download (needs a network)"
-        )
-    source = find_archive(root, "cifar10") or (root if is_image_folder(root) else None)
-    if source is not None:
-        images, labels = read_cached(
-            source, "train" if train else "test", CIFAR10_CLASSES, (32, 32), cache, progress
-        )
-    elif download or (root / "cifar-10-batches-py").is_dir():
-        images, labels = _torchvision_cifar10(root, train, download)
-    else:
-        raise ValueError(
-            f"{root} is no CIFAR-10; expected train/<class>/<name>.jpg and test/…, an archive "
-            "cifar10.tar.xz of these, or cifar-10-batches-py: check the path, or download"
-        )
+    images, labels = _cifar(10, CIFAR10_CLASSES, Path(root), train, cache, download, progress)
     return ImageDataset(images, labels, CIFAR10_MEAN, CIFAR10_STD, CIFAR10_CLASSES)
 
 
-def _torchvision_cifar10(
-    root: Path, train: bool, download: bool
-) -> tuple[UInt8[Tensor, "n 3 32 32"], Int64[Tensor, " n"]]:
-    from torchvision.datasets import CIFAR10
+def cifar100(
+    root: str | Path,
+    train: bool,
+    cache: str | Path | None = None,
+    download: bool = False,
+    progress: bool = False,
+) -> ImageDataset:
+    """CIFAR-100: 50,000 training and 10,000 test images of 32 × 32 RGB pixels in 100 fine classes.
 
+    The places and the order of the images are as for `cifar10`, the archive being `cifar100.tar.*`.
+
+    Args:
+        root: An image folder (`train/<class>/<name>.jpg` or `.png`, `test/…`); a tar archive of
+            one; a folder that holds the archive; or a root of `torchvision.datasets.CIFAR100`.
+        train: Whether the training images are wanted, else the test images.
+        cache: Folder for the decoded images; as for `cifar10`.
+        download: Whether torchvision may download the data to `root` where `root` has none.
+        progress: Whether to show a progress bar while images are decoded.
+
+    Returns:
+        The images, normalised by `CIFAR100_MEAN` and `CIFAR100_STD`.
+
+    Raises:
+        ValueError: If nothing is at `root`, if it is laid out otherwise, if a class is missing or
+            empty, or if an image is broken or of another size.
+        ConnectionError: If the download fails.
+        ImportError: If Pillow or torchvision is missing and needed.
+
+    Reference:
+        Krizhevsky (2009), Learning Multiple Layers of Features from Tiny Images.
+    """
+    images, labels = _cifar(100, CIFAR100_CLASSES, Path(root), train, cache, download, progress)
+    return ImageDataset(images, labels, CIFAR100_MEAN, CIFAR100_STD, CIFAR100_CLASSES)
+
+
+def random_split(number: int, num_validation: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices to train on and indices held out.
+
+    Args:
+        number: How many images there are.
+        num_validation: How many of them are held out.
+        seed: Seed of the choice.
+
+    Returns:
+        The two, int64, disjoint, in random order; together they are 0 … number − 1.
+
+    Raises:
+        ValueError: If nothing would be left to train on.
+    """
+    if not 1 <= num_validation < number:
+        raise ValueError(
+            f"{num_validation} validation images out of {number}; expected at least one, and at "
+            "least one to train on"
+        )
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
+    return order[num_validation:], order[:num_validation]
+
+
+def _cifar(
+    number: int,
+    classes: tuple[str, ...],
+    root: Path,
+    train: bool,
+    cache: str | Path | None,
+    download: bool,
+    progress: bool,
+) -> tuple[UInt8[Tensor, "n 3 32 32"], Int64[Tensor, " n"]]:
+    """Images and labels of CIFAR-10 or CIFAR-100, from wherever they are."""
+    name, archive = f"CIFAR-{number}", f"cifar{number}"
+    batches = "cifar-10-batches-py" if number == 10 else "cifar-100-python"
+    if not root.exists() and not download:
+        raise ValueError(
+            f"nothing at {root}; expected an image folder, an archive of one or a torchvision "
+            f"{name} root: check the path, or download (needs a network)"
+        )
+    source = find_archive(root, archive) or (root if is_image_folder(root) else None)
+    if source is not None:
+        return read_cached(source, "train" if train else "test", classes, (32, 32), cache, progress)
+    if download or (root / batches).is_dir():
+        return _torchvision_cifar(number, root, train, download)
+    raise ValueError(
+        f"{root} is no {name}; expected train/<class>/<name>.jpg and test/…, an archive "
+        f"{archive}.tar.xz of these, or {batches}: check the path, or download"
+    )
+
+
+def _torchvision_cifar(
+    number: int, root: Path, train: bool, download: bool
+) -> tuple[UInt8[Tensor, "n 3 32 32"], Int64[Tensor, " n"]]:
     try:
-        data = CIFAR10(str(root), train=train, download=download)
+        from torchvision.datasets import CIFAR10, CIFAR100
+    except ImportError as error:
+        raise ImportError(
+            "torchvision reads this data: pip install 'laplace-debias[cli]'"
+        ) from error
+    try:
+        kind = CIFAR10 if number == 10 else CIFAR100
+        data = kind(str(root), train=train, download=download)
     except OSError as error:
         raise ConnectionError(
-            f"CIFAR-10 could not be downloaded to {root} ({error}); "
+            f"CIFAR-{number} could not be downloaded to {root} ({error}); "
             "check the network, or give the path of a copy"
         ) from error
     except RuntimeError as error:
         raise ValueError(
-            f"the CIFAR-10 at {root} is damaged ({error}); remove it and download it again"
+            f"the CIFAR-{number} at {root} is damaged ({error}); remove it and download it again"
         ) from error
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous()
     return images, torch.tensor(data.targets)

@@ -1,8 +1,9 @@
 """Training recipes of the test problems, one loop for all of them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from laplace_debias.problems.data import ImageDataset
-from laplace_debias.problems.models import parameter_like
+from laplace_debias.problems.images import Images
+from laplace_debias.problems.models.checkpoints import parameter_like
+from laplace_debias.problems.resume import restore_state, store_state
 from laplace_debias.problems.storage import write_tensors
 
 
@@ -19,22 +21,27 @@ from laplace_debias.problems.storage import write_tensors
 class Recipe:
     """How to train a classifier with the cross-entropy loss.
 
-    The learning rate is either the constant `learning_rate` over `epochs`, or one or more `cycles`.
-    A cycle rises along a cosine from a 25th of its peak over its first 30 %, then falls along a
-    cosine to (almost) zero.
+    The learning rate is either `learning_rate` over `epochs`, constant but for the factor `decay`
+    after each of the `milestones`, or it goes through one or more `cycles`. A cycle rises along a
+    cosine from a 25th of its peak over its first 30 %, then falls along a cosine to (almost) zero.
 
     Attributes:
         batch_size: Examples a step.
-        epochs: Passes over the data at a constant learning rate.
-        learning_rate: That rate.
+        epochs: Passes over the data.
+        learning_rate: The rate that they start with.
+        milestones: Numbers of epochs, increasing, after which the rate is multiplied by `decay`.
+        decay: That factor.
         cycles: (epochs, peak learning rate) of each one-cycle schedule, in their order.
-        optimizer: `"sgd"` or `"adam"`.
+        optimizer: `"sgd"`; `"adam"` (β₂ = 0.999, ε = 1e-8); or `"nadamw"`, Adam with Nesterov's
+            momentum and decoupled weight decay.
         momentum: Momentum of SGD; β₁ of Adam.
         nesterov: Whether SGD takes Nesterov's momentum.
         weight_decay: L2 penalty ½ · weight_decay · ‖W‖² on weights (parameters of more than one
-            dimension); biases have none.
+            dimension); biases and the scales of normalisations have none. For `"nadamw"` the
+            weights shrink by learning rate · weight_decay a step instead.
         clip_norm: Largest norm of the whole gradient; `None` for no limit.
         flips: Whether images are mirrored left to right at random.
+        crops: Whether images are cropped at random; how depends on the data set.
         bfloat16: Whether the network runs under bfloat16 autocast.
 
     Raises:
@@ -47,13 +54,16 @@ class Recipe:
     batch_size: int
     epochs: int | None = None
     learning_rate: float | None = None
+    milestones: tuple[int, ...] = ()
+    decay: float = 0.1
     cycles: tuple[tuple[int, float], ...] = ()
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "nadamw"] = "sgd"
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 0.0
     clip_norm: float | None = None
     flips: bool = False
+    crops: bool = False
     bfloat16: bool = False
 
     def __post_init__(self) -> None:
@@ -68,8 +78,16 @@ class Recipe:
                 raise ValueError(
                     f"{epochs} epochs at learning rate {rate}; expected positive numbers"
                 )
-        if self.optimizer not in ("sgd", "adam"):
-            raise ValueError(f"optimizer {self.optimizer!r}; expected 'sgd' or 'adam'")
+        inner = (0, *self.milestones, self.num_epochs)
+        if self.milestones and (self.cycles or any(b <= a for a, b in pairwise(inner))):
+            raise ValueError(
+                f"milestones {self.milestones} of {self.num_epochs} epochs, cycles={self.cycles}; "
+                "expected increasing numbers of epochs between 0 and all, and no cycles"
+            )
+        if not 0 < self.decay < math.inf:
+            raise ValueError(f"decay {self.decay}; expected a positive number")
+        if self.optimizer not in ("sgd", "adam", "nadamw"):
+            raise ValueError(f"optimizer {self.optimizer!r}; expected 'sgd', 'adam' or 'nadamw'")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum {self.momentum}; expected 0 ≤ momentum < 1")
         if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
@@ -84,10 +102,15 @@ class Recipe:
 
     @property
     def schedule(self) -> tuple[tuple[int, float], ...]:
-        """(epochs, learning rate) of each stretch, the rate being the peak in a cycle."""
+        """(epochs, learning rate) of each stretch, the rate being the first, or a cycle's peak."""
         if self.epochs is not None and self.learning_rate is not None:
             return ((self.epochs, self.learning_rate),)
         return self.cycles
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over the data in all."""
+        return sum(epochs for epochs, _ in self.schedule)
 
     def rates(self, steps_per_epoch: int) -> Iterator[float]:
         """The learning rate of every step.
@@ -101,7 +124,11 @@ class Recipe:
         for epochs, rate in self.schedule:
             steps = epochs * steps_per_epoch
             for step in range(steps):
-                yield rate * (_one_cycle((step + 1) / steps) if self.cycles else 1.0)
+                if self.cycles:
+                    yield rate * _one_cycle((step + 1) / steps)
+                else:
+                    passed = sum(step >= after * steps_per_epoch for after in self.milestones)
+                    yield rate * self.decay**passed
 
 
 def _one_cycle(done: float) -> float:
@@ -126,14 +153,38 @@ DIGITS_RECIPE = Recipe(batch_size=50, cycles=((40, 0.1),), clip_norm=5.0)
 """`digits_net` on the digits: no regularisation, hence over-confident."""
 
 
+def log_epochs(num_epochs: int, count: int) -> tuple[int, ...]:
+    """Epochs between the first and the last, equidistant in their logarithm.
+
+    Args:
+        num_epochs: The last epoch.
+        count: How many are wanted; with 1 it is the last, with 0 none.
+
+    Returns:
+        Increasing numbers from 1 to `num_epochs`; fewer than `count` where neighbours round to the
+        same epoch.
+
+    Raises:
+        ValueError: If there is no epoch or the count is negative.
+    """
+    if num_epochs < 1 or count < 0:
+        raise ValueError(f"{count} of {num_epochs} epochs; expected at least 0 of at least 1")
+    if count < 2:
+        return (num_epochs,) * count
+    steps = (n / (count - 1) for n in range(count))
+    return tuple(sorted({round(num_epochs**step) for step in steps}))
+
+
 def train(
     model: nn.Module,
-    dataset: ImageDataset,
+    dataset: Images,
     recipe: Recipe,
     *,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
+    on_epoch: Callable[[int, nn.Module], None] | None = None,
+    state: str | Path | None = None,
 ) -> list[dict[str, float]]:
     """Train a model in place on the mean cross-entropy; leave it in evaluation mode.
 
@@ -148,6 +199,10 @@ def train(
             initialisation is the model's own.
         device: Where to train; the model is moved there and stays. Where it is, by default.
         progress: Whether to show a progress bar.
+        on_epoch: Called after each epoch with its number and the model, e.g. to save a checkpoint.
+        state: A `.safetensors` file that holds all that is needed to go on. It is written after
+            every epoch; where there is one, training goes on after the epoch that it was written
+            in, as if it had never been broken off (dropout's random numbers excepted).
 
     Returns:
         For each epoch its number (`epoch`, from 1), the mean training loss (`loss`, nats an
@@ -155,7 +210,8 @@ def train(
         `learning_rate`.
 
     Raises:
-        ValueError: If the data set is empty or the model has nothing to train.
+        ValueError: If the data set is empty, the model has nothing to train, or the state is
+            damaged or that of another training.
         FloatingPointError: If the loss becomes infinite or not a number.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -164,14 +220,24 @@ def train(
     if len(dataset) == 0:
         raise ValueError("an empty data set; expected at least one image")
     device = torch.device(device) if device is not None else parameters[0].device
-    model.to(device).train()
-    data = dataset.with_flips(generator) if recipe.flips else dataset
+    model.to(device)
+    data: Images = dataset
+    if recipe.flips or recipe.crops:
+        data = dataset.augmented(recipe.flips, recipe.crops, generator)
     optimizer = _optimizer(parameters, recipe)
-    rates = recipe.rates(math.ceil(len(data) / recipe.batch_size))
+    steps_per_epoch = math.ceil(len(data) / recipe.batch_size)
     history: list[dict[str, float]] = []
-    num_epochs = sum(epochs for epochs, _ in recipe.schedule)
-    with tqdm(total=num_epochs, desc="training", unit="epoch", disable=not progress) as bar:
-        for epoch in range(1, num_epochs + 1):
+    described = f"{recipe} of {len(data)} images"
+    if state is not None and Path(state).exists():
+        history = restore_state(state, model, optimizer, generator, described)
+    done = len(history)
+    rates = islice(recipe.rates(steps_per_epoch), done * steps_per_epoch, None)
+    bar = tqdm(
+        total=recipe.num_epochs, initial=done, desc="training", unit="epoch", disable=not progress
+    )
+    with bar:
+        for epoch in range(done + 1, recipe.num_epochs + 1):
+            model.train()
             totals = torch.zeros(2, device=device)
             for indices in torch.randperm(len(data), generator=generator).split(recipe.batch_size):
                 images, labels = (t.to(device, non_blocking=True) for t in data.batch(indices))
@@ -188,6 +254,10 @@ def train(
             history.append(
                 {"epoch": epoch, "loss": loss, "accuracy": accuracy, "learning_rate": rate}
             )
+            if on_epoch is not None:
+                on_epoch(epoch, model)
+            if state is not None:
+                store_state(state, model, optimizer, generator, described, history)
             bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.4f}")
             bar.update()
     optimizer.zero_grad(set_to_none=True)
@@ -203,6 +273,10 @@ def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Op
         },
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    if recipe.optimizer == "nadamw":
+        return torch.optim.NAdam(
+            groups, betas=(recipe.momentum, 0.999), decoupled_weight_decay=True
+        )
     if recipe.optimizer == "adam":
         return torch.optim.Adam(groups, betas=(recipe.momentum, 0.999))
     return torch.optim.SGD(groups, lr=1.0, momentum=recipe.momentum, nesterov=recipe.nesterov)
