@@ -72,7 +72,8 @@ def measure(
         contenders: Who takes part; a peer that is not installed, or fails, becomes a note.
         settings: Rounds and device.
         size: Examples that the work is done on.
-        warm_up: Examples of a first call that is not timed.
+        warm_up: Examples of a first call that is not timed. The first contender's has all of them,
+            so that nobody's turn pays for the start of the process.
         per_example: Divide seconds by the examples.
     """
     runs: dict[str, Run] = {}
@@ -95,7 +96,8 @@ def measure(
 
     def prepare(contender: Contender) -> None:
         run = contender.build()
-        run(min(warm_up, contender.size or size))
+        count = contender.size or size
+        run(count if contender is contenders[0] else min(warm_up, count))
         runs[contender.name] = run
 
     def take_turn(contender: Contender) -> None:

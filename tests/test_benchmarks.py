@@ -40,7 +40,7 @@ def test_contenders_take_turns_in_alternating_order_after_a_warm_up():
         _contender("c", calls),
     ]
     rows = measure(contenders, replace(QUICK, repetitions=2), size=8, warm_up=5)
-    set_up = ["build a", "a 5", "build b", "b 3", "build c", "c 5"]
+    set_up = ["build a", "a 8", "build b", "b 3", "build c", "c 5"]
     assert calls == [*set_up, "a 8", "b 3", "c 8", "c 8", "a 8"]
     assert [len(row.seconds) for row in rows] == [2, 1, 2]
 
