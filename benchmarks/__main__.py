@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from benchmarks import results
 from benchmarks.report import comparison_table, goals_table
 from benchmarks.settings import Settings
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quick and options.publish:
         parser.error("--publish is for real measurements, --quick has none to show")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
     settings = Settings(options.device, options.quick, options.repetitions, options.threads)
     failed = []
     for name in options.only or COMPARISONS:

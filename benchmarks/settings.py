@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +61,13 @@ class Settings:
         return model.eval().to(self.device)
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Random images `[size, ...]` and labels `[size]`."""
-        generator = torch.Generator().manual_seed(seed)
-        shape = (1, 8, 8) if self.quick else (3, 32, 32)
-        images = torch.randn(size, *shape, generator=generator)
-        labels = torch.randint(10, (size,), generator=generator)
-        return images.to(self.device), labels.to(self.device)
+        """Random images `[size, ...]` and labels `[size]`, made once: no turn pays for them."""
+        return _data((size, 1, 8, 8) if self.quick else (size, 3, 32, 32), seed, self.device)
+
+
+@lru_cache
+def _data(shape: tuple[int, ...], seed: int, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(shape, generator=generator)
+    labels = torch.randint(10, shape[:1], generator=generator)
+    return images.to(device), labels.to(device)

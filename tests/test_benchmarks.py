@@ -162,6 +162,13 @@ def test_options_without_sense_are_refused(arguments):
         main(arguments)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_gpu_that_is_not_there_is_refused_before_any_work(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "cuda"])
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_every_comparison_runs_and_measures_what_is_ours(name):
     module = importlib.import_module(f"benchmarks.{name}")
