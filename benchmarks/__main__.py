@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--device cuda: torch sees no GPU here")
     settings = Settings(options.device, options.quick, options.repetitions, options.threads)
     failed = []
-    for name in options.only or COMPARISONS:
+    for name in () if options.render else options.only or COMPARISONS:
         print(f"{name} …", flush=True)
         if not _run(name, settings, options.results / f"{name}.json", options.append):
             failed.append(name)
@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--results", type=Path, default=Path("results/benchmarks"), help="folder of measurements"
+    )
+    parser.add_argument(
+        "--render", action="store_true", help="measure nothing, show what has been measured"
     )
     parser.add_argument(
         "--publish", action="store_true", help="write docs/benchmarks.md and the README's table"

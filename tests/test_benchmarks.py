@@ -184,4 +184,9 @@ def test_the_command_writes_a_page_and_adds_rounds(tmp_path):
     options = ["--quick", "--repetitions", "1", "--threads", "1", "--only", "debiased_fit"]
     for extra in ([], ["--append"]):
         assert main([*options, "--results", str(tmp_path), *extra]) == 0
-    assert "2 rounds" in (tmp_path / "benchmarks.md").read_text()
+    page = tmp_path / "benchmarks.md"
+    text = page.read_text()
+    assert "2 rounds" in text
+    page.unlink()
+    assert main(["--render", "--results", str(tmp_path)]) == 0
+    assert page.read_text() == text
