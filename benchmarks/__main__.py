@@ -125,10 +125,11 @@ def _page(folder: Path) -> tuple[str, str] | None:
     summary = "\n\n".join(machines) + "\n" + (f"\n{goals}\n" if goals else "")
     parts = [
         "# Benchmarks",
-        "Written by `python -m benchmarks --publish`. Every comparison runs in one process, its "
-        "contenders in turn, round after round in alternating order. Times are medians over "
-        "rounds, ratios medians of the ratios within a round. Added memory is the peak above what "
-        "was held before the call, its result included.",
+        "Written by `python -m benchmarks --publish`. Every comparison runs in a process of its "
+        "own (rounds added by `--append` in further ones), its contenders in turn, round after "
+        "round in alternating order. Times are medians over rounds, ratios medians of the ratios "
+        "within a round. Added memory is the peak above what was held before the call, its "
+        "result included.",
         summary.rstrip(),
     ]
     for module, result in measured.values():
