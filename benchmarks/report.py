@@ -29,15 +29,20 @@ class Goal:
     at_least: float | None = None
     quantity: str = "seconds"
 
-    def measured(self, rows: Sequence[Row]) -> float | None:
-        """The number that the goal is about; None if a contender did not run."""
+    def rounds(self, rows: Sequence[Row]) -> list[float]:
+        """The number that the goal is about in every round; empty if a contender did not run."""
         top = _find(rows, self.contender)
-        if top is None or not getattr(top, self.quantity):
-            return None
+        if top is None:
+            return []
         if self.over is None:
-            return statistics.median(getattr(top, self.quantity))
+            return list(getattr(top, self.quantity))
         bottom = _find(rows, self.over)
-        return None if bottom is None else ratio(top, bottom)
+        return [] if bottom is None else ratios(top, bottom)
+
+    def measured(self, rows: Sequence[Row]) -> float | None:
+        """The median over rounds; None if a contender did not run."""
+        rounds = self.rounds(rows)
+        return statistics.median(rounds) if rounds else None
 
     def describe(self, rows: Sequence[Row]) -> str:
         """The goal's subject in words."""
@@ -61,8 +66,13 @@ class Goal:
 
 def ratio(top: Row, bottom: Row) -> float | None:
     """Median over rounds of the ratio of times within a round; None if there is no round."""
-    pairs = list(zip(top.seconds, bottom.seconds, strict=False))
-    return statistics.median(a / b for a, b in pairs) if pairs else None
+    rounds = ratios(top, bottom)
+    return statistics.median(rounds) if rounds else None
+
+
+def ratios(top: Row, bottom: Row) -> list[float]:
+    """The ratio of times within every round that both took part in."""
+    return [a / b for a, b in zip(top.seconds, bottom.seconds, strict=False)]
 
 
 def _find(rows: Sequence[Row], name: str) -> Row | None:
@@ -103,11 +113,14 @@ def goals_table(results: Sequence[tuple[str, Sequence[Goal], Sequence[Row]]]) ->
     for title, goals, rows in results:
         for goal in goals:
             value = goal.measured(rows)
+            rounds = goal.rounds(rows)
+            spread = f"{_number(min(rounds))} – {_number(max(rounds))}" if len(rounds) > 1 else None
             table.append(
                 {
                     "comparison": title,
                     "ratio": goal.describe(rows),
                     "measured": None if value is None else _number(value),
+                    "rounds": spread,
                     "goal": goal.bounds(),
                     "met": None if value is None else "yes" if goal.is_met(value) else "no",
                 }

@@ -121,6 +121,8 @@ def test_goals_compare_what_they_name(goal, measured, is_met):
     assert value == measured
     assert value is None or goal.is_met(value) is is_met
     table = goals_table([("Title", [goal], ROWS)])
+    spread = {2.0: "1.00 – 3.00", 10.0: "5.00 – 10.0", 8.0: "7.00 – 9.00", None: "–"}[measured]
+    assert f"| {spread} " in table
     assert ("| no" in table) == (is_met is False)
     assert ("| yes" in table) == (is_met is True)
 
