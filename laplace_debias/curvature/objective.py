@@ -48,7 +48,7 @@ def loss_quadratic(
         return quadratic
     decayed = [
         torch.full((shape.numel(),), decay_biases or name.rpartition(".")[2] != "bias")
-        for name, shape in zip(network.names, network.shapes, strict=True)
+        for name, shape in zip(network.names, network.layout.shapes, strict=True)
     ]
     return quadratic.regularized(weight_decay, torch.cat(decayed).to(network.device))
 

@@ -191,7 +191,7 @@ class Tap:
             ValueError: If the outputs do not depend on a tapped layer.
         """
         uses = [use for use in self._uses if use.layer != without]
-        gradients: list[Sequence[Tensor | None]] = [[] for _ in uses]
+        gradients: list[list[Tensor]] = [[] for _ in uses]
         if outputs.requires_grad:
             gradients = self._gradients(outputs, uses, columns, again)
         reached = {use.layer for use, g in zip(uses, gradients, strict=True) if g}
@@ -215,7 +215,7 @@ class Tap:
 
     def _gradients(
         self, outputs: Tensor, uses: Sequence[Use], columns: Tensor, again: bool
-    ) -> list[Sequence[Tensor]]:
+    ) -> list[list[Tensor]]:
         """For every use its output gradients, cotangent by cotangent or in one tensor.
 
         torch differentiates convolutions one cotangent at a time anyway, and copies around that.
@@ -244,11 +244,11 @@ class Tap:
             for of_use, gradient in zip(gradients, of_column, strict=True):
                 if gradient is not None:
                     of_use.append(gradient.unsqueeze(0))
-        return gradients  # type: ignore[return-value]
+        return gradients
 
 
-def _together(gradients: Sequence[Tensor]) -> Float[Tensor, "columns batch *outputs"]:
-    return gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
+def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"]:
+    return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
 def check_batched(layer: str, x: Tensor, batch: int) -> None:
