@@ -28,5 +28,21 @@ def experiments() -> tuple[Experiment, ...]:
     """All experiments, in the order of the paper's figures."""
     # Here, since the experiments' files take `Experiment` from this one.
     from laplace_debias.experiments.contours import CONTOURS
+    from laplace_debias.experiments.directional_curvature import (
+        DIRECTIONAL_CURVATURE,
+        WIDE_RESNET,
+    )
+    from laplace_debias.experiments.kfac_batch_size import KFAC_BATCH_SIZE
+    from laplace_debias.experiments.model_size import MODEL_SIZE
+    from laplace_debias.experiments.over_training import OVER_TRAINING
+    from laplace_debias.experiments.overlaps import OVERLAPS
 
-    return (CONTOURS,)
+    return (
+        CONTOURS,
+        DIRECTIONAL_CURVATURE,
+        OVERLAPS,
+        WIDE_RESNET,
+        KFAC_BATCH_SIZE,
+        OVER_TRAINING,
+        MODEL_SIZE,
+    )
