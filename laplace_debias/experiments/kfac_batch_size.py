@@ -137,7 +137,7 @@ def kfac_magnitudes(
 
 
 def _ratios(table: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:
-    """Medians over directions and draws of what K-FAC says on the batch itself, over that on …"""
+    """Medians over directions and draws: on the batch, on others, on all, and their ratios."""
     chosen = [row for row in table if row["batch_size"] == size]
 
     def of(name: str) -> dict[tuple[int, int], list[float]]:
