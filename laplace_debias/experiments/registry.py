@@ -33,6 +33,7 @@ def experiments() -> tuple[Experiment, ...]:
         WIDE_RESNET,
     )
     from laplace_debias.experiments.kfac_batch_size import KFAC_BATCH_SIZE
+    from laplace_debias.experiments.kfac_error import KFAC_ERROR
     from laplace_debias.experiments.model_size import MODEL_SIZE
     from laplace_debias.experiments.over_training import OVER_TRAINING
     from laplace_debias.experiments.overlaps import OVERLAPS
@@ -45,4 +46,5 @@ def experiments() -> tuple[Experiment, ...]:
         KFAC_BATCH_SIZE,
         OVER_TRAINING,
         MODEL_SIZE,
+        KFAC_ERROR,
     )
