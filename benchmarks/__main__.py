@@ -27,6 +27,7 @@ COMPARISONS = (
     "prediction",
     "tuning",
     "sampling",
+    "resnet50",
 )
 _ROOT = Path(__file__).parent.parent
 _MARKS = ("<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n")
