@@ -66,10 +66,10 @@ def main() -> None:
     ours = {"GGN": GGN(model, loss, data), "Hessian": Hessian(model, loss, data)}
     peers = {
         "GGN": curvlinops.GGNLinearOperator(
-            model, loss, parameters, data, check_deterministic=False
+            model, loss, list(parameters.values()), data, check_deterministic=False
         ),
         "Hessian": curvlinops.HessianLinearOperator(
-            model, loss, parameters, data, check_deterministic=False
+            model, loss, list(parameters.values()), data, check_deterministic=False
         ),
     }
     functions: dict[str, Callable[[], object]] = {

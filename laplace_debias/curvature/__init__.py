@@ -9,10 +9,9 @@ if TYPE_CHECKING:
         Fisher,
         Hessian,
         Jacobian,
-        TransposedJacobian,
     )
 
-__all__ = ["GGN", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian", "TransposedJacobian"]
+__all__ = ["GGN", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,12 +28,12 @@ class OutputLoss(ABC):
 
     Attributes:
         reduction: `"mean"` or `"sum"`.
-        positive: Whether the loss is convex in the outputs whatever they are, so that a generalised
+        is_convex: Whether it is convex in the outputs for certain, so that a generalised
             Gauss-Newton matrix is positive semi-definite.
     """
 
     reduction: str
-    positive: bool = True
+    is_convex: bool = True
 
     def check(self, shape: torch.Size, targets: Tensor) -> None:  # noqa: B027 (any target fits)
         """Raise a `ValueError` or `TypeError` if targets do not fit outputs of a shape."""
@@ -328,7 +328,7 @@ class AnyLoss(OutputLoss):
             examples, so that the data set's loss weighs every batch by its size.
     """
 
-    positive = False
+    is_convex = False
 
     def __init__(self, loss: LossFunction, reduction: str) -> None:
         self.reduction = reduction

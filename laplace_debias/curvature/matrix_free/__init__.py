@@ -1,6 +1,6 @@
 """Curvature matrices and Jacobians of networks as operators that are only ever multiplied."""
 
-from laplace_debias.curvature.matrix_free.jacobian import Jacobian, TransposedJacobian
+from laplace_debias.curvature.matrix_free.jacobian import Jacobian
 from laplace_debias.curvature.matrix_free.operators import (
     GGN,
     CurvatureOperator,
@@ -16,5 +16,4 @@ __all__ = [
     "Fisher",
     "Hessian",
     "Jacobian",
-    "TransposedJacobian",
 ]

@@ -12,7 +12,7 @@ from laplace_debias.curvature.matrix_free.data import Batch, Batches, Data
 from laplace_debias.curvature.matrix_free.linearisation import Kept, Linearisation, Lineariser
 from laplace_debias.curvature.matrix_free.network import Network, check_outputs
 from laplace_debias.curvature.selection import ParameterSelection
-from laplace_debias.operators import LinearOperator
+from laplace_debias.operators import LinearOperator, ParameterLayout
 
 MEMORY_BOUND = 2**31
 # Above this many bytes of activations, columns side by side gain nothing on a CPU: the arithmetic
@@ -41,8 +41,7 @@ class NetworkOperator(LinearOperator):
     """A linear operator made of a network's derivatives on a data set.
 
     Attributes:
-        param_names: The selected parameters, in the model's order.
-        param_shapes: Their shapes; a vector is these, flattened row-major one after the other.
+        layout: The selected parameters, in the model's order, as they lie in a vector.
         num_data: N, the number of examples.
         num_bytes_kept: What the linearised batches kept between products take, in bytes.
     """
@@ -82,14 +81,9 @@ class NetworkOperator(LinearOperator):
         return self._network.device
 
     @property
-    def param_names(self) -> list[str]:
+    def layout(self) -> ParameterLayout:
         """The selected parameters, in the model's order."""
-        return list(self._network.names)
-
-    @property
-    def param_shapes(self) -> list[torch.Size]:
-        """The shapes of the selected parameters."""
-        return list(self._network.shapes)
+        return self._network.layout
 
     @property
     def num_data(self) -> int:

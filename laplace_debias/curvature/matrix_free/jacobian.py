@@ -8,7 +8,7 @@ from laplace_debias.curvature.losses import OutputMap
 from laplace_debias.curvature.matrix_free.base import MEMORY_BOUND, NetworkOperator
 from laplace_debias.curvature.matrix_free.data import Batch, Batches
 from laplace_debias.curvature.selection import ParameterSelection
-from laplace_debias.operators import LinearOperator
+from laplace_debias.operators import Transpose
 
 
 class Jacobian(NetworkOperator):
@@ -42,7 +42,6 @@ class Jacobian(NetworkOperator):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__(model, data, params, num_data, memory_bound, chunk_size)
-        self._T = TransposedJacobian(self)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,9 +49,9 @@ class Jacobian(NetworkOperator):
         return self.num_data * self._output_shape.numel(), self._network.num_parameters
 
     @property
-    def T(self) -> "TransposedJacobian":  # noqa: N802
-        """The adjoint, `[D, N·C]`; shares what is kept."""
-        return self._T
+    def T(self) -> Transpose:  # noqa: N802
+        """The adjoint, `[D, N·C]`; it shares what is kept."""
+        return Transpose(self, self._adjoint_matmat)
 
     def _check_batch(self, shape: torch.Size, targets: Tensor) -> None:
         if shape[1:] != self._output_shape:
@@ -90,38 +89,3 @@ class Jacobian(NetworkOperator):
                     pull((part.reshape(shape),), batched), batched
                 )
         return products.T
-
-
-class TransposedJacobian(LinearOperator):
-    """The adjoint of a `Jacobian`, `[D, N·C]`: `jacobian.T`.
-
-    Args:
-        jacobian: The Jacobian.
-    """
-
-    def __init__(self, jacobian: Jacobian) -> None:
-        self._jacobian = jacobian
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """D and N·C."""
-        rows, columns = self._jacobian.shape
-        return columns, rows
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The Jacobian's."""
-        return self._jacobian.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The Jacobian's."""
-        return self._jacobian.device
-
-    @property
-    def T(self) -> Jacobian:  # noqa: N802
-        """The Jacobian."""
-        return self._jacobian
-
-    def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
-        return self._jacobian._adjoint_matmat(matrix)

@@ -69,8 +69,8 @@ class Lineariser:
             def forward(*p: Tensor) -> Tensor:
                 return network.outputs(p, fixed)
 
-            outputs, tangent = jvp(forward, arguments, tuple(tangents))
-            _, pull = vjp(forward, *arguments)
+            outputs, tangent = jvp(forward, arguments, tuple(tangents))  # type: ignore[misc]
+            _, pull = vjp(forward, *arguments)  # type: ignore[misc]
             return (outputs,), (tangent,), pull(cotangents[0])
 
         points = [*parameters, *tensors(inputs)]

@@ -13,6 +13,7 @@ from laplace_debias.curvature.selection import (
     select_parameters,
 )
 from laplace_debias.curvature.shadow import check_deterministic, check_finite, shadow
+from laplace_debias.operators import ParameterLayout
 
 
 class Network:
@@ -36,9 +37,9 @@ class Network:
         check_parameters(model, self.names)
         check_finite(model)
         self._model = model
-        self.shapes = [model.get_parameter(name).shape for name in self.names]
-        self._sizes = [shape.numel() for shape in self.shapes]
-        self.num_parameters = sum(self._sizes)
+        self.layout = ParameterLayout.of({name: model.get_parameter(name) for name in self.names})
+        self._sizes = self.layout.sizes
+        self.num_parameters = self.layout.size
         first = model.get_parameter(self.names[0])
         self.dtype, self.device = first.dtype, first.device
         self.dtypes = {p.dtype for p in model.parameters()}
@@ -99,7 +100,7 @@ class Network:
         parts = vectors.split(self._sizes, -1)
         return [
             part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
-            for part, shape in zip(parts, self.shapes, strict=True)
+            for part, shape in zip(parts, self.layout.shapes, strict=True)
         ]
 
     def join(self, tensors: Any, batched: bool) -> Tensor:

@@ -79,6 +79,11 @@ class CurvatureOperator(NetworkOperator):
         return self._network.num_parameters, self._network.num_parameters
 
     @property
+    def is_symmetric(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def T(self) -> "CurvatureOperator":  # noqa: N802
         """The operator itself: it is symmetric."""
         return self
@@ -140,6 +145,11 @@ class GGN(CurvatureOperator):
         Schraudolph (2002), "Fast curvature matrix-vector products for second-order gradient
         descent".
     """
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """For the three losses, which are convex in the outputs; others make no claim."""
+        return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         return self._loss.hessian(outputs, self._loss.labels(batch.targets, batch.first)), 2
@@ -224,6 +234,11 @@ class Fisher(CurvatureOperator):
             device = "cpu" if generator is None else generator.device
             self._seed = int(torch.randint(2**62, (), generator=generator, device=device))
 
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True."""
+        return True
+
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, batch.first)
         if not self._samples:
@@ -251,6 +266,11 @@ class EmpiricalFisher(CurvatureOperator):
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation", for
         why it is neither Fisher nor Hessian.
     """
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True."""
+        return True
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, batch.first)
