@@ -1,4 +1,4 @@
-"""The command line: `laplace-debias demo | evaluate | train`."""
+"""The command line: `laplace-debias demo | evaluate | spectrum | train`."""
 
 import difflib
 import re
@@ -70,6 +70,7 @@ def _run(arguments: list[str]) -> int:
 def _commands() -> dict[str, Command]:
     from laplace_debias.experiments.demo import DemoSettings, run_demo
     from laplace_debias.experiments.evaluation import EvaluationSettings, run_evaluation
+    from laplace_debias.experiments.spectrum import SpectrumSettings, run_spectrum
     from laplace_debias.experiments.training import TrainingSettings, run_training
 
     return {
@@ -82,6 +83,11 @@ def _commands() -> dict[str, Command]:
             EvaluationSettings,
             run_evaluation,
             "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
+        ),
+        "spectrum": (
+            SpectrumSettings,
+            run_spectrum,
+            "Measure the leading eigenpairs, the trace and the density of a network's curvature.",
         ),
         "train": (
             TrainingSettings,
