@@ -31,7 +31,7 @@ def main() -> None:
     # Weights alone are pruned: biases are few.
     A = GGN(model, nn.CrossEntropyLoss(), batches, params="weights")
     generator = torch.Generator().manual_seed(0)
-    estimate = diagonal(A, num_matvecs=200, generator=generator)
+    estimate = diagonal(A, "xdiag", num_matvecs=400, generator=generator)
     relative = float(estimate.standard_error.norm() / estimate.value.norm())
     exact = EKFAC(model, nn.CrossEntropyLoss(), batches, params="weights")
     print(

@@ -249,13 +249,13 @@ def test_drawn_labels_converge_to_the_closed_form(name):
     model, x = build(), randn(N, *INPUTS[build], seed=1)
     ggn = dense_ggn(model, loss, x, y)
     samples = []
-    for seed in range(30):
+    for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         drawn = EKFAC(model, loss, [(x, y)], fisher="mc", mc_samples=20, generator=generator)
         samples.append(trace(drawn).value)
-    mean, error = torch.stack(samples).mean(), torch.stack(samples).std() / 30**0.5
+    mean, error = torch.stack(samples).mean(), torch.stack(samples).std() / 12**0.5
     assert (mean - ggn.trace()).abs() <= 4 * error
-    assert error < 0.1 * ggn.trace()
+    assert error < 0.15 * ggn.trace()
 
 
 def test_labels_depend_on_the_generator_and_not_on_the_batches():

@@ -1,7 +1,7 @@
 """The cotangents at the outputs whose outer products make the curvature."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -90,6 +90,7 @@ class Fisher:
         return torch.stack(gradients) / self.mc_samples**0.5
 
 
+@runtime_checkable
 class Cotangents(Protocol):
     """Which cotangents at a batch's outputs stand for the curvature of its loss."""
 

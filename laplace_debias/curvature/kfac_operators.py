@@ -106,7 +106,7 @@ class KFAC(Permuted):
         torch.Size([51])
     """
 
-    num_data: int
+    num_data: int = 0
 
     def __init__(
         self,

@@ -47,8 +47,8 @@ def loss_quadratic(
     if weight_decay == 0:
         return quadratic
     decayed = [
-        torch.full((shape.numel(),), decay_biases or name.rpartition(".")[2] != "bias")
-        for name, shape in zip(network.names, network.shapes, strict=True)
+        torch.full((size,), decay_biases or name.rpartition(".")[2] != "bias")
+        for name, size in zip(network.names, network.layout.sizes, strict=True)
     ]
     return quadratic.regularized(weight_decay, torch.cat(decayed).to(network.device))
 

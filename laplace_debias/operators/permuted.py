@@ -38,7 +38,7 @@ class Permuted(LinearOperator):
 
     operator: LinearOperator
     order: Int[Tensor, " n"] | None = None
-    layout: ParameterLayout | None = None  # type: ignore[assignment]  # a property above
+    layout: ParameterLayout | None = None
 
     def __post_init__(self) -> None:
         n = self.operator.shape[0]
