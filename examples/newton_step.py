@@ -41,7 +41,7 @@ def second_order(batches: list[tuple[Tensor, Tensor]], rule: Rule) -> list[float
     (x, y) = batches[0]
     G = GGN(model, LOSS, batches)  # of the parameters as they are when it multiplies
     parameters = list(model.parameters())
-    losses, damping = [float(LOSS(model(x), y))], 1.0
+    losses, damping = [float(LOSS(model(x), y).detach())], 1.0
     for _ in range(NUM_STEPS):
         gradient = torch.autograd.grad(LOSS(model(x), y), parameters)
         g = torch.cat([part.flatten() for part in gradient])
