@@ -29,11 +29,13 @@ class OutputLoss(ABC):
 
     Attributes:
         reduction: `"mean"` or `"sum"`.
+        is_recordable: Whether `value` consists of operations known to be recorded safely.
         is_convex: Whether it is convex in the outputs for certain, so that a generalised
             Gauss-Newton matrix is positive semi-definite.
     """
 
     reduction: str
+    is_recordable: bool = True
     is_convex: bool = True
 
     def check(self, shape: torch.Size, targets: Tensor) -> None:  # noqa: B027 (any target fits)
@@ -257,8 +259,9 @@ class SquaredError(OutputLoss):
         return float(targets.numel())
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """What torch computes, summed."""
-        return F.mse_loss(outputs, labels[0].to(outputs.dtype), reduction="sum")
+        """Σ (f − y)²."""
+        # Not `F.mse_loss`: recording a derivative of its derivative crashes torch (2.15).
+        return (outputs - labels[0].to(outputs.dtype)).square().sum()
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """2 (f − y)."""
@@ -366,6 +369,8 @@ class AnyLoss(OutputLoss):
             examples, so that the data set's loss weighs every batch by its size.
     """
 
+    # Nobody knows what is in it: see `SquaredError.value`.
+    is_recordable = False
     is_convex = False
 
     def __init__(self, loss: LossFunction, reduction: str) -> None:

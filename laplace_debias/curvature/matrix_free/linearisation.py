@@ -1,7 +1,8 @@
 """Networks linearised once per batch: kept within a memory bound, multiplied many times."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -103,9 +104,10 @@ class Lineariser:
             return (outputs,), jvp(grad(total), (arguments,), (tuple(tangents),))[1]
 
         points = [*parameters, *tensors(inputs), *labels]
-        program = self._program(inputs, labels, function, points, lambda: (parameters,))
-        if program is not None:
-            return _evaluate(program, points, parameters)
+        if loss.is_recordable:
+            program = self._program(inputs, labels, function, points, lambda: (parameters,))
+            if program is not None:
+                return _evaluate(program, points, parameters)
         return _recorded_second_order(network, loss, inputs, labels)
 
     def _program(
@@ -120,7 +122,9 @@ class Lineariser:
         kind = (_kind_of(inputs), tuple((x.shape, x.dtype) for x in labels))
         try:
             if kind not in self._programs:
-                with _differentiable_kernels():
+                with _differentiable_kernels(self._network), warnings.catch_warnings():
+                    # Of torch's parts about each other.
+                    warnings.simplefilter("ignore", FutureWarning)
                     self._programs[kind] = trace(function, points, vectors())
         # Whatever recording raises (control flow that looks at values, operations without a forward
         # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
@@ -210,12 +214,16 @@ def _kind_of(inputs: Inputs) -> object:
 
 
 @contextmanager
-def _differentiable_kernels() -> Iterator[None]:
-    """Keep attention to kernels that can be differentiated twice, and forward."""
+def _differentiable_kernels(network: Network) -> Iterator[None]:
+    """Keep attention and recurrent layers to kernels with all derivatives of second order."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if network.is_recurrent:
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -254,7 +262,7 @@ def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
 
 
 def _recorded_first_order(network: Network, inputs: Inputs) -> Linearisation:
-    with torch.enable_grad(), _differentiable_kernels():
+    with torch.enable_grad(), _differentiable_kernels(network):
         leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
         outputs = network.outputs(leaves, inputs)
         # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
@@ -274,7 +282,7 @@ def _recorded_first_order(network: Network, inputs: Inputs) -> Linearisation:
 def _recorded_second_order(
     network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
 ) -> Linearisation:
-    with torch.enable_grad(), _differentiable_kernels():
+    with torch.enable_grad(), _differentiable_kernels(network):
         leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
         outputs = network.outputs(leaves, inputs)
         value = loss.value(outputs, labels)

@@ -52,6 +52,7 @@ class Network:
         twin = shadow(self._model)
         self.parameters = tuple(twin.get_parameter(name).detach() for name in self.names)
         self._call = _Call(twin)
+        self.is_recurrent = any(isinstance(module, nn.RNNBase) for module in twin.modules())
 
     def is_current(self) -> bool:
         """Whether the model's parameters and buffers are those that were copied."""

@@ -35,7 +35,8 @@ class CurvatureOperator(NetworkOperator):
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
         memory_bound: Bytes for linearised batches kept from one product to the next. Those that do
             not fit are linearised anew in every product, one at a time.
-        chunk_size: Columns of a matrix multiplied side by side; by default as many as pay off.
+        chunk_size: Columns of a matrix multiplied side by side, by default as many as pay off; 1
+            for a network with operations that `torch.vmap` cannot take.
 
     Raises:
         ValueError: Before any product: for a model that is random, holds NaN or returns it, data

@@ -86,7 +86,7 @@ def trace(
     graph = graph_module.graph
     for node in graph.nodes:
         _check_replayable(node)
-    _share_equal_nodes(graph)
+    _simplify(graph)
     graph.eliminate_dead_code()
     owners = [-1] * len(points)
     for k, vector in enumerate(vectors):
@@ -98,13 +98,12 @@ def _check_replayable(node: fx.Node) -> None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     tags = node.target.tags
-    masked = node.target is torch.ops.aten.index.Tensor and any(
-        index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
-        for index in node.args[1]  # type: ignore[union-attr]
-        if index is None or isinstance(index, fx.Node)
-    )
     by_value = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
-    if masked or (by_value and node.target is not torch.ops.aten.index.Tensor):
+    if node.target is torch.ops.aten.index.Tensor:
+        # Only a mask makes the shape depend on values.
+        indices: Any = node.args[1]
+        by_value = any(x is not None and not _is_integer(x) for x in indices)
+    if by_value:
         raise UntraceableError(f"{node.target} makes shapes depend on values")
     if torch.Tag.nondeterministic_seeded in tags:
         raise UntraceableError(f"{node.target} is random")
@@ -112,17 +111,56 @@ def _check_replayable(node: fx.Node) -> None:
         raise UntraceableError(f"{node.target} writes to its argument")
 
 
-def _share_equal_nodes(graph: fx.Graph) -> None:
-    """Merge operations of the same arguments: the two sweeps traced share their forward pass."""
+aten = torch.ops.aten
+_SAME = (aten.alias.default, aten.detach.default)
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten._efficientzerotensor.default)
+_RESHAPES = (aten.expand.default, aten.view.default, aten.t.default, aten.permute.default)
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mul.Tensor, aten.convolution.default)
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Merge equal operations, and drop sums with zero.
+
+    The sweeps that were recorded share their forward pass; and the tangent of a first layer has a
+    term for its inputs, which have no tangent: a zero of the largest size in the network.
+    """
     seen: dict[Any, fx.Node] = {}
+    zeros: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+            continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
-        if key in seen:
+        if seen.setdefault(key, node) is not node:
             node.replace_all_uses_with(seen[key])
-        else:
-            seen[key] = node
+        elif _is_zero(node, zeros):
+            zeros.add(node)
+        elif node.target is aten.add.Tensor and not node.kwargs:
+            for term, other in (node.args, node.args[::-1]):
+                if term in zeros and _shape(other) == _shape(node):
+                    node.replace_all_uses_with(other)
+                    break
+
+
+def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    if node.target is aten.convolution.default and node.args[2] is not None:
+        return False  # a bias
+    factors = node.args[: 2 if node.target in _PRODUCTS else 1]
+    through = node.target in _RESHAPES or node.target in _PRODUCTS
+    return node.target in _ZEROS or (through and any(x in zeros for x in factors))
+
+
+def _is_integer(node: fx.Node) -> bool:
+    meta = node.meta.get("tensor_meta")
+    return getattr(meta, "dtype", None) in (torch.int32, torch.int64)
+
+
+def _shape(node: Any) -> torch.Size | None:
+    """The shape of a node's tensor; None of anything else."""
+    meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
+    return getattr(meta, "shape", None)
 
 
 def _dependencies(graph: fx.Graph, owners: Sequence[int]) -> dict[fx.Node, int]:
