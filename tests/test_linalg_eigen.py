@@ -45,7 +45,7 @@ def check(A, values, result, k, which):
     )
     true_residuals = (A.matrix @ vectors - vectors * result.values).norm(dim=0)
     assert true_residuals.max() <= 1.1e-6 * scale
-    assert (true_residuals - result.residuals).abs().max() <= 1e-10 * max(1.0, scale)
+    assert (true_residuals <= result.residuals + 1e-12 * scale).all()
     assert result.converged
     assert result.values.equal(result.values.sort(descending=True).values)
 
@@ -84,10 +84,10 @@ def test_all_eigenpairs_of_small_operators(method, n):
 
 
 def test_restarts_bound_the_number_of_vectors_and_reach_the_same_eigenvalues():
-    values = torch.linspace(0, 1, 400, dtype=torch.float64)
+    values = torch.linspace(0, 1, 600, dtype=torch.float64) ** 0.5
     A = symmetric(values)
     result = eigsh(A, 5, generator=generator())
-    assert result.num_matvecs > 65  # more products than vectors held, so there were restarts
+    assert result.num_matvecs > 256  # more products than vectors held, so there were restarts
     check(A, values, result, 5, "largest")
 
 
@@ -139,7 +139,7 @@ def test_operators_that_are_not_symmetric_are_noticed(method, n):
 def test_spectral_norm_of_any_shape_is_within_its_bound(shape):
     A = Matrix(torch.randn(shape, dtype=torch.float64, generator=generator(2)))
     truth = torch.linalg.matrix_norm(A.matrix, 2)
-    for tol in (1e-1, 1e-3, 1e-6):
+    for tol in (1e-2, 1e-4, 1e-6):
         A.columns = 0
         estimate = spectral_norm(A, tol=tol, generator=generator())
         assert abs(estimate.value - truth) <= estimate.standard_error + 1e-12

@@ -8,15 +8,16 @@ import torch
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, trace
+from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import Dense, Diagonal
 
 SIZE, RUNS = 100, 300
 INDEX = torch.arange(SIZE, dtype=torch.float64)
 SPECTRA = {
-    "decaying": 0.9**INDEX,
+    "decaying": 0.8**INDEX,
     "polynomial": (1 + INDEX) ** -1.5,
     "indefinite": 2 * uniform(SIZE) - 1.2,
-    "flat": 1 + 0.2 * uniform(SIZE),
+    "flat": torch.linspace(1, 3, SIZE, dtype=torch.float64),
 }
 TRACES = ["hutchinson", "hutch++", "xtrace"]
 DIAGONALS = ["hutchinson", "xdiag"]
@@ -80,7 +81,7 @@ def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators(dist
     assert abs(error) < 4 * squares.std() / RUNS**0.5
 
 
-@pytest.mark.parametrize(("method", "factor"), [("hutch++", 4), ("xtrace", 15)])
+@pytest.mark.parametrize(("method", "factor"), [("hutch++", 10), ("xtrace", 50)])
 def test_sketching_beats_hutchinson_on_a_decaying_spectrum(method, factor):
     A = symmetric(SPECTRA["decaying"])
     plain, _ = repeated(trace, A, runs=100, method="hutchinson", num_matvecs=60)
@@ -92,7 +93,7 @@ def test_xdiag_beats_hutchinson_on_a_decaying_spectrum():
     A = symmetric(SPECTRA["decaying"])
     plain, _ = repeated(diagonal, A, runs=50, method="hutchinson", num_matvecs=60)
     better, _ = repeated(diagonal, A, runs=50, method="xdiag", num_matvecs=60)
-    assert better.square().mean().sqrt() * 15 < plain.square().mean().sqrt()
+    assert better.square().mean().sqrt() * 50 < plain.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("estimator", [ESTIMATORS[1], ESTIMATORS[2], ESTIMATORS[4]])
@@ -107,27 +108,48 @@ def test_a_sketch_that_holds_the_whole_range_is_exact(estimator):
         assert estimate.standard_error.max() < 1e-12
 
 
+def left_out(A, probes, i, others):
+    Q = torch.linalg.qr(A @ probes[:, others]).Q
+    rest = probes[:, i] - Q @ (Q.T @ probes[:, i])
+    return (Q.T @ A @ Q).trace() + rest @ A @ rest
+
+
 def test_xtrace_equals_the_mean_over_probes_left_out_by_hand():
     A, count = symmetric(SPECTRA["indefinite"]), 5
     estimate = trace(A, "xtrace", 2 * count, generator=generator(3), distribution="gaussian")
-    source = generator(3)
-    torch.randn(SIZE, generator=source, dtype=torch.float64)
-    by_hand, source = [], None
-    for shift in (0, 1):
-        source = generator(3)
-        for _ in range(shift):
-            torch.randn(SIZE, generator=source, dtype=torch.float64)
-        probes = torch.stack(
-            [torch.randn(SIZE, generator=source, dtype=torch.float64) for _ in range(count)], 1
-        )
-        samples = []
-        for i in range(count):
-            others = [j for j in range(count) if j != i]
-            Q = torch.linalg.qr(A.matrix @ probes[:, others]).Q
-            rest = probes[:, i] - Q @ (Q.T @ probes[:, i])
-            samples.append((Q.T @ A.matrix @ Q).trace() + rest @ A.matrix @ rest)
-        by_hand.append(torch.stack(samples).mean())
-    assert min(abs(estimate.value - value) for value in by_hand) < 1e-10
+    probes = draw(A, count, "gaussian", generator(3))
+    samples = [left_out(A.matrix, probes, i, [j for j in range(count) if j != i]) for i in range(5)]
+    torch.testing.assert_close(estimate.value, torch.stack(samples).mean())
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    changes = {
+        (i, j): samples[i] - left_out(A.matrix, probes, i, [m for m in range(5) if m not in (i, j)])
+        for i, j in pairs
+    }
+    covariance = torch.stack([changes[i, j] * changes[j, i] for i, j in pairs]).mean()
+    variance = torch.stack(samples).var() / count + covariance.clamp(min=0)
+    torch.testing.assert_close(estimate.standard_error, variance.sqrt())
+
+
+def test_xdiag_equals_the_mean_over_probes_left_out_by_hand():
+    n, count = 40, 5
+    A = Matrix(torch.randn(n, n, dtype=torch.float64, generator=generator(7)))
+    estimate = diagonal(A, "xdiag", 2 * count, generator=generator(3))
+    probes = draw(A, count, "rademacher", generator(3))
+
+    def one(i, others):
+        Q = torch.linalg.qr(A.matrix @ probes[:, others]).Q
+        rest = A.matrix - Q @ Q.T @ A.matrix
+        return (Q @ Q.T @ A.matrix).diagonal() + probes[:, i] * (rest @ probes[:, i])
+
+    samples = torch.stack([one(i, [j for j in range(5) if j != i]) for i in range(5)])
+    torch.testing.assert_close(estimate.value, samples.mean(dim=0))
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    changes = {
+        (i, j): samples[i] - one(i, [m for m in range(5) if m not in (i, j)]) for i, j in pairs
+    }
+    covariance = torch.stack([changes[i, j] * changes[j, i] for i, j in pairs]).mean(dim=0)
+    variance = samples.var(dim=0) / count + covariance.clamp(min=0)
+    torch.testing.assert_close(estimate.standard_error, variance.sqrt())
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -161,14 +183,12 @@ def test_products_are_counted_and_chunks_change_nothing(estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_tolerance_is_reached_with_more_products(estimator):
-    A = symmetric(1 + 0.2 * uniform(1000))
-    is_norm = bare(estimator) is frobenius_norm
-    tol = 2e-3 if bare(estimator) is not diagonal else 0.05 if is_norm else 0.02
+    A = symmetric(torch.linspace(1, 3, 500))
     first = estimator(A, num_matvecs=8, generator=generator())
-    assert first.standard_error.norm() > tol * first.value.norm()
-    estimate = estimator(A, num_matvecs=8, tol=tol, max_matvecs=600, generator=generator())
+    tol = float(first.standard_error.norm() / first.value.norm()) / 3
+    estimate = estimator(A, num_matvecs=8, tol=tol, max_matvecs=400, generator=generator())
     assert estimate.converged
-    assert 8 < estimate.num_matvecs <= 600
+    assert 8 < estimate.num_matvecs <= 400
     assert estimate.standard_error.norm() <= tol * estimate.value.norm()
 
 

@@ -132,7 +132,7 @@ class _XDiag:
     def advance(self, total: int) -> Estimate:
         multiply = self._products
         if self._sketch is None:
-            empty = self._draw(1)[:, :0]
+            empty = self._draw(0)
             self._sketch, self._images = RangeSketch(empty), empty
         sketch = self._sketch
         probes = self._draw(total // 2 - sketch.Q.shape[1])

@@ -41,7 +41,8 @@ class EigenPairs:
     Args:
         values: Eigenvalues, descending, `[k]`; from ARPACK fewer where it did not converge.
         vectors: Orthonormal eigenvectors as columns, `[D, k]`.
-        residuals: ‖A v − λ v‖ of each pair, `[k]`: some eigenvalue is at most so far from λ.
+        residuals: A bound of ‖A v − λ v‖ for each pair, `[k]`: some eigenvalue is at most so far
+            from λ.
         num_matvecs: How many products it took.
         converged: Whether all residuals came below the tolerance.
         status: What happened; where something is amiss, what to do.
@@ -74,7 +75,7 @@ def eigsh(
     - `"lanczos"`: Lanczos with full reorthogonalisation and thick restarts, on the operator's
       device. Once all pairs have converged, a random direction orthogonal to them starts again, so
       that eigenvalues come with their multiplicity: an eigenvalue is missed with a probability of
-      about 1e-4. Holds up to `max(4 k, k + 60)` vectors, fewer beyond 2 GiB.
+      about 1e-4. Holds up to `max(4 k, 256)` vectors, fewer beyond 2 GiB.
     - `"arpack"`: SciPy's, whose vectors live on the CPU; then checked and completed as above.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz
       step. Simple and slow: its rate is the ratio of the eigenvalues after and before the block's
@@ -188,12 +189,20 @@ def _lanczos(
 
 
 def _search(
-    basis: KrylovBasis, products: Products, k: int, which: str, tol: float, max_matvecs: int
+    basis: KrylovBasis,
+    products: Products,
+    k: int,
+    which: str,
+    tol: float,
+    max_matvecs: int,
+    inside: tuple[float, ...] = (),
 ) -> EigenPairs:
-    result = search(basis, products, k=k, which=which, tol=tol, max_matvecs=max_matvecs)
+    result = search(
+        basis, products, k=k, which=which, tol=tol, max_matvecs=max_matvecs, inside=inside
+    )
     status = "converged"
     if not result.has_converged:
-        status = _unconverged(result.pairs, k, tol, products.count)
+        status = _unconverged(result.pairs, k, result.goal, products.count)
     elif not result.was_verified:
         status = (
             f"converged, but `max_matvecs` = {max_matvecs} ended the search for further copies of "
@@ -206,8 +215,7 @@ def _search(
     return EigenPairs(*selected, products.count, result.has_converged, status)
 
 
-def _unconverged(pairs: RitzPairs, k: int, tol: float, count: int) -> str:
-    goal = tol * float(pairs.values.abs().max())
+def _unconverged(pairs: RitzPairs, k: int, goal: float, count: int) -> str:
     done = int((pairs.residuals[:k] <= goal).sum())
     return (
         f"{done} of {k} eigenpairs converged in {count} products (greatest residual "
@@ -230,7 +238,7 @@ def _arpack(
     from scipy.sparse.linalg import eigsh as arpack
 
     A, n = products.operator, products.operator.shape[0]
-    num_vectors = min(n, max(2 * k + 1, 20))
+    num_vectors = min(n, max(2 * k + 1, k + 40))
     restarts = (max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
     if restarts < 1:
         raise ValueError(
@@ -270,7 +278,7 @@ def _arpack(
     found = torch.linalg.qr(torch.from_numpy(vectors.copy()).to(A.device, A.dtype)).Q
     basis = KrylovBasis(A, products, n, capacity(n, k, A.dtype.itemsize), generator)
     basis.seed(found.T, products(found).T, scale)
-    return _search(basis, products, k, which, tol, max_matvecs)
+    return _search(basis, products, k, which, tol, max_matvecs, (shift,))
 
 
 def _partial(products: Products, vectors: Tensor, k: int, which: str) -> EigenPairs:
@@ -304,7 +312,8 @@ def _subspace_iteration(
         )
     shift = 0.0 if which == "magnitude" else _far_end(products, which, generator)
     block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
-    scale = 0.0
+    # The block may hold none of the largest eigenvalues, to which the tolerance is relative.
+    scale = abs(shift)
     while True:
         images = products(block)
         projection = block.T @ images
@@ -314,7 +323,7 @@ def _subspace_iteration(
         block, images = block @ rotation, images @ rotation
         residuals = (images - block * values).norm(dim=0)
         selected = _select(values, block, residuals, k, which)
-        goal = tol * float(values.abs().max())
+        goal = tol * max(scale, float(values.abs().max()))
         if (selected[2] <= goal).all():
             return EigenPairs(*selected, products.count, True, "converged")
         if products.count + width > max_matvecs:

@@ -126,4 +126,5 @@ def refine(
         total = min(max_matvecs, math.ceil(needed) + 1)
         if total >= size:
             return exact()
+        estimate = advance(total)
     return estimate

@@ -25,7 +25,11 @@ class KrylovBasis:
     sequence a pending direction can grow within one basis, and any rotation of V (a thick restart)
     keeps the relation. Ritz pairs come from H, their residual norms from C, at no product.
 
-    H and C are kept on the CPU in float64.
+    Pending directions may be parked: forgotten but for what they add to residuals, so that new ones
+    need not be orthogonal to them. `refresh` finds them again, for a product a row.
+
+    `size` is the number of rows of V so far, `scale` the length of the longest product with a unit
+    vector. H and C are kept on the CPU in float64.
 
     Args:
         A: The operator, for its dtype, device, and in messages.
@@ -52,7 +56,8 @@ class KrylovBasis:
         self._pending = self._vectors.new_empty(0, size)
         self._projected = torch.zeros(capacity, capacity, dtype=torch.float64)
         self._coupling = torch.zeros(0, capacity, dtype=torch.float64)
-        self._scale = 0.0
+        self._parked: list[Tensor] = []
+        self.scale = 0.0
         self.size = 0
 
     @property
@@ -75,6 +80,24 @@ class KrylovBasis:
         """C, float64 on the CPU."""
         return self._coupling[:, : self.size]
 
+    def residuals(
+        self, combinations: Float[Tensor, "size k"]
+    ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
+        """Residual norms of Ritz vectors: bounds of all, and the part that is not parked."""
+        pending = (self.coupling @ combinations).norm(dim=0)
+        parked = [(part[:, : self.size] @ combinations).norm(dim=0) for part in self._parked]
+        return pending + sum(parked, torch.zeros_like(pending)), pending
+
+    def park(self) -> None:
+        """Forgets the pending directions, but for what they add to residuals."""
+        self._parked.append(self._coupling)
+        self._pending, self._coupling = self._pending[:0], self._coupling[:0]
+
+    def refresh(self) -> None:
+        """Multiplies all rows again: what they miss is pending, and nothing parked."""
+        vectors = self.vectors.clone()
+        self.seed(vectors, torch.stack([self._multiply(vector) for vector in vectors]), self.scale)
+
     def seed(
         self, vectors: Float[Tensor, "k n"], images: Float[Tensor, "k n"], scale: float
     ) -> None:
@@ -90,8 +113,11 @@ class KrylovBasis:
         """
         k = len(vectors)
         projected = (vectors @ images.T).double().cpu()
-        self._scale = scale
-        self._check_symmetric(projected - projected.T)
+        self.scale = scale
+        self._parked = []
+        self._pending, self._coupling = self._pending[:0], self._coupling[:0]
+        self._projected.zero_()
+        self._check_symmetric((projected - projected.T).abs())
         self._vectors[:k] = vectors
         self._projected[:k, :k] = (projected + projected.T) / 2
         self.size = k
@@ -132,11 +158,12 @@ class KrylovBasis:
         self._vectors[last] = direction
         self.size += 1
         product = self._multiply(direction)
-        self._scale = max(self._scale, float(product.norm()))
+        self.scale = max(self.scale, float(product.norm()))
         residual, inside, outside = self._orthogonalise(product)
-        self._check_symmetric(inside[:last] - expected)
-        self._projected[:last, last] = self._projected[last, :last] = (inside[:last] + expected) / 2
-        self._projected[last, last] = inside[last]
+        # Rows couple to all that is parked by at most so much.
+        hidden = sum((part[:, :last].norm(dim=0) for part in self._parked), torch.zeros(last))
+        self._check_symmetric((inside[:last] - expected).abs() - hidden)
+        self._projected[: last + 1, last] = self._projected[last, : last + 1] = inside
         self._coupling[:, last] = outside
         return self._keep_residual(residual, last)
 
@@ -154,12 +181,16 @@ class KrylovBasis:
             self._vectors[start : start + kept, columns : columns + step] = part.T @ place
         self.size = start + kept
         self.projected.copy_((projected + projected.T) / 2)
+        self._coupling[:, self.size :] = 0
         self.coupling.copy_(coupling)
+        for part in self._parked:
+            part[:, : self.size] = part[:, : len(whole)] @ whole
+            part[:, self.size :] = 0
 
     def _keep_residual(self, residual: Tensor, row: int) -> bool:
         """Makes what a row's product left a pending direction, unless it is rounding."""
         norm = float(residual.norm())
-        rounding = 10 * torch.finfo(residual.dtype).eps * self._scale
+        rounding = 10 * torch.finfo(residual.dtype).eps * self.scale
         if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
             return False
         self._add_pending(residual / norm)
@@ -188,6 +219,6 @@ class KrylovBasis:
         return vector, inside.double().cpu(), outside.double().cpu()
 
     def _check_symmetric(self, difference: Tensor) -> None:
-        deviation = float(difference.abs().max()) if difference.numel() else 0.0
-        if deviation > asymmetry_tolerance(self._vectors.dtype) * self._scale:
-            raise asymmetry_error(self._operator, deviation, self._scale)
+        deviation = float(difference.max()) if difference.numel() else 0.0
+        if deviation > asymmetry_tolerance(self._vectors.dtype) * self.scale:
+            raise asymmetry_error(self._operator, deviation, self.scale)

@@ -1,6 +1,7 @@
 """Extreme eigenpairs by thick-restart Lanczos, with a search for copies that it has missed."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,28 +15,39 @@ _MISS = 1e-4
 
 _BASIS_BYTES = 2**31
 
+_OVERLAP = 0.1
+"""How much of a missed eigenvector the vectors that are kept for a check may hide."""
+
 
 @dataclass(frozen=True)
 class RitzPairs:
-    """Approximate eigenpairs in a basis, best first: values, combinations of rows, residuals."""
+    """Approximate eigenpairs in a basis, best first: values, combinations of rows, residuals.
+
+    `pending_residuals` is the part of the residuals that expanding the basis can lessen.
+    """
 
     values: Tensor
     combinations: Tensor
     residuals: Tensor
+    pending_residuals: Tensor
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Ritz pairs, the wanted first; whether they converged; whether copies were looked for."""
+    """Ritz pairs, the wanted first; whether they converged; whether copies were looked for.
+
+    `goal` is what their residuals were to be at most.
+    """
 
     pairs: RitzPairs
+    goal: float
     has_converged: bool
     was_verified: bool
 
 
 def capacity(n: int, k: int, bytes_per_entry: int) -> int:
     """How many vectors the basis of a search for k eigenpairs holds: many save products."""
-    wanted = max(4 * k, k + 60)
+    wanted = max(4 * k, 256)
     affordable = _BASIS_BYTES // (n * bytes_per_entry)
     return min(n, max(k + 20, 2 * k, min(wanted, affordable)))
 
@@ -49,8 +61,8 @@ def ritz_pairs(basis: KrylovBasis, which: str) -> RitzPairs:
     """The Ritz pairs of a basis, the most wanted first."""
     values, combinations = torch.linalg.eigh(basis.projected)
     best = order(values, which).argsort(descending=True, stable=True)
-    residuals = (basis.coupling @ combinations).norm(dim=0)
-    return RitzPairs(values[best], combinations[:, best], residuals[best])
+    values, combinations = values[best], combinations[:, best]
+    return RitzPairs(values, combinations, *basis.residuals(combinations))
 
 
 def search(
@@ -61,6 +73,7 @@ def search(
     which: str,
     tol: float,
     max_matvecs: int,
+    inside: Sequence[float] = (),
     verify: bool = True,
 ) -> SearchResult:
     r"""Expands a basis until its k most wanted Ritz pairs have converged.
@@ -77,6 +90,7 @@ def search(
         which: `"largest"`, `"smallest"` or `"magnitude"`.
         tol: Greatest residual norm, relative to the greatest |Ritz value|.
         max_matvecs: Where to give up, in products.
+        inside: Numbers that are known to lie within the spectrum, or at most just outside.
         verify: Whether to look for missed copies.
 
     Returns:
@@ -84,24 +98,34 @@ def search(
     """
     check: _Check | None = None
     pairs: RitzPairs | None = None
+    low, high = min(inside, default=math.inf), max(inside, default=-math.inf)
     while True:
         if basis.size >= k:
             pairs = ritz_pairs(basis, which)
-            goal = tol * float(pairs.values.abs().max())
+            # The basis may have dropped the ends of the spectrum.
+            low, high = min(low, float(pairs.values.min())), max(high, float(pairs.values.max()))
+            goal = tol * max(basis.scale, abs(low), abs(high))
             has_converged = bool((pairs.residuals[:k] <= goal).all())
             if not has_converged or (check is not None and check.has_found(goal)):
                 check = None
-            if has_converged and check is not None and check.has_missed_nothing(pairs, goal):
-                return SearchResult(pairs, has_converged=True, was_verified=True)
+            is_stuck = bool((pairs.pending_residuals[:k] <= goal).all())
+            if not has_converged and is_stuck and products.count + k <= max_matvecs:
+                basis.rotate(pairs.combinations[:, :k])
+                basis.refresh()
+                continue
+            if has_converged and check is not None and check.has_missed_nothing(low, high, goal):
+                return SearchResult(pairs, goal, has_converged=True, was_verified=True)
             if has_converged and check is None:
                 if not verify:
-                    return SearchResult(pairs, has_converged=True, was_verified=False)
+                    return SearchResult(pairs, goal, has_converged=True, was_verified=False)
                 check = _Check(basis, pairs, k, which)
                 if not basis.add_random():
                     pairs = ritz_pairs(basis, which)
-                    return SearchResult(pairs, has_converged=True, was_verified=True)
+                    return SearchResult(pairs, goal, has_converged=True, was_verified=True)
             if products.count >= max_matvecs:
-                return SearchResult(ritz_pairs(basis, which), has_converged, was_verified=False)
+                return SearchResult(
+                    ritz_pairs(basis, which), goal, has_converged, was_verified=False
+                )
         if basis.size == basis.capacity:
             _make_room(basis, which, k, check.start if check else 0)
             pairs = None
@@ -146,11 +170,25 @@ def _expand(
         index = len(basis.coupling) - 1
 
 
+def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, which: str) -> int:
+    r"""How many pairs after the wanted may be kept apart from a check.
+
+    They shorten it, as the rest of the spectrum lies further off. But a missed eigenvector must not
+    hide in them: with one whose eigenvalue is among the wanted, a Ritz vector of value θ and
+    residual r has an inner product of at most $r / |\lambda_k - \theta|$.
+    """
+    ordered = order(pairs.values, which)
+    distance = (ordered[k - 1] - ordered[k:]).clamp(min=torch.finfo(torch.float64).tiny)
+    overlaps = ((pairs.residuals[k:] / distance) ** 2).cumsum(dim=0).sqrt()
+    return min(int((overlaps <= _OVERLAP).sum()), (basis.capacity - k) // 3)
+
+
 class _Check:
     """A Krylov sequence in the complement of the pairs found, to see whether any was missed."""
 
     def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, which: str) -> None:
-        basis.rotate(pairs.combinations[:, : k + (basis.capacity - k) // 3])
+        basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, which)])
+        basis.park()
         self._basis, self._which = basis, which
         self._last = float(order(pairs.values[k - 1], which))
         self.start = basis.size
@@ -162,7 +200,7 @@ class _Check:
         values = torch.linalg.eigvalsh(self._basis.projected[self.start :, self.start :])
         return bool((order(values, self._which) > self._last + goal).any())
 
-    def has_missed_nothing(self, pairs: RitzPairs, goal: float) -> bool:
+    def has_missed_nothing(self, low: float, high: float, goal: float) -> bool:
         r"""Whether no eigenvalue of the complement belongs to the most wanted.
 
         It is sure if the sequence has exhausted the operator, and if its best Ritz value has
@@ -170,7 +208,8 @@ class _Check:
         from a random start, j steps leave the greatest eigenvalue of a positive semi-definite
         operator underestimated by more than a factor $1 - \varepsilon$ with probability at most
         $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. Shifted to be positive, ε is the distance
-        from the sequence's best value to the last of the wanted, over the width of the spectrum.
+        from the sequence's best value to the last of the wanted, over the distance of the latter
+        from the spectrum's other end, `low` or `high`.
 
         Reference:
             Kuczyński, Woźniakowski. Estimating the largest eigenvalue by the power and Lanczos
@@ -185,7 +224,6 @@ class _Check:
         if float(residuals[order(values, self._which).argmax()]) <= goal:
             return True
         last = self._last + goal
-        low, high = float(pairs.values.min()), float(pairs.values.max())
         above = (last - float(values.max()), last - low)
         below = (last + float(values.min()), last + high)
         sides = {"largest": [above], "smallest": [below], "magnitude": [above, below]}[self._which]

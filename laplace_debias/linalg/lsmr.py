@@ -91,10 +91,10 @@ def lsmr(
     with Products(A, progress=progress, label="lsmr") as products:
 
         def multiply(vector: np.ndarray) -> np.ndarray:
-            return products(torch.tensor(vector.ravel()).to(like)).cpu().numpy()
+            return products(torch.tensor(vector.ravel()).to(like)).cpu().double().numpy()
 
         def multiply_adjoint(vector: np.ndarray) -> np.ndarray:
-            return products.adjoint(torch.tensor(vector.ravel()).to(like)).cpu().numpy()
+            return products.adjoint(torch.tensor(vector.ravel()).to(like)).cpu().double().numpy()
 
         operator = SciPyOperator(
             A.shape, matvec=multiply, rmatvec=multiply_adjoint, dtype=np.float64

@@ -103,9 +103,10 @@ def spectral_norm(
 
     By Lanczos on A if it claims to be symmetric, else on $A^\top A$ (or $A A^\top$, the smaller),
     whose products count twice. In place of a standard error stands a bound: some singular value is
-    at most so far from the estimate, the residual's norm; that it is the largest is as good as sure
-    from a random start. The estimate's true error is far smaller, about the square of the bound
-    over the gap to the next singular value. The estimate is never above the norm but for rounding.
+    at most so far from the estimate, the residual's norm; from a random start it is the largest
+    one, unless `tol` is so loose (above 0.01) that Lanczos stops before it has seen that. The
+    estimate's true error is then far smaller, about the square of the bound over the gap to the
+    next singular value. The estimate is never above the norm but for rounding.
 
     Args:
         A: Operator of any shape.

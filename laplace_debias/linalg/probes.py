@@ -50,5 +50,8 @@ def draw(
     Returns:
         The probes as columns, `[columns, count]`.
     """
-    function = DISTRIBUTIONS[distribution]
-    return torch.stack([function(A.shape[1], A, generator) for _ in range(count)], dim=1)
+    function, n = DISTRIBUTIONS[distribution], A.shape[1]
+    probes = torch.empty(n, count, dtype=A.dtype, device=A.device)
+    for column in range(count):
+        probes[:, column] = function(n, A, generator)
+    return probes

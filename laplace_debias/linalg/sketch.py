@@ -113,9 +113,10 @@ class LeftOutPairs:
             products: $\sum_{i \ne j} \Delta_{ij}\Delta_{ji}$.
         """
         count = samples.shape[-1]
-        variance = samples.var(dim=-1) / count
-        variance = variance + (products / (count * (count - 1))).clamp(min=0)
-        return samples.mean(dim=-1), variance.sqrt()
+        # The covariance is an estimate too, and noisy where the spectrum decays fast: it may raise
+        # the variance but not lower it, which on flat spectra makes standard errors too large.
+        covariance = (products / (count * (count - 1))).clamp(min=0)
+        return samples.mean(dim=-1), (samples.var(dim=-1) / count + covariance).sqrt()
 
     def _mask(self, values: Tensor) -> Tensor:
         return torch.where(self.known, values, torch.zeros_like(values))

@@ -134,7 +134,7 @@ class _HutchPlusPlus:
     def advance(self, total: int) -> Estimate:
         multiply = self._products
         if self._sketch is None:
-            empty = self._draw(1)[:, :0]
+            empty = self._draw(0)
             self._sketch, self._images = RangeSketch(empty), empty
             self._rest, self._rest_images = empty, empty
         sketch = self._sketch
@@ -165,7 +165,7 @@ class _XTrace:
     def advance(self, total: int) -> Estimate:
         multiply = self._products
         if self._sketch is None:
-            empty = self._draw(1)[:, :0]
+            empty = self._draw(0)
             self._sketch, self._images = RangeSketch(empty), empty
         sketch = self._sketch
         probes = self._draw(total // 2 - sketch.Q.shape[1])

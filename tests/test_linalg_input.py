@@ -1,0 +1,142 @@
+"""Bad input: refused before any product, or as soon as a product shows it, with a remedy."""
+
+import pytest
+import torch
+from spectra import Matrix, generator, symmetric, uniform
+
+from laplace_debias.linalg import (
+    diagonal,
+    eigsh,
+    frobenius_norm,
+    inverse,
+    logdet,
+    lsmr,
+    matrix_function_trace,
+    neumann,
+    spectral_density,
+    spectral_norm,
+    trace,
+)
+
+B = torch.ones(60, dtype=torch.float64)
+FUNCTIONS = {
+    "trace": lambda A, **options: trace(A, num_matvecs=20, **options),
+    "hutch++": lambda A, **options: trace(A, "hutch++", num_matvecs=20, **options),
+    "xtrace": lambda A, **options: trace(A, "xtrace", num_matvecs=20, **options),
+    "diagonal": lambda A, **options: diagonal(A, num_matvecs=20, **options),
+    "xdiag": lambda A, **options: diagonal(A, "xdiag", num_matvecs=20, **options),
+    "frobenius_norm": lambda A, **options: frobenius_norm(A, num_matvecs=20, **options),
+    "spectral_norm": spectral_norm,
+    "lanczos": lambda A, **options: eigsh(A, 3, **options),
+    "arpack": lambda A, **options: eigsh(A, 3, "arpack", **options),
+    "power": lambda A, **options: eigsh(A, 3, "power", **options),
+    "spectral_density": lambda A, **options: spectral_density(
+        A, num_probes=2, num_steps=9, **options
+    ),
+    "logdet": lambda A, **options: logdet(A, 2, 9, **options),
+    "matrix_function_trace": lambda A, **options: matrix_function_trace(
+        A, torch.exp, 2, 9, **options
+    ),
+    "neumann": lambda A, **options: neumann(A, B, **options),
+}
+
+
+class Failing(Matrix):
+    """Gives NaN from its fourth column on."""
+
+    def _matmat(self, matrix):
+        product = super()._matmat(matrix).clone()
+        bad = torch.arange(self.columns - matrix.shape[1], self.columns) >= 3
+        product[7, bad] = torch.nan
+        return product
+
+
+class Elsewhere(Matrix):
+    """Pretends to be on a device for which there is no generator here."""
+
+    @property
+    def device(self):
+        return torch.device("meta")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_products_that_are_not_finite_are_named(name):
+    A = Failing(symmetric(1 + uniform(60)).matrix, is_positive_semidefinite=True)
+    with pytest.raises(ValueError, match="product 4 with Failing holds NaN or Inf"):
+        FUNCTIONS[name](A, generator=generator())
+
+
+@pytest.mark.parametrize("name", set(FUNCTIONS) - {"frobenius_norm", "spectral_norm"})
+def test_operators_that_are_not_square_are_refused(name):
+    A = Matrix(torch.ones(60, 50, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"\(60, 50\).*square"):
+        FUNCTIONS[name](A)
+    assert A.columns == 0
+
+
+@pytest.mark.parametrize("name", set(FUNCTIONS) - {"neumann"})
+def test_generators_on_another_device_are_refused(name):
+    A = Elsewhere(torch.eye(60, dtype=torch.float64))
+    with pytest.raises(ValueError, match="`generator` is on cpu and the operator on meta"):
+        FUNCTIONS[name](A, generator=generator())
+    assert A.columns == 0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_half_precision_is_refused(name):
+    A = Matrix(torch.eye(60, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="bfloat16"):
+        FUNCTIONS[name](A)
+    assert A.columns == 0
+
+
+A = symmetric(1 + uniform(60))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: trace(A, "hutchpp"), r"'hutchpp'; expected one of .* Did you mean 'hutch\+\+'"),
+        (lambda: trace(A, "hutch++", 2), "`num_matvecs` is 2; expected at least 3"),
+        (lambda: trace(A, "xtrace", 3), "`num_matvecs` is 3; expected at least 4"),
+        (lambda: trace(A, num_matvecs=0), "expected at least 1"),
+        (lambda: trace(A, distribution="normal"), "'normal'; expected one of"),
+        (lambda: trace(A, tol=0.0), "`tol` is 0.0; expected a positive"),
+        (lambda: trace(A, max_matvecs=300), "`max_matvecs` is 300 without `tol`"),
+        (lambda: trace(A, num_matvecs=50, tol=0.1, max_matvecs=20), "expected at least 50"),
+        (lambda: trace(A, chunk=0), "`chunk` is 0"),
+        (lambda: diagonal(A, "xtrace"), "Did you mean 'xdiag'"),
+        (lambda: diagonal(A, "xdiag", 2), "expected at least 4"),
+        (lambda: eigsh(A, 0), "`k` is 0; expected 1 … 60"),
+        (lambda: eigsh(A, 61), "`k` is 61; expected 1 … 60"),
+        (lambda: eigsh(A, method="lancoz"), "Did you mean 'lanczos'"),
+        (lambda: eigsh(A, which="LA"), "'LA'; expected one of 'largest'"),
+        (lambda: eigsh(A, tol=0.0), "`tol` is 0.0"),
+        (lambda: eigsh(A, 10, max_matvecs=5), "`max_matvecs` is 5; expected at least 10"),
+        (lambda: eigsh(A, 3, "power", max_matvecs=5), "the block has 13 vectors"),
+        (lambda: eigsh(A, 3, "arpack", max_matvecs=5), "ARPACK holds"),
+        (lambda: spectral_norm(A, tol=-1.0), "`tol` is -1.0"),
+        (lambda: spectral_norm(A, max_matvecs=1), "`max_matvecs` is 1"),
+        (lambda: spectral_density(A, scale="logarithmic"), "Did you mean 'log'"),
+        (lambda: spectral_density(A, num_probes=0), "`num_probes` is 0"),
+        (lambda: spectral_density(A, num_steps=1), "`num_steps` is 1"),
+        (lambda: spectral_density(A, 1), "`num_points` is 1"),
+        (lambda: spectral_density(A, width=0.0), "`width` is 0.0"),
+        (lambda: spectral_density(A, floor=0.1), "`floor` is for scale='log'"),
+        (lambda: spectral_density(A, scale="log", floor=9.0), "all eigenvalues lie within"),
+        (lambda: lsmr(A, B[:10]), r"`b` has shape \(10,\)"),
+        (lambda: lsmr(A, B.float()), "`b` is torch.float32"),
+        (lambda: lsmr(A, B * torch.nan), "`b` holds NaN"),
+        (lambda: lsmr(A, B, x0=B[:, None]), "`x0` has shape"),
+        (lambda: lsmr(A, B, damping=-1.0), "`damping` is -1.0"),
+        (lambda: lsmr(A, B, max_iter=0), "`max_iter` is 0"),
+        (lambda: neumann(A, B[:10]), r"`b` has shape \(10,\)"),
+        (lambda: neumann(A, B, 0), "`num_terms` is 0"),
+        (lambda: neumann(A, B, scale=-1.0), "`scale` is -1.0"),
+        (lambda: neumann(A, B, tol=0.0), "`tol` is 0.0"),
+        (lambda: inverse(A, "newton"), "'newton'; expected one of"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_with_a_remedy(unchecked, call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,170 @@
+"""Inverses as operators, LSMR and the Neumann series against dense solves."""
+
+import numpy as np
+import pytest
+import torch
+from spectra import Matrix, generator, symmetric, uniform
+
+from laplace_debias.linalg import inverse, lsmr, neumann
+from laplace_debias.operators import Diagonal, Identity
+
+SIZE = 30
+POSITIVE = symmetric(0.5 + uniform(SIZE), is_positive_semidefinite=True)
+GENERAL = Matrix(
+    torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator(1)) / SIZE**0.5
+    + 2 * torch.eye(SIZE)
+)
+B = torch.randn(SIZE, 3, dtype=torch.float64, generator=generator(2))
+CASES = [
+    pytest.param(POSITIVE, "auto", {"tol": 1e-12}, id="auto-positive"),
+    pytest.param(GENERAL, "auto", {"tol": 1e-13}, id="auto-general"),
+    pytest.param(POSITIVE, "cg", {"tol": 1e-12}, id="cg"),
+    pytest.param(POSITIVE, "cg", {"preconditioner": Identity(SIZE), "tol": 1e-12}, id="pcg"),
+    pytest.param(GENERAL, "lsmr", {"tol": 1e-13}, id="lsmr"),
+    pytest.param(POSITIVE, "neumann", {"num_terms": 80}, id="neumann"),
+    pytest.param(GENERAL, "neumann", {"num_terms": 300, "scale": 0.3}, id="neumann-general"),
+]
+
+
+@pytest.mark.parametrize(("A", "method", "options"), CASES)
+def test_inverse_and_its_adjoint_equal_dense_solves(A, method, options):
+    inverted = inverse(A, method, **options)
+    expected = torch.linalg.inv(A.matrix)
+    torch.testing.assert_close(inverted @ B, expected @ B, rtol=0, atol=1e-8)
+    torch.testing.assert_close(inverted @ B[:, 0], expected @ B[:, 0], rtol=0, atol=1e-8)
+    torch.testing.assert_close(inverted.T @ B, expected.T @ B, rtol=0, atol=1e-8)
+    torch.testing.assert_close(inverted.to_dense(), expected, rtol=0, atol=1e-8)
+    assert inverted.is_symmetric == A.is_symmetric
+
+
+@pytest.mark.parametrize(("A", "method", "options"), CASES)
+def test_inverse_goes_to_scipy_and_back(A, method, options):
+    exported = inverse(A, method, **options).to_scipy()
+    expected = np.linalg.inv(A.matrix.numpy())
+    right = B.numpy()
+    np.testing.assert_allclose(exported @ right, expected @ right, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(exported.T @ right, expected.T @ right, rtol=0, atol=1e-8)
+
+
+def test_inverse_of_a_structured_operator_is_exact_and_structured():
+    A = Diagonal(torch.tensor([1.0, 2.0, 4.0]))
+    for method in ("auto", "exact"):
+        assert isinstance(inverse(A, method), Diagonal)
+        torch.testing.assert_close(inverse(A, method).to_dense(), A.to_dense().inverse())
+
+
+def test_inverse_of_a_rectangular_operator_is_the_pseudo_inverse():
+    for shape in ((20, 12), (12, 20)):
+        A = Matrix(torch.randn(shape, dtype=torch.float64, generator=generator(3)))
+        inverted = inverse(A, tol=1e-13)
+        torch.testing.assert_close(
+            inverted.to_dense(), torch.linalg.pinv(A.matrix), rtol=0, atol=1e-8
+        )
+        torch.testing.assert_close(
+            inverted.T.to_dense(), torch.linalg.pinv(A.matrix).T, rtol=0, atol=1e-8
+        )
+
+
+def test_inverse_warns_where_a_solve_does_not_converge():
+    A = symmetric(10 ** (-5 * uniform(SIZE)), is_positive_semidefinite=True)
+    for method in ("cg", "lsmr"):
+        with pytest.warns(RuntimeWarning, match=f"inverse by {method}.*max_iter"):
+            inverse(A, method, max_iter=2, tol=1e-12) @ B
+    with pytest.warns(RuntimeWarning, match="inverse by neumann.*num_terms"):
+        inverse(A, "neumann", num_terms=2, tol=1e-12) @ B
+    with pytest.warns(RuntimeWarning, match="diverges"):
+        inverse(A, "neumann", num_terms=50, scale=10.0) @ B
+
+
+def test_options_that_a_method_does_not_know_are_refused():
+    with pytest.raises(ValueError, match=r"`damping` is no option of method='cg'.*'lsmr'"):
+        inverse(POSITIVE, "cg", damping=0.1)
+    with pytest.raises(ValueError, match="Did you mean 'neumann'"):
+        inverse(POSITIVE, "neuman")
+    with pytest.raises(ValueError, match="no inverse in closed form"):
+        inverse(POSITIVE, "exact")
+    with pytest.raises(ValueError, match="square"):
+        inverse(Matrix(torch.ones(3, 2)), "cg")
+
+
+@pytest.mark.parametrize("shape", [(30, 30), (40, 25), (25, 40)])
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_lsmr_minimises_damped_least_squares(shape, damping):
+    A = Matrix(torch.randn(shape, dtype=torch.float64, generator=generator(4)))
+    b = torch.randn(shape[0], 2, dtype=torch.float64, generator=generator(5))
+    # The damped problem is that of A above μ I.
+    stacked = torch.cat([A.matrix, damping * torch.eye(shape[1])])
+    expected = torch.linalg.pinv(stacked) @ torch.cat([b, torch.zeros(shape[1], 2)])
+    solution = lsmr(A, b, damping=damping, tol=1e-13, max_iter=2000)
+    torch.testing.assert_close(solution.x, expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(solution.residual_norms, (b - A.matrix @ solution.x).norm(dim=0))
+    assert solution.converged
+    assert solution.num_matvecs == A.columns
+
+
+def test_lsmr_starts_where_it_is_told_and_says_why_it_stopped():
+    exact = torch.linalg.solve(GENERAL.matrix, B)
+    cold, warm = lsmr(GENERAL, B), lsmr(GENERAL, B, x0=exact)
+    assert warm.num_matvecs < cold.num_matvecs / 2
+    assert cold.status == "converged"
+    stopped = lsmr(GENERAL, B, max_iter=1)
+    assert stopped.status == "max_iter"
+    assert "raise `max_iter`" in stopped.message
+    assert not stopped.converged
+    tall = Matrix(torch.randn(40, 20, dtype=torch.float64, generator=generator(6)))
+    right = torch.randn(40, dtype=torch.float64, generator=generator(7))
+    assert lsmr(tall, right).status == "least_squares"
+
+
+def test_neumann_series_has_as_many_terms_as_asked_for():
+    alpha, terms = 0.4, 6
+    step = torch.eye(SIZE) - alpha * POSITIVE.matrix
+    expected = sum(alpha * torch.linalg.matrix_power(step, j) @ B for j in range(terms))
+    solution = neumann(POSITIVE, B, terms, scale=alpha)
+    torch.testing.assert_close(solution.x, expected)
+    torch.testing.assert_close(
+        solution.residual_norms, (B - POSITIVE.matrix @ solution.x).norm(dim=0)
+    )
+    assert solution.status == "max_iter"
+    assert solution.num_matvecs == 3 * terms
+
+
+def test_neumann_scale_is_found_for_any_magnitude():
+    for magnitude in (1e-4, 1e4):
+        A = symmetric(magnitude * (0.5 + uniform(SIZE)))
+        solution = neumann(A, B, 500, tol=1e-9, generator=generator())
+        assert solution.status == "converged"
+        torch.testing.assert_close(solution.x, torch.linalg.solve(A.matrix, B), rtol=1e-6, atol=0)
+
+
+def test_neumann_preconditioner_speeds_it_up():
+    scales = 10 ** (3 * uniform(SIZE))
+    A = Matrix(scales.sqrt() * POSITIVE.matrix * scales.sqrt()[:, None])
+    P = Diagonal(1 / A.matrix.diagonal())
+    plain = neumann(A, B, 2000, tol=1e-8, generator=generator())
+    better = neumann(A, B, 2000, tol=1e-8, preconditioner=P, scale=0.9)
+    as_function = neumann(A, B, 2000, tol=1e-8, preconditioner=lambda r: P @ r, scale=0.9)
+    assert better.converged
+    assert better.num_matvecs * 3 < plain.num_matvecs
+    assert better.x.equal(as_function.x)
+    torch.testing.assert_close(better.x, torch.linalg.solve(A.matrix, B), rtol=1e-5, atol=1e-8)
+
+
+def test_divergence_is_detected_and_the_best_partial_sum_kept():
+    for A, scale in ((POSITIVE, 5.0), (symmetric(uniform(SIZE) - 0.5), 0.5)):
+        solution = neumann(A, B, 500, scale=scale)
+        assert solution.status == "diverged"
+        assert not solution.converged
+        assert "below 2 / λ_max" in solution.message
+        assert (solution.residual_norms.norm() <= B.norm()).all()
+        torch.testing.assert_close(solution.residual_norms, (B - A.matrix @ solution.x).norm(dim=0))
+        assert solution.num_matvecs < 3 * 500
+
+
+def test_single_precision_is_kept():
+    A = Matrix(POSITIVE.matrix.float(), is_positive_semidefinite=True)
+    expected = torch.linalg.solve(A.matrix, B.float())
+    for method in ("cg", "lsmr", "neumann"):
+        product = inverse(A, method) @ B.float()
+        assert product.dtype == torch.float32
+        torch.testing.assert_close(product, expected, rtol=0, atol=1e-4)

@@ -1,0 +1,207 @@
+"""Spectral densities, traces of functions and log-determinants by Lanczos quadrature."""
+
+import math
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from spectra import Matrix, generator, symmetric, uniform
+
+from laplace_debias.linalg import logdet, matrix_function_trace, spectral_density
+from laplace_debias.operators import Diagonal, Identity
+from laplace_debias.report.spectrum import plot_spectral_density
+
+SIZE = 200
+VALUES = 0.5 + 2 * uniform(SIZE)
+DECADES = torch.cat([10 ** (-4 + 5 * uniform(SIZE - 60)), torch.zeros(50), -uniform(10)])
+
+
+def smoothed(values, density):
+    """The density of known eigenvalues, by its definition."""
+    grid = density.grid if density.scale == "linear" else density.grid.log10()
+    gaussian = torch.distributions.Normal(values, density.width)
+    return gaussian.log_prob(grid[:, None]).exp().mean(dim=1)
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_density_of_all_eigenvalues_equals_its_definition(scale):
+    density = spectral_density(symmetric(VALUES), scale=scale, num_probes=10, num_steps=20)
+    values = VALUES if scale == "linear" else VALUES.log10()
+    torch.testing.assert_close(density.density, smoothed(values, density))
+    assert density.num_matvecs == SIZE
+    assert density.standard_error.max() == 0
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_density_integrates_to_one(scale):
+    density = spectral_density(
+        symmetric(VALUES), scale=scale, num_probes=4, num_steps=30, generator=generator()
+    )
+    grid = density.grid if scale == "linear" else density.grid.log10()
+    assert torch.trapezoid(density.density, grid) == pytest.approx(1, abs=1e-6)
+
+
+def test_density_covers_the_smoothed_truth_within_its_standard_error():
+    covered = []
+    for seed in range(40):
+        density = spectral_density(
+            symmetric(VALUES),
+            width=0.3,
+            num_probes=8,
+            num_steps=20,
+            generator=generator(seed),
+        )
+        error = (density.density - smoothed(VALUES, density)).abs()
+        matters = density.density > 0.01
+        covered.append((error <= 2 * density.standard_error)[matters].double().mean())
+    assert 0.85 <= torch.stack(covered).mean() <= 0.995
+
+
+def test_moments_of_nodes_and_weights_are_those_of_the_probes():
+    A = symmetric(VALUES)
+    density = spectral_density(A, num_probes=3, num_steps=12, generator=generator(4))
+    torch.testing.assert_close(density.weights.sum(dim=1), torch.ones(3, dtype=torch.float64))
+    source = generator(4)
+    for nodes, weights in zip(density.nodes, density.weights, strict=True):
+        probe = torch.randint(0, 2, (SIZE,), generator=source, dtype=torch.int8).double() * 2 - 1
+        power = probe
+        for degree in range(24):
+            expected = probe @ power / SIZE
+            torch.testing.assert_close((weights * nodes**degree).sum(), expected, rtol=1e-9, atol=0)
+            power = A.matrix @ power
+
+
+def test_exhausted_krylov_spaces_keep_exact_moments():
+    values = torch.tensor([0.0, 1.0, 3.0]).repeat(40)
+    density = spectral_density(
+        symmetric(values), num_probes=2, num_steps=20, width=0.1, generator=generator()
+    )
+    counting = density.nodes[density.weights > 1e-12]
+    assert torch.cdist(counting[:, None], values[:3, None].double()).min(dim=1).values.max() < 1e-10
+    assert torch.trapezoid(density.density, density.grid) == pytest.approx(1, abs=1e-6)
+
+
+def test_logarithmic_scale_reports_zero_and_negative_eigenvalues():
+    A = symmetric(DECADES)
+    density = spectral_density(A, scale="log", num_probes=20, num_steps=10, floor=1e-8)
+    assert density.null_fraction == pytest.approx(50 / SIZE)
+    assert density.negative_fraction == pytest.approx(10 / SIZE)
+    total = torch.trapezoid(density.density, density.grid.log10())
+    assert total == pytest.approx(1 - density.null_fraction, abs=1e-6)
+    places = DECADES[DECADES != 0].abs().log10()
+    torch.testing.assert_close(density.density, smoothed(places, density) * len(places) / SIZE)
+
+
+def test_structured_operators_have_an_exact_density():
+    density = spectral_density(Diagonal(VALUES))
+    assert density.num_matvecs == 0
+    torch.testing.assert_close(density.density, smoothed(VALUES, density))
+
+
+def test_width_is_respected_and_must_be_resolved():
+    A = symmetric(VALUES)
+    assert spectral_density(A, width=0.2, num_steps=20).width == 0.2
+    with pytest.raises(ValueError, match="num_points"):
+        spectral_density(A, 20, width=0.01, num_steps=20)
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.sqrt, lambda x: x**3, lambda x: 1 / (1 + x)])
+def test_trace_of_a_function_is_within_its_calibrated_error(function):
+    A, truth = symmetric(VALUES), function(VALUES).sum()
+    estimates = [
+        matrix_function_trace(A, function, 8, 15, generator=generator(seed)) for seed in range(100)
+    ]
+    errors = torch.stack([estimate.value for estimate in estimates]) - truth
+    standard_errors = torch.stack([estimate.standard_error for estimate in estimates])
+    assert errors.mean().abs() < 4 * errors.std() / 10
+    assert 0.85 <= (errors.abs() <= 2 * standard_errors).double().mean() <= 1
+    assert estimates[0].num_matvecs == 8 * 15
+
+
+def test_logdet_is_unbiased_and_calibrated():
+    A, truth = symmetric(VALUES), VALUES.log().sum()
+    estimates = [logdet(A, 10, 15, generator=generator(seed)) for seed in range(300)]
+    errors = torch.stack([estimate.value for estimate in estimates]) - truth
+    standard_errors = torch.stack([estimate.standard_error for estimate in estimates])
+    assert errors.mean().abs() < 4 * errors.std() / 300**0.5
+    assert 0.88 <= (errors.abs() <= 2 * standard_errors).double().mean() <= 0.995
+
+
+def test_error_of_too_short_a_quadrature_is_part_of_the_standard_error():
+    values = 10 ** (-6 * uniform(SIZE))
+    A = symmetric(values)
+    short = logdet(A, 10, 4, generator=generator())
+    assert abs(short.value - values.log().sum()) < 5 * short.standard_error
+    long = logdet(A, 10, 19, generator=generator())
+    assert long.standard_error < short.standard_error / 2
+
+
+def test_logdet_is_exact_where_there_are_products_enough_or_a_structure():
+    A = symmetric(VALUES)
+    estimate = logdet(A, 10, 20)
+    torch.testing.assert_close(estimate.value, torch.linalg.slogdet(A.matrix).logabsdet)
+    assert estimate.num_matvecs == A.columns == SIZE
+    assert estimate.standard_error == 0
+    structured = logdet(Diagonal(VALUES) + 0.1 * Identity(SIZE, dtype=torch.float64))
+    torch.testing.assert_close(structured.value, (VALUES + 0.1).log().sum())
+    assert structured.num_matvecs == 0
+
+
+def test_logdet_of_an_indefinite_operator_is_refused():
+    for num_steps in (5, 50):
+        with pytest.raises(ValueError, match="Add damping"):
+            logdet(symmetric(VALUES - 1), 10, num_steps, generator=generator())
+
+
+def test_functions_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="not finite at the Ritz value"):
+        matrix_function_trace(symmetric(VALUES - 1), torch.log, 4, 5)
+
+
+def test_asymmetry_is_noticed():
+    A = Matrix(torch.randn(100, 100, dtype=torch.float64, generator=generator()))
+    for num_steps in (5, 100):
+        with pytest.raises(ValueError, match="not symmetric"):
+            spectral_density(A, num_steps=num_steps)
+
+
+def test_single_precision_is_kept():
+    A = Matrix(symmetric(VALUES).matrix.float())
+    density = spectral_density(A, num_steps=10, generator=generator())
+    assert density.density.dtype == density.grid.dtype == density.nodes.dtype == torch.float32
+    value = logdet(A, 10, 15, generator=generator())
+    assert value.value.dtype == torch.float32
+    assert abs(value.value - VALUES.log().sum()) < 4 * value.standard_error
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_picture_shows_the_density_and_its_error(scale, tmp_path):
+    density = spectral_density(symmetric(VALUES), scale=scale, num_steps=10, generator=generator())
+    path = tmp_path / "density.png"
+    figure = plot_spectral_density({"network": density}, path)
+    assert path.stat().st_size > 5000
+    (ax,) = figure.axes
+    assert ax.get_xscale() == scale
+    drawn = torch.as_tensor(ax.lines[0].get_ydata())
+    torch.testing.assert_close(drawn.max(), density.density.max())
+    assert len(ax.collections) == 1
+    own = Figure().subplots()
+    assert plot_spectral_density(density, own) is None
+    assert len(own.lines) == 1
+
+
+def test_pictures_of_nothing_or_of_two_scales_are_refused(tmp_path):
+    linear = spectral_density(Diagonal(VALUES))
+    log = spectral_density(Diagonal(VALUES), scale="log")
+    with pytest.raises(ValueError, match="empty"):
+        plot_spectral_density({}, tmp_path / "density.png")
+    with pytest.raises(ValueError, match="expected one"):
+        plot_spectral_density({"a": linear, "b": log}, tmp_path / "density.png")
+    with pytest.raises(ValueError, match=r"\.png"):
+        plot_spectral_density(linear, tmp_path / "density.txt")
+
+
+def test_more_points_refine_the_same_density():
+    coarse, fine = (spectral_density(Diagonal(VALUES), points) for points in (401, 801))
+    torch.testing.assert_close(fine.density[::2], coarse.density)
+    assert math.isclose(coarse.width, fine.width)
