@@ -2,12 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo examples test lint format clean
+.PHONY: bench demo examples test lint format clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+.venv/.bench: .venv/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench: .venv/.bench
+	$(BIN)/python -m benchmarks
 
 demo: .venv/.installed
 	$(BIN)/laplace-debias demo

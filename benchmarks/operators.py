@@ -10,6 +10,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from operator import matmul
 
 import curvlinops
 import torch
@@ -80,10 +82,10 @@ def main() -> None:
     for name in ours:
         mine, theirs = ours[name], peers[name]
         torch.testing.assert_close(mine @ vector, theirs @ vector, rtol=1e-3, atol=1e-4)
-        functions[f"{name} @ v"] = lambda mine=mine: mine @ vector
-        functions[f"{name} @ v, curvlinops"] = lambda theirs=theirs: theirs @ vector
-        functions[f"{name} @ V"] = lambda mine=mine: mine @ matrix
-        functions[f"{name} @ V, curvlinops"] = lambda theirs=theirs: theirs @ matrix
+        functions[f"{name} @ v"] = partial(matmul, mine, vector)
+        functions[f"{name} @ v, curvlinops"] = partial(matmul, theirs, vector)
+        functions[f"{name} @ V"] = partial(matmul, mine, matrix)
+        functions[f"{name} @ V, curvlinops"] = partial(matmul, theirs, matrix)
     print(
         f"{arguments.network}, {size:,} parameters, batch {BATCH}, {arguments.columns} columns, "
         f"{torch.get_num_threads()} threads; set up in {time.perf_counter() - began:.1f} s, kept "

@@ -66,7 +66,7 @@ def test_products_that_are_not_finite_are_named(name):
         FUNCTIONS[name](A, generator=generator())
 
 
-@pytest.mark.parametrize("name", set(FUNCTIONS) - {"frobenius_norm", "spectral_norm"})
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"frobenius_norm", "spectral_norm"}))
 def test_operators_that_are_not_square_are_refused(name):
     A = Matrix(torch.ones(60, 50, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"\(60, 50\).*square"):
@@ -74,7 +74,7 @@ def test_operators_that_are_not_square_are_refused(name):
     assert A.columns == 0
 
 
-@pytest.mark.parametrize("name", set(FUNCTIONS) - {"neumann"})
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"neumann"}))
 def test_generators_on_another_device_are_refused(name):
     A = Elsewhere(torch.eye(60, dtype=torch.float64))
     with pytest.raises(ValueError, match="`generator` is on cpu and the operator on meta"):

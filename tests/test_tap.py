@@ -128,7 +128,7 @@ def test_forward_passes_that_cannot_be_followed_are_refused(forward, error, says
         Laplace(model).fit_batches([(x, torch.randint(3, (5,)))])
 
 
-def test_layers_with_a_forward_of_their_own_are_refused():
+def test_layers_that_compute_something_else_than_their_class_are_refused():
     class Standardised(nn.Conv2d):
         def forward(self, x):
             return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
@@ -137,9 +137,27 @@ def test_layers_with_a_forward_of_their_own_are_refused():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    for layer in (Standardised(1, 2, 3), Scaled(3, 2)):
+    for layer, x in (
+        (Standardised(1, 2, 3), torch.randn(4, 1, 3, 3)),
+        (Scaled(3, 2), torch.randn(4, 3)),
+    ):
+        model = nn.Sequential(layer, nn.Flatten()).eval()
         with pytest.raises(NotImplementedError, match=type(layer).__name__):
-            Laplace(nn.Sequential(layer).eval())
+            Laplace(model).fit_batches([(x, torch.zeros(4).long())])
+
+
+def test_a_forward_of_its_own_that_computes_the_same_is_taken():
+    class Same(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T + self.bias
+
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 3).double(), torch.randint(2, (4,))
+    plain, own = nn.Linear(3, 2).double(), Same(3, 2).double()
+    own.load_state_dict(plain.state_dict())
+    fits = [Laplace(nn.Sequential(m).eval()).fit_batches([(x, y)]) for m in (plain, own)]
+    dense = [la.posterior.curvature.to_dense() for la in fits]
+    torch.testing.assert_close(dense[0], dense[1])
 
 
 @pytest.mark.parametrize("options", [{"padding_mode": "circular"}, {"padding": "same"}])

@@ -118,18 +118,20 @@ def curvature_blocks(
 
 
 def is_supported(layer: nn.Module) -> bool:
-    """Whether a layer is one of `LAYERS` and computes what that layer computes.
-
-    A subclass with a forward pass of its own (weight standardisation, adapters, ...) does not.
-    """
-    own = type(layer)
+    """Whether a layer is one of `LAYERS`, or a subclass that may compute the same."""
     if is_hugging_face_conv1d(layer):
         return True
     if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
         return False
-    if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is not None:
-        return False
-    return any(
+    if isinstance(layer, nn.MultiheadAttention):
+        return type(layer) is nn.MultiheadAttention and layer.bias_k is None
+    return isinstance(layer, LAYERS)
+
+
+def is_overridden(layer: nn.Module) -> bool:
+    """Whether a subclass has a forward pass of its own, which has to be checked."""
+    own = type(layer)
+    return not is_hugging_face_conv1d(layer) and not any(
         isinstance(layer, kind)
         and own.forward is kind.forward
         and getattr(own, "_conv_forward", None) is getattr(kind, "_conv_forward", None)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
 # by name. What is not a tensor (None, a flag) belongs to every example.
@@ -24,7 +25,8 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Any:
     """As `call`, with other values for some parameters; differentiable in them by `torch.func`."""
     arguments, named = _arguments(inputs)
-    with _layer_by_layer():
+    # The fused kernels of attention have no forward derivative.
+    with _layer_by_layer(), sdpa_kernel(SDPBackend.MATH):
         outputs = functional_call(model, dict(parameters), arguments, named)
     return getattr(outputs, "logits", outputs)
 

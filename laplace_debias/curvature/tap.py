@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.attention import expose_projections
-from laplace_debias.curvature.inputs import Inputs, call, num_examples
+from laplace_debias.curvature.blocks import CONVOLUTIONS, TRANSPOSED
+from laplace_debias.curvature.inputs import Inputs, call, join, num_examples, take
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,14 @@ class Tap:
         self._uses: list[Use] = []
         self._versions: list[int] = []
         self._handed_on: dict[str, Tensor] = {}
+        self._batch = 0
+        # Embeddings that look up the same for every example; found in the first forward pass.
+        self._common: frozenset[str] | None = None
         expose_projections(network)
+        # Whether cotangents are pushed back one at a time.
+        self.one_by_one = any(
+            isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in network.modules()
+        )
         for path in layers:
             # Before any hook of the user's that may replace the output: what they do to it is part
             # of the forward pass, not of the layer.
@@ -51,6 +59,8 @@ class Tap:
             _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
         ) -> Tensor:
             x = inputs[0] if inputs else next(iter(named.values()))
+            if self._common and path in self._common:
+                x, output = self._for_every_example(x), self._for_every_example(output)
             if not output.requires_grad:
                 # The first tapped layer's output is where the recorded graph begins.
                 output = output.detach().requires_grad_()
@@ -76,19 +86,17 @@ class Tap:
             NotImplementedError: If the forward pass overwrites a tapped layer's input, or merges
                 the examples with another dimension before one.
         """
-        self._uses.clear()
-        self._versions.clear()
-        self._handed_on.clear()
-        batch = num_examples(x)
-        with torch.enable_grad():
-            outputs = call(self._network, x)
+        if self._common is None:
+            self._common = frozenset()
+            self._common = self._find_common(x)
+        outputs = self._run(x)
         for use, version in zip(self._uses, self._versions, strict=True):
             if use.x._version != version:
                 raise NotImplementedError(
                     f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
                     "`relu_`, ...): use the out-of-place form there."
                 )
-            check_batched(use.layer, use.x, batch)
+            check_batched(use.layer, use.x, self._batch)
         called = {use.layer for use in self._uses}
         idle = [path for path in self._layers if path not in called]
         if idle:
@@ -96,6 +104,57 @@ class Tap:
                 f"The forward pass does not call {idle}: leave their parameters out with params=."
             )
         return outputs
+
+    def _run(self, x: Inputs) -> Tensor:
+        self._uses.clear()
+        self._versions.clear()
+        self._handed_on.clear()
+        self._batch = num_examples(x)
+        with torch.enable_grad():
+            return call(self._network, x)
+
+    def _find_common(self, x: Inputs) -> frozenset[str]:
+        """Embeddings whose input has no dimension for the examples, such as positions `[T]`.
+
+        One example and the same one twice tell: the leading dimension of what every example has of
+        its own is their number both times.
+
+        Raises:
+            NotImplementedError: If the forward pass does not let each example have a copy.
+        """
+        tables = {
+            p for p in self._layers if isinstance(self._network.get_submodule(p), nn.Embedding)
+        }
+        if not tables:
+            return frozenset()
+        one = take(x, slice(0, 1))
+        two = join([one, one])
+        common = set()
+        for inputs in (one, two):
+            outputs = self._run(inputs)
+            uses = [use for use in self._uses if use.layer in tables]
+            common |= {use.layer for use in uses if len(use.x) != self._batch}
+        if common:
+            self._common = frozenset(common)
+            with_copies = self._run(two)
+            if with_copies.shape != outputs.shape or not torch.allclose(with_copies, outputs):
+                raise NotImplementedError(
+                    f"{sorted(common)} look up the same for all examples, in a way that does not "
+                    "let every example have a copy: look up [batch, positions] instead, or leave "
+                    "their parameters out with params=."
+                )
+        return frozenset(common)
+
+    def _for_every_example(self, x: Tensor) -> Tensor:
+        """A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`."""
+        is_single = len(x) == 1 and x.ndim > 1
+        common = x if is_single else x.unsqueeze(0)
+        return common.expand(self._batch, *common.shape[1:]).clone()
+
+    @property
+    def uses(self) -> list[Use]:
+        """The tapped layers' uses in the last `forward`, in its order."""
+        return list(self._uses)
 
     def output_bytes(self) -> int:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
@@ -132,25 +191,16 @@ class Tap:
             ValueError: If the outputs do not depend on a tapped layer.
         """
         uses = [use for use in self._uses if use.layer != without]
-        gradients: tuple[Tensor | None, ...] = (None,) * len(uses)
-        if uses and outputs.requires_grad:
-            gradients = torch.autograd.grad(
-                outputs,
-                [use.z for use in uses],
-                grad_outputs=columns,
-                is_grads_batched=True,
-                allow_unused=True,
-                retain_graph=again,
-            )
-        reached = {use.layer for use, g in zip(uses, gradients, strict=True) if g is not None}
+        gradients: list[list[Tensor]] = [[] for _ in uses]
+        if outputs.requires_grad:
+            gradients = self._gradients(outputs, uses, columns, again)
+        reached = {use.layer for use, g in zip(uses, gradients, strict=True) if g}
         unreached = {use.layer for use in uses} - reached
         if unreached:
             raise ValueError(
                 f"The outputs do not depend on {sorted(unreached)} by differentiable operations "
                 "(`detach`, `no_grad`, an unused branch): leave their parameters out with params=."
             )
-        pending: list[Tensor | None] = list(gradients)
-        del gradients
         if not again:
             self._uses.clear()
         for path in reversed(self._layers):
@@ -158,11 +208,47 @@ class Tap:
                 continue
             pairs = []
             for index, use in enumerate(uses):
-                gradient = pending[index]
-                if use.layer == path and gradient is not None:
-                    pairs.append((use.x, gradient))
-                    pending[index] = None
+                if use.layer == path and gradients[index]:
+                    pairs.append((use.x, _together(gradients[index])))
+                    gradients[index] = []
             yield path, pairs
+
+    def _gradients(
+        self, outputs: Tensor, uses: Sequence[Use], columns: Tensor, again: bool
+    ) -> list[list[Tensor]]:
+        """For every use its output gradients, cotangent by cotangent or in one tensor.
+
+        torch differentiates convolutions one cotangent at a time anyway, and copies around that.
+        """
+        if not uses:
+            return []
+        if not self.one_by_one:
+            batched = torch.autograd.grad(
+                outputs,
+                [use.z for use in uses],
+                grad_outputs=columns,
+                is_grads_batched=True,
+                allow_unused=True,
+                retain_graph=again,
+            )
+            return [[] if gradient is None else [gradient] for gradient in batched]
+        gradients: list[list[Tensor]] = [[] for _ in uses]
+        for index, column in enumerate(columns):
+            of_column = torch.autograd.grad(
+                outputs,
+                [use.z for use in uses],
+                grad_outputs=column,
+                allow_unused=True,
+                retain_graph=again or index + 1 < len(columns),
+            )
+            for of_use, gradient in zip(gradients, of_column, strict=True):
+                if gradient is not None:
+                    of_use.append(gradient.unsqueeze(0))
+        return gradients
+
+
+def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"]:
+    return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
 def check_batched(layer: str, x: Tensor, batch: int) -> None:

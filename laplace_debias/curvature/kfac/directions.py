@@ -41,6 +41,13 @@ def eigh(factor: Tensor) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"] | No
     """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None."""
     if factor.ndim == 1:
         return factor, None
-    values, vectors = torch.linalg.eigh(factor)
+    # Entries near the smallest numbers of a dtype keep LAPACK from converging.
+    scale = factor.abs().max().clamp_min(torch.finfo(factor.dtype).tiny)
+    try:
+        values, vectors = torch.linalg.eigh(factor / scale)
+    except torch.linalg.LinAlgError:
+        # Many close eigenvalues in single precision.
+        values, vectors = torch.linalg.eigh((factor / scale).double())
     # The factors are positive semi-definite: what lies below zero is rounding.
-    return values.flip(0).clamp_min(0), vectors.flip(1)
+    values = values.flip(0).clamp_min(0).to(factor.dtype) * scale
+    return values, vectors.flip(1).to(factor.dtype)

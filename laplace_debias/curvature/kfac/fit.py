@@ -15,7 +15,8 @@ from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.kfac.factors import gradient_factor, input_factor
 from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import along, ekfac_magnitudes
-from laplace_debias.curvature.kfac.stream import Backend, Consume, Measure
+from laplace_debias.curvature.kfac.stream import Backend, Consume, HookStream, Measure
+from laplace_debias.curvature.kfac.verify import check_overridden
 from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.tap import Tap
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -27,6 +28,9 @@ ConsumeInputs = Callable[[nn.Module, Block, Sequence[Sequence[Tensor]]], None]
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
 # Bytes of layers' inputs that are kept until A is computed from them.
 _KEPT_INPUTS = 2**30
+# A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
+# leave the processor's cache.
+_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,13 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
         add_to(along_A, block, along(A, bases[block].U_A))
 
     measured = sweep(
-        problem, magnitudes, gradient_factor, project_gradients, project_inputs, seen.num_examples
+        problem,
+        magnitudes,
+        gradient_factor,
+        project_gradients,
+        project_inputs,
+        seen.num_examples,
+        additive=True,
     )
     table = {}
     for block, G in along_G.items():
@@ -179,6 +189,8 @@ def sweep(
     consume: Consume,
     consume_inputs: ConsumeInputs | None = None,
     first: int = 0,
+    *,
+    additive: bool = False,
     extra_bytes: int = 0,
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
@@ -195,6 +207,7 @@ def sweep(
             the layer of one weight block after the other and what went into it, chunk by chunk.
         first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
             it, so that different data get different labels.
+        additive: Whether measuring one cotangent after the other costs no more than all at once.
         extra_bytes: What is made for every cotangent of an example besides its output gradients.
 
     Raises:
@@ -221,11 +234,11 @@ def sweep(
         nonlocal kept
         while inputs:
             block, parts = inputs.popitem()
-            consume_inputs(network.get_submodule(block.layer), block, parts)
+            consume_inputs(network.get_submodule(block.layer), block, _joined(parts))
         kept = 0
 
     for all_x, all_y in batches:
-        pace = pace or _pace(problem, all_x, extra_bytes)
+        pace = pace or _pace(problem, all_x, additive, extra_bytes)
         for start in range(0, len(all_y), pace.examples):
             part = slice(start, start + pace.examples)
             x, y = take(all_x, part), all_y[part]
@@ -247,6 +260,13 @@ def sweep(
     if num_seen == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
     return Seen(num_seen, nll.item())
+
+
+def _joined(parts: list[list[Tensor]]) -> list[list[Tensor]]:
+    """The parts of a batch in one, where they are alike."""
+    if len({tuple(x.shape[1:] for x in part) for part in parts}) > 1:
+        return parts
+    return [[torch.cat(uses) for uses in zip(*parts, strict=True)]]
 
 
 def check_outputs(outputs: Any) -> None:
@@ -273,16 +293,19 @@ class _Pace:
     columns: int
 
 
-def _pace(problem: Problem, x: Inputs, extra_bytes: int) -> _Pace:
+def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pace:
     """What fits into the memory bound, found by running one example.
 
     Raises:
         ValueError: If one cotangent of one example does not fit, or the model is random.
+        NotImplementedError: If a layer is not what its class says.
     """
     one = take(x, slice(0, 1))
-    tap = Tap(shadow(problem.model), list(dict.fromkeys(b.layer for b in problem.blocks)))
+    network = shadow(problem.model)
+    tap = Tap(network, list(dict.fromkeys(b.layer for b in problem.blocks)))
     outputs = tap.forward(one)
     check_outputs(outputs)
+    check_overridden(network, list(problem.blocks), tap.uses)
     check_repeatable(problem.model, one, outputs.detach())
     columns = problem.cotangents.num_columns(outputs)
     size = tap.output_bytes() + extra_bytes
@@ -291,10 +314,11 @@ def _pace(problem: Problem, x: Inputs, extra_bytes: int) -> _Pace:
             f"memory_bound={problem.memory_bound} is too small: one cotangent of one example "
             f"takes {size} bytes; pass at least as many."
         )
-    return _Pace(
-        max(1, problem.memory_bound // (columns * size)),
-        min(columns, problem.memory_bound // size),
-    )
+    at_once = min(columns, problem.memory_bound // size)
+    if additive and tap.one_by_one and problem.backend is HookStream:
+        at_once = 1
+    examples = problem.memory_bound // (_SHARE * at_once * size)
+    return _Pace(max(1, examples), at_once)
 
 
 def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
@@ -326,7 +350,7 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
     def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Sequence[Tensor]]) -> None:
         sums[block][1].add_(input_factor(layer, block, inputs))
 
-    seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first)
+    seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first, additive=True)
     for block, (G, A) in sums.items():
         if not (torch.isfinite(G).all() and torch.isfinite(A).all()):
             raise ValueError(

@@ -1,0 +1,163 @@
+"""Every comparison, each in a process of its own, and a page of tables: `python -m benchmarks`."""
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks import results
+from benchmarks.report import comparison_table, goals_table
+from benchmarks.settings import Settings
+
+# A comparison is a module with TITLE, UNIT, REFERENCES, GOALS and `compare(settings)`.
+COMPARISONS = (
+    "kfac_monte_carlo",
+    "kfac_exact",
+    "eigendecompositions",
+    "debiased_fit",
+    "prediction",
+    "tuning",
+    "sampling",
+)
+_ROOT = Path(__file__).parent.parent
+_MARKS = ("<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run comparisons and write their tables.
+
+    Args:
+        arguments: Of the command line; the process's own if None.
+
+    Returns:
+        The exit status: 1 if a comparison failed.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.quick and options.publish:
+        parser.error("--publish is for real measurements, --quick has none to show")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    settings = Settings(options.device, options.quick, options.repetitions, options.threads)
+    failed = []
+    for name in () if options.render else options.only or COMPARISONS:
+        print(f"{name} …", flush=True)
+        if not _run(name, settings, options.results / f"{name}.json", options.append):
+            failed.append(name)
+    page = _page(options.results)
+    if page is not None:
+        text, summary = page
+        (options.results / "benchmarks.md").write_text(text)
+        print(text)
+        if options.publish:
+            (_ROOT / "docs" / "benchmarks.md").write_text(text)
+            _replace_between_marks(_ROOT / "README.md", summary)
+    if failed:
+        print(f"Failed: {', '.join(failed)}.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="these comparisons alone")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a tiny network: does it run at all?")
+    parser.add_argument("--repetitions", type=_positive, default=3, help="rounds (3)")
+    parser.add_argument("--threads", type=_positive, default=2, help="of torch (2)")
+    parser.add_argument(
+        "--append", action="store_true", help="add rounds to those measured before, do not replace"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("results/benchmarks"), help="folder of measurements"
+    )
+    parser.add_argument(
+        "--render", action="store_true", help="measure nothing, show what has been measured"
+    )
+    parser.add_argument(
+        "--publish", action="store_true", help="write docs/benchmarks.md and the README's table"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _run(name: str, settings: Settings, path: Path, append: bool) -> bool:
+    """Measure one comparison in a process of its own; whether that went well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.worker", name]
+        command += [json.dumps(asdict(settings)), str(fresh)]
+        if subprocess.run(command, env=environment, cwd=_ROOT, check=False).returncode != 0:
+            return False
+        result = results.read(fresh)
+    if append and path.exists():
+        result = results.joined(results.read(path), result)
+    results.write(path, result)
+    return True
+
+
+def _page(folder: Path) -> tuple[str, str] | None:
+    """The page of all measurements in a folder and its summary; None if there are none."""
+    measured = {
+        name: (importlib.import_module(f"benchmarks.{name}"), results.read(path))
+        for name in COMPARISONS
+        if (path := folder / f"{name}.json").exists()
+    }
+    if not measured:
+        return None
+    goals = goals_table([(m.TITLE, m.GOALS, r.rows) for m, r in measured.values() if not r.quick])
+    machines = sorted({_set_up(result) for _, result in measured.values()})
+    summary = "\n\n".join(machines) + "\n" + (f"\n{goals}\n" if goals else "")
+    parts = [
+        "# Benchmarks",
+        "Written by `python -m benchmarks --publish`. Every comparison runs in a process of its "
+        "own (rounds added by `--append` in further ones), its contenders in turn, round after "
+        "round in alternating order. Times are medians over rounds, ratios medians of the ratios "
+        "within a round. Added memory is the peak above what was held before the call, its "
+        "result included.",
+        summary.rstrip(),
+    ]
+    for module, result in measured.values():
+        rounds = max((len(row.seconds) for row in result.rows), default=0)
+        parts.append(f"## {module.TITLE}")
+        parts.append(f"{inspect.getdoc(module.compare)} {rounds} rounds.")
+        parts.append(comparison_table(result.rows, module.UNIT, module.REFERENCES))
+    return "\n\n".join(parts) + "\n", summary
+
+
+def _set_up(result: results.Result) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in result.versions.items())
+    return f"{result.network}, float32; {result.machine}; {versions}."
+
+
+def _replace_between_marks(path: Path, text: str) -> None:
+    """Replace what stands between the marks of a file.
+
+    Raises:
+        ValueError: If the marks are not there.
+    """
+    begin, end = _MARKS
+    before, found, rest = path.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{path.name} lacks the marks {begin.strip()} and {end.strip()}.")
+    path.write_text(before + begin + text + end + after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""What debiasing costs: two batches of b against one of 2b, whole fits."""
+
+from collections.abc import Callable
+
+from benchmarks.report import Goal
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Row, Run, measure
+from laplace_debias import Laplace
+
+TITLE = "Whole fit, exact Fisher, float64 factors: two batches of b against one of 2b"
+UNIT = "s a fit"
+MINI, DEBIASED = "ours, mini-batch, 2b", "ours, debiased, b + b"
+REFERENCES = (MINI,)
+GOALS = (Goal(DEBIASED, MINI, at_most=1.1),)
+
+
+def compare(settings: Settings) -> list[Row]:
+    """Factors, eigendecompositions and magnitudes, with the defaults of `Laplace`."""
+    contenders = [
+        Contender(MINI, _fit(settings, parts=1)),
+        Contender(DEBIASED, _fit(settings, parts=2)),
+    ]
+    return measure(contenders, settings, settings.batch, warm_up=4)
+
+
+def _fit(settings: Settings, parts: int) -> Callable[[], Run]:
+    def build() -> Run:
+        la = Laplace(settings.model())
+
+        def run(size: int) -> object:
+            x, y = settings.data(size)
+            batches = list(zip(x.chunk(parts), y.chunk(parts), strict=True))
+            return la.fit_batches(batches[:1], batches[1:] or None)
+
+        return run
+
+    return build

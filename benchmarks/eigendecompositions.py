@@ -1,0 +1,44 @@
+"""Eigendecompositions of all Kronecker factors, which every K-FAC posterior needs once."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import peers
+from benchmarks.report import Goal
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Row, Run, measure
+from laplace_debias import Laplace
+from laplace_debias.curvature.kfac.fit import eigenbases, factor_sums
+
+TITLE = "Eigendecompositions of all factors"
+UNIT = "s"
+REFERENCES = ("ours, float32",)
+GOALS: tuple[Goal, ...] = ()
+
+
+def compare(settings: Settings) -> list[Row]:
+    """Ours in both precisions against laplace-torch's `Kron.decompose`."""
+    contenders = [
+        Contender("ours, float32", _ours(settings, torch.float32)),
+        Contender("ours, float64", _ours(settings, torch.float64)),
+        Contender("laplace-torch", _laplace_torch(settings), is_peer=True),
+    ]
+    return measure(contenders, settings, size=settings.batch, warm_up=settings.batch)
+
+
+def _ours(settings: Settings, dtype: torch.dtype) -> Callable[[], Run]:
+    def build() -> Run:
+        la = Laplace(settings.model(), fisher="mc", factor_dtype=dtype)
+        sums, seen = factor_sums(la._problem(None), [settings.data(settings.batch)])
+        return lambda _: eigenbases(dict(sums), seen.num_examples)
+
+    return build
+
+
+def _laplace_torch(settings: Settings) -> Callable[[], Run]:
+    def build() -> Run:
+        kron = peers.laplace_torch_factors(settings, "mc")()(settings.batch)[1]  # type: ignore[index]
+        return lambda _: kron.decompose()
+
+    return build

@@ -1,0 +1,20 @@
+"""K-FAC factors from one Monte-Carlo label an example."""
+
+from benchmarks.kfac_factors import compare_factors
+from benchmarks.report import FASTEST_PEER, Goal
+from benchmarks.settings import Settings
+from benchmarks.timing import Row
+
+TITLE = "K-FAC factors, Monte-Carlo Fisher (one label an example)"
+UNIT = "s a batch"
+REFERENCES = ("gradient", "ours, hooks")
+GOALS = (
+    Goal("ours, hooks", "gradient", at_most=2.0),
+    Goal("ours, BackPACK", "gradient", at_most=2.0),
+    Goal(FASTEST_PEER, "ours, hooks", at_least=2.0),
+)
+
+
+def compare(settings: Settings) -> list[Row]:
+    """Factors of weights and biases on one batch, float32, eigendecompositions left out."""
+    return compare_factors(settings, "mc")

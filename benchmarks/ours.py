@@ -1,0 +1,56 @@
+"""This package's contenders, and the gradient that they are measured against."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.settings import Settings
+from benchmarks.timing import Run
+from laplace_debias import Laplace
+from laplace_debias.curvature.kfac.fit import factor_sums
+
+# The fits that predictions and samples come from stand for the images of CIFAR-10.
+NUM_DATA = 45_000
+
+
+def gradient(settings: Settings) -> Callable[[], Run]:
+    """The gradient of a batch's mean loss, forward pass included."""
+
+    def build() -> Run:
+        model = settings.model()
+        parameters = list(model.parameters())
+
+        def run(size: int) -> object:
+            x, y = settings.data(size)
+            return torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
+
+        return run
+
+    return build
+
+
+def factors(
+    settings: Settings, fisher: str, backend: str, dtype: torch.dtype = torch.float32
+) -> Callable[[], Run]:
+    """Kronecker factors of all parameters, without their eigendecompositions."""
+
+    def build() -> Run:
+        la = Laplace(settings.model(), fisher=fisher, backend=backend, factor_dtype=dtype)
+
+        def run(size: int) -> object:
+            return factor_sums(la._problem(None), [settings.data(size)])
+
+        return run
+
+    return build
+
+
+def fitted(settings: Settings, **options: Any) -> Laplace:
+    """A posterior to predict with and to sample from: one batch, Monte-Carlo Fisher."""
+    la = Laplace(settings.model(), fisher="mc", factor_dtype=torch.float32, **options)
+    generator = torch.Generator().manual_seed(0)
+    return la.fit_batches(
+        [settings.data(settings.batch, seed=1)], num_data=NUM_DATA, generator=generator
+    )

@@ -1,0 +1,89 @@
+"""Measurements on disk: one JSON file a comparison."""
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import PACKAGES
+from benchmarks.settings import Settings
+from benchmarks.timing import Row
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison's measurements and where they were taken.
+
+    Attributes:
+        network: The network in words.
+        machine: Processor, device and threads in words.
+        versions: Of Python, torch and the peers at hand.
+        rows: What was measured.
+        quick: Whether the network was a tiny one, of which no goal is asked.
+    """
+
+    network: str
+    machine: str
+    versions: dict[str, str]
+    rows: list[Row]
+    quick: bool = False
+
+
+def measured(settings: Settings, rows: list[Row]) -> Result:
+    """A result of this process."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", *PACKAGES):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    machine = f"{_processor()}, {os.cpu_count()} cores, {settings.threads} threads"
+    if settings.device == "cuda":
+        machine = f"{torch.cuda.get_device_name()}; {machine}"
+    return Result(settings.network, machine, versions, rows, settings.quick)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def joined(first: Result, second: Result) -> Result:
+    """The rounds of two runs of one comparison, one after the other.
+
+    Raises:
+        ValueError: If they are not of the same contenders, machine, network and versions.
+    """
+    names = [[row.contender for row in result.rows] for result in (first, second)]
+    if names[0] != names[1] or replace(first, rows=[]) != replace(second, rows=[]):
+        raise ValueError(
+            "The earlier rounds were measured on another set-up: run without --append to replace "
+            "them."
+        )
+    rows = [
+        replace(b, seconds=a.seconds + b.seconds, megabytes=a.megabytes + b.megabytes)
+        for a, b in zip(first.rows, second.rows, strict=True)
+    ]
+    return replace(first, rows=rows)
+
+
+def write(path: Path, result: Result) -> None:
+    """Write a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n")
+
+
+def read(path: Path) -> Result:
+    """Read what `write` wrote."""
+    content = json.loads(path.read_text())
+    rows = [
+        Row(**{**row, "seconds": tuple(row["seconds"]), "megabytes": tuple(row["megabytes"])})
+        for row in content.pop("rows")
+    ]
+    return Result(rows=rows, **content)

@@ -1,0 +1,68 @@
+"""Tuning the prior precision over a grid of 21 on held-out images."""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import ours, peers
+from benchmarks.report import FASTEST_PEER, Goal
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Row, Run, measure
+
+TITLE = "Tuning over 21 prior precisions (laplace-torch: one image, one round)"
+UNIT = "s an image"
+REFERENCES = ("ours, one predict", "ours, tune")
+GOALS = (
+    Goal("ours, tune", "ours, one predict", at_most=1.5),
+    Goal(FASTEST_PEER, "ours, tune", at_least=100.0),
+)
+_POINTS = 21
+
+
+def compare(settings: Settings) -> list[Row]:
+    """Our one pass against one prediction, and against laplace-torch's grid search."""
+    contenders = [
+        Contender("ours, one predict", _predict(settings)),
+        Contender("ours, tune", _tune(settings)),
+        # It repeats the prediction at every point: minutes for what the others do in seconds.
+        Contender("laplace-torch", _laplace_torch(settings), True, size=1, most_rounds=1),
+    ]
+    return measure(contenders, settings, settings.images, warm_up=1, per_example=True)
+
+
+def _predict(settings: Settings) -> Callable[[], Run]:
+    def build() -> Run:
+        la = ours.fitted(settings)
+        return lambda size: la.predict(settings.data(size)[0])
+
+    return build
+
+
+def _tune(settings: Settings) -> Callable[[], Run]:
+    def build() -> Run:
+        la = ours.fitted(settings)
+        grid = torch.logspace(-4, 4, _POINTS)
+        return lambda size: la.tune([settings.data(size)], grid=grid)
+
+    return build
+
+
+def _laplace_torch(settings: Settings) -> Callable[[], Run]:
+    def build() -> Run:
+        la = peers.laplace_torch_fitted(settings)
+        points = iter([1])  # the warm-up needs no whole grid
+
+        def run(size: int) -> object:
+            loader = DataLoader(TensorDataset(*settings.data(size)), batch_size=size)
+            return la.optimize_prior_precision(
+                pred_type="glm",
+                method="gridsearch",
+                val_loader=loader,
+                grid_size=next(points, _POINTS),
+                link_approx="probit",
+            )
+
+        return run
+
+    return build

@@ -1,0 +1,50 @@
+"""What an experiment of the paper is, and which there are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One experiment of the paper: settings in; a table, pictures and sentences out.
+
+    Attributes:
+        name: What it is called on the command line.
+        figure: The paper's figure, or figures, that it repeats.
+        help: What it measures, in one line.
+        settings: The dataclass of its settings, an `ExperimentSettings`.
+        run: Runs it with an instance of these, and perhaps a console to print on.
+    """
+
+    name: str
+    figure: str
+    help: str
+    settings: type
+    run: Callable[..., Any]
+
+
+def experiments() -> tuple[Experiment, ...]:
+    """All experiments, in the order of the paper's figures."""
+    # Here, since the experiments' files take `Experiment` from this one.
+    from laplace_debias.experiments.contours import CONTOURS
+    from laplace_debias.experiments.directional_curvature import (
+        DIRECTIONAL_CURVATURE,
+        WIDE_RESNET,
+    )
+    from laplace_debias.experiments.kfac_batch_size import KFAC_BATCH_SIZE
+    from laplace_debias.experiments.kfac_error import KFAC_ERROR
+    from laplace_debias.experiments.model_size import MODEL_SIZE
+    from laplace_debias.experiments.over_training import OVER_TRAINING
+    from laplace_debias.experiments.overlaps import OVERLAPS
+
+    return (
+        CONTOURS,
+        DIRECTIONAL_CURVATURE,
+        OVERLAPS,
+        WIDE_RESNET,
+        KFAC_BATCH_SIZE,
+        OVER_TRAINING,
+        MODEL_SIZE,
+        KFAC_ERROR,
+    )

@@ -1,0 +1,194 @@
+"""The benchmarks' harness: turns, ratios, goals, and that every comparison runs."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import results, timing
+from benchmarks.__main__ import COMPARISONS, _replace_between_marks, main
+from benchmarks.report import FASTEST_PEER, Goal, comparison_table, goals_table, ratio
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Row, measure
+
+QUICK = Settings(quick=True, repetitions=1, threads=1)
+
+
+def _contender(name, calls, **options):
+    def build():
+        calls.append(f"build {name}")
+        return lambda size: calls.append(f"{name} {size}")
+
+    return Contender(name, build, **options)
+
+
+def _missing():
+    raise ModuleNotFoundError("No module named 'peer'", name="peer")
+
+
+def _broken():
+    raise RuntimeError("no rule\nfor this layer")
+
+
+def test_contenders_take_turns_in_alternating_order_after_a_warm_up():
+    calls = []
+    contenders = [
+        _contender("a", calls),
+        _contender("b", calls, size=3, most_rounds=1),
+        _contender("c", calls),
+    ]
+    rows = measure(contenders, replace(QUICK, repetitions=2), size=8, warm_up=5)
+    set_up = ["build a", "a 8", "build b", "b 3", "build c", "c 5"]
+    assert calls == [*set_up, "a 8", "b 3", "c 8", "c 8", "a 8"]
+    assert [len(row.seconds) for row in rows] == [2, 1, 2]
+
+
+def test_seconds_are_those_of_the_call_and_per_example_where_asked(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def work(size):
+        now[0] += 2.0 * size
+
+    for per_example, expected in ((False, 16.0), (True, 2.0)):
+        contender = Contender("a", lambda: work)
+        (row,) = measure([contender], QUICK, size=8, warm_up=1, per_example=per_example)
+        assert row.seconds == (expected,)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
+def test_added_memory_is_what_a_call_holds_at_its_peak():
+    def work(size):
+        return torch.ones(size * 2**18).sum()  # freed within the call
+
+    (row,) = measure([Contender("a", lambda: work)], QUICK, size=64, warm_up=1)
+    assert row.megabytes[0] == pytest.approx(64, abs=8)
+
+
+def test_a_peer_that_is_missing_or_fails_is_reported_and_the_others_run():
+    contenders = [
+        Contender("missing", _missing, is_peer=True),
+        Contender("broken", _broken, is_peer=True),
+        _contender("ours", []),
+    ]
+    rows = measure(contenders, QUICK, size=2, warm_up=1)
+    assert [row.note for row in rows] == [
+        "not installed (peer)",
+        "failed: RuntimeError: no rule",
+        "",
+    ]
+    assert [len(row.seconds) for row in rows] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("build", [_missing, _broken])
+def test_a_failure_of_our_own_is_raised(build):
+    with pytest.raises((ModuleNotFoundError, RuntimeError)):
+        measure([Contender("ours", build)], QUICK, size=2, warm_up=1)
+
+
+ROWS = [
+    Row("reference", False, (1.0, 4.0, 2.0), (10.0,)),
+    Row("ours", False, (2.0, 4.0, 6.0), (7.0, 9.0, 8.0)),
+    Row("slow", True, (50.0,)),
+    Row("fast", True, (20.0, 40.0, 30.0)),
+    Row("absent", True, note="not installed (absent)"),
+]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own():
+    """The ratio of the medians would be 2 in both orders."""
+    assert ratio(ROWS[1], ROWS[0]) == 2.0
+    shuffled = replace(ROWS[1], seconds=(6.0, 4.0, 2.0))
+    assert ratio(shuffled, ROWS[0]) == 1.0
+    assert ratio(ROWS[4], ROWS[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("goal", "measured", "is_met"),
+    [
+        (Goal("ours", "reference", at_most=2.0), 2.0, True),
+        (Goal("ours", "reference", at_most=1.9), 2.0, False),
+        (Goal(FASTEST_PEER, "ours", at_least=10.0), 10.0, True),
+        (Goal(FASTEST_PEER, "ours", at_least=10.1), 10.0, False),
+        (Goal("ours", at_most=8.0, quantity="megabytes"), 8.0, True),
+        (Goal("absent", "ours", at_most=1.0), None, None),
+    ],
+)
+def test_goals_compare_what_they_name(goal, measured, is_met):
+    value = goal.measured(ROWS)
+    assert value == measured
+    assert value is None or goal.is_met(value) is is_met
+    table = goals_table([("Title", [goal], ROWS)])
+    spread = {2.0: "1.00 – 3.00", 10.0: "5.00 – 10.0", 8.0: "7.00 – 9.00", None: "–"}[measured]
+    assert f"| {spread} " in table
+    assert ("| no" in table) == (is_met is False)
+    assert ("| yes" in table) == (is_met is True)
+
+
+def test_the_table_shows_medians_ratios_and_notes():
+    lines = comparison_table(ROWS, "s a batch", ["reference"]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["contender", "s a batch", "÷ reference", "added memory, MB", "note"]
+    assert cells[3] == ["ours", "4.00", "2.00", "8", "–"]
+    assert cells[6] == ["absent", "–", "–", "–", "not installed (absent)"]
+
+
+def test_appended_rounds_join_those_of_the_same_set_up_alone(tmp_path):
+    first = results.Result("net", "machine", {"torch": "2"}, ROWS)
+    results.write(tmp_path / "a.json", first)
+    assert results.read(tmp_path / "a.json") == first
+    joined = results.joined(first, first)
+    assert joined.rows[1].seconds == ROWS[1].seconds * 2
+    assert joined.rows[1].megabytes == ROWS[1].megabytes * 2
+    for other in (replace(first, machine="another"), replace(first, rows=ROWS[:2])):
+        with pytest.raises(ValueError, match="without --append"):
+            results.joined(first, other)
+
+
+def test_only_what_stands_between_the_marks_is_replaced(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("a\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nb\n")
+    _replace_between_marks(path, "new\n")
+    expected = "a\n<!-- benchmarks: begin -->\nnew\n<!-- benchmarks: end -->\nb\n"
+    assert path.read_text() == expected
+    path.write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the marks"):
+        _replace_between_marks(path, "new")
+
+
+@pytest.mark.parametrize("arguments", [["--quick", "--publish"], ["--repetitions", "0"]])
+def test_options_without_sense_are_refused(arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_gpu_that_is_not_there_is_refused_before_any_work(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "cuda"])
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_every_comparison_runs_and_measures_what_is_ours(name):
+    module = importlib.import_module(f"benchmarks.{name}")
+    rows = module.compare(QUICK)
+    assert all(row.seconds and min(row.seconds) > 0 for row in rows if not row.is_peer)
+    assert not [row.note for row in rows if row.note.startswith("failed")]
+    names = {row.contender for row in rows} | {FASTEST_PEER, None}
+    assert set(module.REFERENCES) <= names
+    assert all({goal.contender, goal.over} <= names for goal in module.GOALS)
+
+
+def test_the_command_writes_a_page_and_adds_rounds(tmp_path):
+    options = ["--quick", "--repetitions", "1", "--threads", "1", "--only", "debiased_fit"]
+    for extra in ([], ["--append"]):
+        assert main([*options, "--results", str(tmp_path), *extra]) == 0
+    page = tmp_path / "benchmarks.md"
+    text = page.read_text()
+    assert "2 rounds" in text
+    page.unlink()
+    assert main(["--render", "--results", str(tmp_path)]) == 0
+    assert page.read_text() == text

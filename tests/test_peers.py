@@ -1,0 +1,172 @@
+"""Other libraries, which share no code with this one, come to the same numbers.
+
+What is equal up to a convention is compared after it: the libraries split a block's scale between
+its two factors in different ways, and none but this one has exact blocks for the biases of
+convolutions, so that biases are compared where nothing shares them.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+
+_WANTED = "not installed: pip install '.[bench]'"
+
+
+@pytest.fixture
+def problem():
+    """A convolutional network whose shared weights have no biases, and a batch."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1, bias=False),
+        nn.Tanh(),
+        nn.Conv2d(3, 4, 3, stride=2, bias=False),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    x, y = torch.randn(7, 2, 6, 6).double(), torch.randint(3, (7,))
+    return model.double().eval(), x, y
+
+
+def _dense_blocks(la):
+    return {name: block.to_dense() for name, block in la.posterior.curvature.blocks.items()}
+
+
+def _assert_equal(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def _factors_of_curvlinops(operator):
+    operator.compute_kronecker_factors()
+    return operator._gradient_covariances, operator._input_covariances
+
+
+@pytest.mark.parametrize("backend", ["hooks", "backpack"])
+def test_curvlinops_has_the_same_exact_kfac(problem, backend):
+    """It puts 1/T into A where we put it into G; their product is the same."""
+    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
+    model, x, y = problem
+    operator = curvlinops.KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [(x, y)],
+        fisher_type=curvlinops.FisherType.TYPE2,
+        check_deterministic=False,
+    )
+    G, A = _factors_of_curvlinops(operator)
+    ours = _dense_blocks(Laplace(model, backend=backend).fit_batches([(x, y)]))
+    for layer in ("0", "2", "5"):
+        _assert_equal(ours[f"{layer}.weight"], torch.kron(G[layer], A[layer]))
+    _assert_equal(ours["5.bias"], G["5"])
+
+
+def test_curvlinops_has_the_same_empirical_fisher_kfac(problem):
+    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
+    model, x, y = problem
+    operator = curvlinops.KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [(x, y)],
+        fisher_type=curvlinops.FisherType.EMPIRICAL,
+        check_deterministic=False,
+    )
+    G, A = _factors_of_curvlinops(operator)
+    ours = _dense_blocks(Laplace(model, fisher="empirical").fit_batches([(x, y)]))
+    for layer in ("0", "2", "5"):
+        _assert_equal(ours[f"{layer}.weight"], torch.kron(G[layer], A[layer]))
+
+
+def test_curvlinops_has_the_same_exact_ekfac(problem):
+    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
+    model, x, y = problem
+    parameters = [model[0].weight, model[2].weight, model[5].weight]
+    operator = curvlinops.EKFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        parameters,
+        [(x, y)],
+        fisher_type=curvlinops.FisherType.TYPE2,
+        check_deterministic=False,
+    )
+    theirs = torch.from_numpy(operator.to_scipy() @ torch.eye(operator.shape[0]).double().numpy())
+    la = Laplace(model, curvature="ekfac", params="weights").fit_batches([(x, y)])
+    _assert_equal(torch.block_diag(*_dense_blocks(la).values()), theirs)
+
+
+def test_nngeometry_has_the_same_exact_kfac(problem):
+    """Its factors are `(A, G)`, with an input of one for the bias behind the weight's."""
+    metrics = pytest.importorskip("nngeometry.metrics", reason=_WANTED)
+    from nngeometry.object import PMatKFAC
+
+    model, x, y = problem
+    loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
+    torch.set_default_dtype(torch.float64)  # It makes constants of the default dtype.
+    try:
+        blocks = metrics.FIM(model, loader, PMatKFAC, variant="classif_logits").data
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ours = _dense_blocks(Laplace(model, params="weights").fit_batches([(x, y)]))
+    for name, (A, G) in zip(ours, blocks.values(), strict=True):
+        d_in = ours[name].shape[0] // G.shape[0]
+        _assert_equal(ours[name], torch.kron(G, A[:d_in, :d_in]))
+
+
+class TestLaplaceTorch:
+    """The whole posterior: predictions, evidence and tuning."""
+
+    @pytest.fixture
+    def both(self, problem):
+        laplace = pytest.importorskip("laplace", reason=_WANTED)
+        model, x, y = problem
+        theirs = laplace.Laplace(
+            model, "classification", subset_of_weights="all", hessian_structure="kron"
+        )
+        theirs.fit(DataLoader(TensorDataset(x, y), batch_size=len(x)))
+        return Laplace(model).fit_batches([(x, y)]), theirs
+
+    def test_functional_covariances_are_equal(self, both):
+        ours, theirs = both
+        x = torch.randn(4, 2, 6, 6).double()
+        for delta in (0.01, 1.0, 30.0):
+            ours.prior_precision = delta
+            theirs.prior_precision = delta
+            mean, covariance = theirs._glm_predictive_distribution(x)
+            _assert_equal(ours.functional(x), (mean, covariance))
+
+    def test_predictions_are_equal(self, both):
+        ours, theirs = both
+        x = torch.randn(4, 2, 6, 6).double()
+        _assert_equal(ours.predict(x).probs, theirs(x, pred_type="glm", link_approx="probit"))
+
+    def test_marginal_likelihoods_are_equal(self, both):
+        ours, theirs = both
+        for delta in (0.01, 1.0, 30.0):
+            value = theirs.log_marginal_likelihood(
+                prior_precision=torch.tensor([delta], dtype=torch.float64)
+            )
+            _assert_equal(ours.log_marginal_likelihood(delta), value.detach().reshape(()))
+
+    def test_tuning_finds_the_same_prior_precision(self, both):
+        ours, theirs = both
+        x, y = torch.randn(12, 2, 6, 6).double(), torch.randint(3, (12,))
+        theirs.optimize_prior_precision(
+            pred_type="glm",
+            method="gridsearch",
+            val_loader=DataLoader(TensorDataset(x, y), batch_size=4),
+            grid_size=21,
+            link_approx="probit",
+        )
+        found = ours.tune([(x, y)], grid=torch.logspace(-4, 4, 21))
+        assert found.prior_precision == pytest.approx(float(theirs.prior_precision), rel=1e-6)
+
+    def test_samples_have_the_same_covariance(self, both):
+        """Both posteriors' samples from the identity's rows are their covariance's roots."""
+        ours, theirs = both
+        size = len(ours.mean)
+        root = theirs.posterior_precision.bmm(torch.eye(size).double(), exponent=-0.5)
+        root = root.reshape(size, size)
+        _assert_equal(ours.posterior.covariance.to_dense(), root.T @ root)
