@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench demo test lint format clean
+.PHONY: bench demo examples test lint format clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -18,6 +18,9 @@ bench: .venv/.bench
 
 demo: .venv/.installed
 	$(BIN)/laplace-debias demo
+
+examples: .venv/.installed
+	for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n auto

@@ -1,4 +1,4 @@
-"""The command line: `laplace-debias demo | evaluate | train | experiment`."""
+"""The command line: `laplace-debias demo | evaluate | spectrum | train | experiment`."""
 
 import argparse
 import difflib
@@ -110,6 +110,7 @@ def _experiments() -> dict[str, Command]:
 def _commands() -> dict[str, Command]:
     from laplace_debias.experiments.demo import DemoSettings, run_demo
     from laplace_debias.experiments.evaluation import EvaluationSettings, run_evaluation
+    from laplace_debias.experiments.spectrum import SpectrumSettings, run_spectrum
     from laplace_debias.experiments.training import TrainingSettings, run_training
 
     return {
@@ -122,6 +123,11 @@ def _commands() -> dict[str, Command]:
             EvaluationSettings,
             run_evaluation,
             "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
+        ),
+        "spectrum": (
+            SpectrumSettings,
+            run_spectrum,
+            "Measure the leading eigenpairs, the trace and the density of a network's curvature.",
         ),
         "train": (
             TrainingSettings,

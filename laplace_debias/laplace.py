@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from laplace_debias import predictive, serialization, tuning
 from laplace_debias.batches import Batches, OnDevice, size_of, with_progress
 from laplace_debias.curvature.blocks import Sharing, curvature_blocks, parameter_order
-from laplace_debias.curvature.columns import Fisher
+from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
 from laplace_debias.curvature.inputs import Inputs, move
 from laplace_debias.curvature.kfac.backends import choose_backend
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
@@ -294,10 +294,9 @@ class Laplace:
             fisher = Fisher(fisher.kind, fisher.mc_samples, int(seed))
         return Problem(
             self.model,
-            self.likelihood,
+            LikelihoodCotangents(self.likelihood, fisher),
             self._blocks,
             self._backend,
-            fisher,
             self._factor_dtype,
             self._memory_bound,
         )

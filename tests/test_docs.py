@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import laplace_debias.curvature.kfac_operators
 import laplace_debias.laplace
 
 ROOT = Path(__file__).parent.parent
@@ -22,14 +23,25 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     assert (tmp_path / "posterior.safetensors").exists()
 
 
+def test_the_tour_of_linear_algebra_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "linear_algebra.md").read_text(), re.DOTALL
+    )
+    exec(compile(block, "linear_algebra.md", "exec"), {})
+
+
 def test_readme_links_point_to_files():
     for text in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", text.read_text()):
             assert (text.parent / target).exists(), f"{text.name} links to {target}"
 
 
-def test_docstring_examples_run():
-    result = doctest.testmod(laplace_debias.laplace)
+@pytest.mark.parametrize(
+    "module", [laplace_debias.laplace, laplace_debias.curvature.kfac_operators]
+)
+def test_docstring_examples_run(module):
+    result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -15,6 +15,7 @@ from laplace_debias.operators import (
     Kronecker,
     LowRankPlusDiagonal,
     Permutation,
+    Permuted,
     assume,
 )
 from laplace_debias.operators.exact import (
@@ -70,6 +71,22 @@ DEFINITE = {
             "c": Kronecker(positive(2), positive(2)) + Identity(4),
         }
     ),
+    "permuted": lambda: Permuted(
+        BlockDiagonal(
+            {
+                "a": EigenKronecker(rotation(2), rotation(2), randn(2, 2).abs() + 0.1),
+                "b": Dense(positive(3)),
+            }
+        ),
+        torch.tensor([3, 0, 6, 2, 5, 1, 4]),
+    ),
+    "shifted-permuted": lambda: (
+        Permuted(
+            EigenKronecker(rotation(2), rotation(3), randn(2, 3).abs()),
+            torch.tensor([3, 0, 2, 5, 1, 4]),
+        )
+        + 0.1 * Identity(6)
+    ),
     "low-rank-number": lambda: LowRankPlusDiagonal(randn(6, 2), randn(2).abs(), 0.5),
     "low-rank-negative": lambda: LowRankPlusDiagonal(0.1 * randn(6, 2), -randn(2).abs(), 2.0),
     "low-rank-wide": lambda: LowRankPlusDiagonal(randn(3, 5), randn(5).abs(), 0.5),
@@ -88,6 +105,7 @@ OTHERS = {
     "low-rank-mixed": lambda: LowRankPlusDiagonal(randn(5, 2), randn(2), randn(5)),
     "low-rank-negative-number": lambda: LowRankPlusDiagonal(randn(5, 2), randn(2), -0.5),
     "permutation": lambda: Permutation(torch.tensor([2, 0, 1, 4, 3]), torch.float64),
+    "permuted": lambda: Permuted(Dense(randn(4, 4)), torch.tensor([2, 0, 3, 1])),
     "scaled-permutation": lambda: -2 * Permutation(torch.tensor([2, 0, 1, 3]), torch.float64),
     "product": lambda: Dense(randn(3, 3)) @ Dense(randn(3, 3, seed=1)),
     "product-of-structures": lambda: (

@@ -22,6 +22,7 @@ from laplace_debias.operators import (
     LowRankPlusDiagonal,
     ParameterLayout,
     Permutation,
+    Permuted,
     Product,
     SubMatrix,
     Sum,
@@ -54,6 +55,7 @@ STRUCTURED = {
     "block-diagonal": lambda: BlockDiagonal(
         {"a": Dense(randn(2, 2)), "b": EigenKronecker(rotation(4), None, randn(4, 1))}
     ),
+    "permuted": lambda: Permuted(eigen_kronecker(), torch.tensor([3, 0, 2, 5, 1, 4])),
     "low-rank": lambda: LowRankPlusDiagonal(randn(SIZE, 2), randn(2), randn(SIZE)),
     "low-rank-number": lambda: LowRankPlusDiagonal(randn(SIZE, 2), randn(2), 0.5),
 }
@@ -93,6 +95,9 @@ def test_a_scaled_structure_keeps_its_type_and_its_gradient(name):
         lambda: shared(0),
         lambda: (EigenKronecker(None, None, randn(2, 3)), Diagonal(randn(6))),
         lambda: (Diagonal(randn(6)), EigenKronecker(None, None, randn(2, 3))),
+        lambda: tuple(
+            Permuted(Dense(randn(4, 4, seed=s)), torch.tensor([2, 0, 3, 1])) for s in (0, 1)
+        ),
         lambda: tuple(
             BlockDiagonal({"a": Dense(randn(2, 2, seed=s)), "b": Diagonal(randn(3, seed=s))})
             for s in (0, 1)
@@ -391,6 +396,13 @@ def test_block_diagonal_with_layout():
         (lambda: Diagonal(randn(2))[torch.tensor([True])], IndexError, "1 booleans do not fit"),
         (lambda: Diagonal(randn(2))[[[0]]], IndexError, "must be one list"),
         (lambda: from_scipy(np.ones((2, 2)) * 1j), TypeError, "take its real part"),
+        (lambda: Permuted(Dense(randn(2, 3))), ValueError, "Only a square operator"),
+        (lambda: Permuted(Dense(randn(2, 2)), torch.tensor([0, 0])), ValueError, "from 0 to 1"),
+        (
+            lambda: Permuted(Dense(randn(2, 2)), layout=ParameterLayout(("w",), ((3,),))),
+            ValueError,
+            "A layout of 3 parameters",
+        ),
         (lambda: from_scipy("matrix"), TypeError, "no SciPy operator"),
         (lambda: Diagonal(randn(2).bfloat16()).to_scipy(), TypeError, "torch.float32"),
         (lambda: Diagonal(randn(2)).to_scipy() @ (1j * np.ones(2)), TypeError, "operator is real"),

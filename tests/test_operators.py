@@ -18,6 +18,7 @@ from laplace_debias.operators import (
     LinearOperator,
     LowRankPlusDiagonal,
     Permutation,
+    Permuted,
     Scaled,
     SubMatrix,
     Sum,
@@ -139,6 +140,30 @@ class TestPermutation(OperatorConformance):
         for row, column in enumerate(index.tolist()):
             dense[row, column] = 1
         return Permutation(index.to(device), dtype), dense
+
+
+class TestPermuted(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    def make(self, dtype, device):
+        U, m, order = rotation(4), randn(4, 1).abs(), torch.tensor([2, 0, 3, 1])
+        inner = EigenKronecker(U.to(device, dtype), None, m.to(device, dtype))
+        A = U @ m.flatten().diag() @ U.T
+        dense = torch.zeros(4, 4, dtype=torch.float64)
+        for i, row in enumerate(order.tolist()):
+            for j, column in enumerate(order.tolist()):
+                dense[row, column] = A[i, j]
+        return Permuted(inner, order.to(device)), dense
+
+
+class TestPermutedOther(OperatorConformance):
+    """Without symmetry, and in the same order."""
+
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        matrix = randn(4, 4)
+        return Permuted(Dense(matrix.to(device, dtype))), matrix
 
 
 class TestFromSciPy(OperatorConformance):

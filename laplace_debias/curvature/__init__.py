@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from laplace_debias.curvature.kfac_operators import EKFAC, KFAC
     from laplace_debias.curvature.matrix_free import (
         GGN,
         EmpiricalFisher,
@@ -11,11 +12,15 @@ if TYPE_CHECKING:
         Jacobian,
     )
 
-__all__ = ["GGN", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian"]
+__all__ = ["EKFAC", "GGN", "KFAC", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian"]
 
 
 def __getattr__(name: str) -> Any:
     # On first use: parts of this package import others, which need none of the operators.
+    if name in ("KFAC", "EKFAC"):
+        from laplace_debias.curvature import kfac_operators
+
+        return getattr(kfac_operators, name)
     if name in __all__:
         from laplace_debias.curvature import matrix_free
 

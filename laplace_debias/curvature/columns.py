@@ -1,6 +1,7 @@
 """The cotangents at the outputs whose outer products make the curvature."""
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -87,6 +88,53 @@ class Fisher:
             labels = likelihood.sample(terms, uniforms.reshape(terms.shape))
             gradients.append(likelihood.gradient(terms, labels))
         return torch.stack(gradients) / self.mc_samples**0.5
+
+
+@runtime_checkable
+class Cotangents(Protocol):
+    """Which cotangents at a batch's outputs stand for the curvature of its loss."""
+
+    def num_columns(self, outputs: Float[Tensor, "batch *outputs"]) -> int:
+        """K, at most: how many cotangents an example has."""
+
+    def __call__(
+        self, outputs: Float[Tensor, "batch *outputs"], targets: Tensor, first: int
+    ) -> tuple[Float[Tensor, "columns batch *outputs"], Tensor]:
+        """The cotangents of a batch, `[K, B, ...]`, and its loss, summed over examples, 0-d.
+
+        Args:
+            outputs: `[B, ...]`.
+            targets: What the loss takes.
+            first: Position of the batch's first example in the data.
+
+        Raises:
+            ValueError: If the targets do not fit.
+            TypeError: If they are of the wrong dtype.
+        """
+
+
+@dataclass(frozen=True)
+class LikelihoodCotangents:
+    """The cotangents of a likelihood, whose outputs have the classes in the last dimension.
+
+    Attributes:
+        likelihood: What the outputs mean.
+        fisher: Which cotangents stand for its Hessian.
+    """
+
+    likelihood: Likelihood
+    fisher: Fisher
+
+    def num_columns(self, outputs: Float[Tensor, "batch *positions outputs"]) -> int:
+        """As `Cotangents`."""
+        return self.fisher.num_columns(outputs)
+
+    def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """As `Cotangents`; the loss is the negative log-likelihood in nats."""
+        terms, labels = flat_terms(outputs, targets)
+        self.likelihood.check(terms, labels)
+        nll = self.likelihood.nll(terms, labels).double().sum()
+        return self.fisher.columns(self.likelihood, outputs, targets, first), nll
 
 
 def flat_terms(

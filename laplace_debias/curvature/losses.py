@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace_debias.curvature.columns import keyed_uniforms
+from laplace_debias.curvature.likelihood import Categorical
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 # What the loss needs to know of a batch besides the outputs: targets, and weights of its rows.
@@ -61,6 +62,17 @@ class OutputLoss(ABC):
     @abstractmethod
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """The Hessian of `value` in the outputs."""
+
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """Columns `[K, B, ...]` whose outer products, example by example, add up to the `hessian`.
+
+        Raises:
+            TypeError: If it has no such root in closed form.
+        """
+        raise TypeError(
+            "The root of the loss Hessian is known for nn.CrossEntropyLoss, nn.MSELoss and "
+            'nn.BCEWithLogitsLoss only: use fisher="empirical" for other losses, or GGN.'
+        )
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: "Uniforms") -> Tensor:
         """The gradient at labels drawn from the model's own distribution.
@@ -210,6 +222,18 @@ class CrossEntropy(OutputLoss):
 
         return product
 
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """√T times the columns of `Categorical.hessian_root`, each at one position."""
+        total = self._weighted_targets(outputs, labels[0]).sum(1).sqrt()  # [B, d1, ...]
+        logits = outputs.movedim(1, -1)
+        columns = Categorical().hessian_root(logits.flatten(0, -2)).unflatten(1, total.shape)
+        columns = columns * total.unsqueeze(-1)  # [C - 1, B, d1, ..., C]
+        if outputs.ndim > 2:
+            at = torch.eye(total[0].numel(), dtype=outputs.dtype, device=outputs.device)
+            columns = columns.flatten(2, -2).unsqueeze(1) * at[:, None, :, None]
+            columns = columns.flatten(0, 1).unflatten(2, total.shape[1:])
+        return columns.movedim(-1, 2)
+
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """√T (p − e_y), y drawn from the softmax at every position."""
         p = outputs.softmax(1)
@@ -246,6 +270,10 @@ class SquaredError(OutputLoss):
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """The map of v to 2 v."""
         return lambda v: 2 * v
+
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """√2 times the unit vectors."""
+        return _each_alone(torch.full_like(outputs, 2**0.5))
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """√2 ε with standard normal ε."""
@@ -289,6 +317,11 @@ class BinaryCrossEntropy(OutputLoss):
         positive = weight * self._rows(self._pos_weight, targets, first)
         return targets, weight + (positive - weight) * targets, positive
 
+    def has_rows(self, ndim: int) -> bool:
+        """Whether a weight has a row for every example, with outputs of so many dimensions."""
+        weights = [w for w in (self._weight, self._pos_weight) if w is not None]
+        return any(weight.ndim == ndim and weight.shape[0] > 1 for weight in weights)
+
     def _rows(self, weight: Tensor | None, targets: Tensor, first: int) -> Tensor:
         if weight is None:
             return torch.ones_like(targets)
@@ -315,6 +348,11 @@ class BinaryCrossEntropy(OutputLoss):
         """The map of v to T p (1 − p) ∘ v."""
         curvature = labels[1].to(outputs.dtype) * outputs.sigmoid() * (-outputs).sigmoid()
         return lambda v: curvature * v
+
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """√(T p (1 − p)) times the unit vectors, with log-sigmoids that do not lose digits."""
+        deviation = (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
+        return _each_alone(labels[1].to(outputs.dtype).sqrt() * deviation)
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """√T (p − y), y drawn from the sigmoid."""
@@ -419,6 +457,12 @@ def output_loss(loss: LossFunction, reduction: str | None, num_data: int) -> Out
                 'that only it knows: give it reduction="sum".'
             )
     return AnyLoss(loss, stated)
+
+
+def _each_alone(values: Tensor) -> Tensor:
+    """For values `[B, ...]` one column an output entry, zero elsewhere, `[K, B, ...]`."""
+    columns = torch.diag_embed(values.flatten(1)).movedim(1, 0)
+    return columns.unflatten(2, values.shape[1:])
 
 
 def _is(loss: LossFunction, kind: type[nn.Module]) -> bool:

@@ -12,6 +12,7 @@ from laplace_debias.operators.kronecker import Kronecker
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.permutation import Permutation
+from laplace_debias.operators.permuted import Permuted
 from laplace_debias.operators.scipy_bridge import from_scipy
 from laplace_debias.operators.submatrix import SubMatrix
 
@@ -26,6 +27,7 @@ __all__ = [
     "LowRankPlusDiagonal",
     "ParameterLayout",
     "Permutation",
+    "Permuted",
     "Product",
     "Scaled",
     "Spectrum",

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import Block
-from laplace_debias.curvature.columns import Fisher, flat_terms
+from laplace_debias.curvature.columns import Cotangents
 from laplace_debias.curvature.inputs import Inputs, call, take
 from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.kfac.factors import gradient_factor, input_factor
@@ -17,7 +17,6 @@ from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import along, ekfac_magnitudes
 from laplace_debias.curvature.kfac.stream import Backend, Consume, HookStream, Measure
 from laplace_debias.curvature.kfac.verify import check_overridden
-from laplace_debias.curvature.likelihood import Likelihood
 from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.tap import Tap
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -40,19 +39,17 @@ class Problem:
 
     Attributes:
         model: The trained network, left untouched.
-        likelihood: What its outputs mean.
+        cotangents: Which cotangents at its outputs stand for the loss Hessian.
         blocks: The curvature blocks.
         backend: Where the blocks' inputs and output gradients come from.
-        fisher: Which cotangents stand for the loss Hessian.
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes that one chunk's output gradients may take.
     """
 
     model: nn.Module
-    likelihood: Likelihood
+    cotangents: Cotangents
     blocks: Sequence[Block]
     backend: Backend
-    fisher: Fisher
     factor_dtype: torch.dtype
     memory_bound: int
 
@@ -68,7 +65,7 @@ class Seen:
 
     Attributes:
         num_examples: How many examples.
-        nll: Their summed negative log-likelihood, in nats.
+        nll: Their summed loss; of a likelihood in nats.
     """
 
     num_examples: int
@@ -249,10 +246,9 @@ def sweep(
             def columns(outputs: Tensor, y: Tensor = y, key: int = first + num_seen) -> Tensor:
                 nonlocal nll
                 check_outputs(outputs)
-                terms, labels = flat_terms(outputs, y)
-                problem.likelihood.check(terms, labels)
-                nll = nll.to(outputs.device) + problem.likelihood.nll(terms, labels).double().sum()
-                return problem.fisher.columns(problem.likelihood, outputs, y, key)
+                cotangents, value = problem.cotangents(outputs, y, key)
+                nll = nll.to(outputs.device) + value
+                return cotangents
 
             fresh.update(problem.blocks)
             stream(x, columns, measure_and_keep, consume, pace.columns)
@@ -311,7 +307,7 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     check_outputs(outputs)
     check_overridden(network, list(problem.blocks), tap.uses)
     check_repeatable(problem.model, one, outputs.detach())
-    columns = problem.fisher.num_columns(outputs)
+    columns = problem.cotangents.num_columns(outputs)
     size = tap.output_bytes() + extra_bytes
     if size > problem.memory_bound:
         raise ValueError(

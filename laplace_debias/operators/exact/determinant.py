@@ -24,6 +24,7 @@ from laplace_debias.operators.exact.spectrum import (
 from laplace_debias.operators.kronecker import Kronecker
 from laplace_debias.operators.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.permutation import Permutation
+from laplace_debias.operators.permuted import Permuted
 
 # The sign and the logarithm of the absolute value of a determinant, both 0-d.
 SignLog = tuple[Tensor, Tensor]
@@ -93,6 +94,11 @@ def _(operator: LowRankPlusDiagonal) -> Tensor | None:
 @_symmetric.register
 def _(operator: Assumed) -> Tensor | None:
     return exact_logdet(shown(operator))
+
+
+@_symmetric.register
+def _(operator: Permuted) -> Tensor | None:
+    return exact_logdet(operator.operator)
 
 
 @singledispatch
@@ -165,6 +171,11 @@ def _(operator: Scaled) -> SignLog | None:
 @_slogdet.register
 def _(operator: Assumed) -> SignLog | None:
     return _slogdet(shown(operator))
+
+
+@_slogdet.register
+def _(operator: Permuted) -> SignLog | None:
+    return _slogdet(operator.operator)
 
 
 def _joined(parts: Iterable[SignLog | None]) -> SignLog | None:

@@ -19,6 +19,7 @@ from laplace_debias.operators.identity import Identity
 from laplace_debias.operators.kronecker import Kronecker
 from laplace_debias.operators.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.permutation import Permutation
+from laplace_debias.operators.permuted import Permuted
 
 
 def exact_trace(operator: LinearOperator) -> Float[Tensor, ""] | None:
@@ -93,6 +94,11 @@ def _(operator: Scaled) -> Tensor | None:
 
 @_trace.register
 def _(operator: Assumed) -> Tensor | None:
+    return _trace(operator.operator)
+
+
+@_trace.register
+def _(operator: Permuted) -> Tensor | None:
     return _trace(operator.operator)
 
 
@@ -174,3 +180,9 @@ def _(operator: Scaled) -> Tensor | None:
 @_diagonal.register
 def _(operator: Assumed) -> Tensor | None:
     return _diagonal(operator.operator)
+
+
+@_diagonal.register
+def _(operator: Permuted) -> Tensor | None:
+    diagonal = _diagonal(operator.operator)
+    return None if diagonal is None else operator.permuted(diagonal)

@@ -27,6 +27,7 @@ from laplace_debias.operators.identity import Identity
 from laplace_debias.operators.kronecker import Kronecker
 from laplace_debias.operators.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.permutation import Permutation
+from laplace_debias.operators.permuted import Permuted
 
 
 def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
@@ -137,6 +138,12 @@ def _(operator: Assumed) -> LinearOperator | None:
     if inverse is None:
         return None
     return assume(inverse, True, operator.positive_semidefinite)
+
+
+@_inverse.register
+def _(operator: Permuted) -> LinearOperator | None:
+    inverse = exact_inverse(operator.operator)
+    return None if inverse is None else operator.replaced(inverse)
 
 
 @singledispatch

@@ -20,6 +20,7 @@ from laplace_debias.operators.identity import Identity
 from laplace_debias.operators.kronecker import Kronecker
 from laplace_debias.operators.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.permutation import Permutation
+from laplace_debias.operators.permuted import Permuted
 
 
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
@@ -94,6 +95,11 @@ def _(operator: Assumed) -> Tensor | None:
     return _frobenius_norm(operator.operator)
 
 
+@_frobenius_norm.register
+def _(operator: Permuted) -> Tensor | None:
+    return _frobenius_norm(operator.operator)
+
+
 @singledispatch
 def _spectral_norm(operator: LinearOperator) -> Tensor | None:
     values = eigenvalues(operator)
@@ -136,3 +142,8 @@ def _(operator: Permutation) -> Tensor | None:
 def _(operator: Scaled) -> Tensor | None:
     norm = exact_spectral_norm(operator.operator)
     return None if norm is None else (operator.scalar * norm).abs()
+
+
+@_spectral_norm.register
+def _(operator: Permuted) -> Tensor | None:
+    return exact_spectral_norm(operator.operator)

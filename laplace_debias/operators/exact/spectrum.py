@@ -20,6 +20,7 @@ from laplace_debias.operators.identity import Identity
 from laplace_debias.operators.kronecker import Kronecker
 from laplace_debias.operators.low_rank import LowRankPlusDiagonal, Reflections
 from laplace_debias.operators.permutation import Permutation
+from laplace_debias.operators.permuted import Permuted
 
 
 class Eigenpairs(NamedTuple):
@@ -196,6 +197,14 @@ def _(operator: Assumed) -> tuple[Tensor, LinearOperator] | None:
     return _eigh(shown(operator))
 
 
+@_eigh.register
+def _(operator: Permuted) -> tuple[Tensor, LinearOperator] | None:
+    pairs = _eigh(operator.operator)
+    if pairs is None or operator.order is None:
+        return pairs
+    return pairs[0], Permutation(operator.order, operator.dtype).T @ pairs[1]
+
+
 @singledispatch
 def _eigenvalues(operator: LinearOperator) -> Tensor | None:
     pairs = _eigh(operator)
@@ -235,6 +244,11 @@ def _(operator: Sum) -> Tensor | None:
 @_eigenvalues.register
 def _(operator: Assumed) -> Tensor | None:
     return _eigenvalues(shown(operator))
+
+
+@_eigenvalues.register
+def _(operator: Permuted) -> Tensor | None:
+    return eigenvalues(operator.operator)
 
 
 @singledispatch
@@ -299,6 +313,12 @@ def _(operator: Assumed, function: Spectrum) -> LinearOperator | None:
     return _function(shown(operator), function)
 
 
+@_function.register
+def _(operator: Permuted, function: Spectrum) -> LinearOperator | None:
+    result = exact_function(operator.operator, function)
+    return None if result is None else operator.replaced(result)
+
+
 @singledispatch
 def _sqrt(operator: LinearOperator) -> LinearOperator | None:
     return _function(operator, _checked_sqrt)
@@ -325,6 +345,12 @@ def _(operator: Kronecker) -> LinearOperator | None:
 @_sqrt.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any]) -> LinearOperator | None:
     return blockwise(operator, exact_sqrt)
+
+
+@_sqrt.register
+def _(operator: Permuted) -> LinearOperator | None:
+    root = exact_sqrt(operator.operator)
+    return None if root is None else operator.replaced(root)
 
 
 def blockwise(

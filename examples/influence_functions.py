@@ -1,0 +1,99 @@
+"""Which training images help the test loss, and which harm it: influence functions.
+
+Some training labels are wrong on purpose. Weighing training example n up by ε changes the trained
+parameters by −ε H⁻¹ ∇ℓ_n, and the test loss by −ε ∇L_test ᵀ H⁻¹ ∇ℓ_n (Koh & Liang, 2017): one
+linear system, by conjugate gradients with K-FAC's exact inverse as the preconditioner, gives that
+of all examples. Mislabelled images should come out as the most harmful.
+
+Run with `python examples/influence_functions.py`; picture in results/influence_functions.png.
+"""
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from torch.func import functional_call, jvp
+
+from laplace_debias.curvature import GGN, KFAC
+from laplace_debias.linalg import cg, inverse
+from laplace_debias.operators import Identity
+from laplace_debias.problems import DIGITS_RECIPE, digits, train
+from laplace_debias.report.style import save
+
+DAMPING = 1e-4
+NUM_WRONG = 50
+
+
+def main() -> None:
+    """Train, solve one linear system, rank the training images."""
+    torch.manual_seed(0)
+    data = digits()
+    wrong = torch.randperm(len(data.train))[:NUM_WRONG]
+    given = data.train.labels.clone()
+    given[wrong] = (given[wrong] + torch.randint(1, 10, (NUM_WRONG,))) % 10
+    training = type(data.train)(
+        data.train.images, given, data.train.mean, data.train.std, data.train.classes
+    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
+    train(model, training, DIGITS_RECIPE)
+    loss = nn.CrossEntropyLoss()
+    x, y = training.batch(torch.arange(len(training)))
+    x_test, y_test = data.test.batch(torch.arange(len(data.test)))
+
+    batches = [(x, y)]
+    A = GGN(model, loss, batches)
+    D = A.shape[0]
+    damped = A + DAMPING * Identity(D)
+    gradient = torch.autograd.grad(loss(model(x_test), y_test), list(model.parameters()))
+    b = torch.cat([part.flatten() for part in gradient])
+
+    preconditioner = inverse(KFAC(model, loss, batches) + DAMPING * Identity(D))
+    plain = cg(damped, b, tol=1e-3, max_iter=1000)
+    solution = cg(damped, b, tol=1e-3, max_iter=1000, preconditioner=preconditioner)
+    print(f"Training images: {len(y)}, {NUM_WRONG} of them with a wrong label; {D:,} parameters")
+    print(
+        f"CG on GGN + {DAMPING} I: {plain.num_matvecs} products ({plain.status.value}); with K-FAC "
+        f"as the preconditioner {solution.num_matvecs} ({solution.status.value})"
+    )
+
+    # ∇ℓ_nᵀ s for every n at once: the derivative of all losses along s, in one forward pass.
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    direction = A.layout.unflatten(solution.x)
+
+    def losses(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(
+            functional_call(model, values, (x,)), y, reduction="none"
+        )
+
+    _, slopes = jvp(losses, (parameters,), (direction,))
+    influence = -slopes / len(y)  # of one more copy of the example on the mean test loss
+
+    order = influence.argsort(descending=True)
+    is_wrong = torch.zeros(len(y), dtype=torch.bool)
+    is_wrong[wrong] = True
+    for count in (25, 50, 100):
+        found = int(is_wrong[order[:count]].sum())
+        print(f"Mislabelled among the {count} most harmful: {found} (by chance {count * 0.05:.0f})")
+    with torch.no_grad():
+        by_loss = losses(parameters).argsort(descending=True)
+    print(f"Mislabelled among the 50 of greatest loss: {int(is_wrong[by_loss[:50]].sum())}")
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained", facecolor="white")
+    axes = figure.subplots(2, 10)
+    rows = (("harmful", order[:10]), ("helpful", order.flip(0)[:10]))
+    for (name, chosen), row in zip(rows, axes, strict=True):
+        for n, ax in zip(chosen.tolist(), row, strict=True):
+            ax.imshow(training.images[n, 0], cmap="gray_r")
+            truth = "" if not is_wrong[n] else f"\nis a {int(data.train.labels[n])}"
+            ax.set_title(
+                f"label {int(given[n])}{truth}", fontsize=8, color="#D55E00" if truth else "black"
+            )
+            ax.set_xlabel(f"{1e3 * float(influence[n]):+.2f}e-3", fontsize=7)
+            ax.set(xticks=[], yticks=[])
+        row[0].set_ylabel(f"most {name}", fontsize=9)
+    figure.suptitle("Change of the mean test loss if the training image counted twice", fontsize=10)
+    save(figure, "results/influence_functions.png")
+    print("Picture: results/influence_functions.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Second-order steps on the digits: Gauss-Newton by CG, natural gradient by K-FAC, and gradients.
+
+All see the same 1,000 images in every step. With the quadratic q(d) = gᵀd + ½ dᵀG d of the GGN, the
+Gauss-Newton step minimises q(d) + ½ λ‖d‖² by products alone. The natural-gradient step takes its
+direction from K-FAC's exact inverse and its length from one product with the GGN (Martens & Grosse,
+2015). Both adapt λ to how well q foretells the loss, and take no step that raises it.
+
+Run with `python examples/newton_step.py`; picture in results/newton_step.png.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from laplace_debias.curvature import GGN, KFAC
+from laplace_debias.linalg import cg, inverse
+from laplace_debias.operators import Identity, LinearOperator
+from laplace_debias.problems import digits
+from laplace_debias.report.style import OKABE_ITO, save, style_axes
+
+NUM_STEPS = 20
+SHOWN = (0, 1, 2, 5, 10, 20)
+LOSS = nn.CrossEntropyLoss()
+
+# From the model, the GGN, the damping and the gradient to a step.
+Rule = Callable[[nn.Module, LinearOperator, float, Tensor], Tensor]
+
+
+def network() -> nn.Module:
+    """The same start for all."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).eval()
+
+
+def second_order(batches: list[tuple[Tensor, Tensor]], rule: Rule) -> list[float]:
+    """Losses before every step and after the last, with damping as Levenberg and Marquardt do."""
+    model = network()
+    (x, y) = batches[0]
+    G = GGN(model, LOSS, batches)  # of the parameters as they are when it multiplies
+    parameters = list(model.parameters())
+    losses, damping = [float(LOSS(model(x), y).detach())], 1.0
+    for _ in range(NUM_STEPS):
+        gradient = torch.autograd.grad(LOSS(model(x), y), parameters)
+        g = torch.cat([part.flatten() for part in gradient])
+        step = rule(model, G, damping, g)
+        foretold = float(g @ step + step @ (G @ step) / 2)
+        before = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            parts = G.layout.unflatten(step).values()
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter += part
+            value = float(LOSS(model(x), y))
+            ratio = (value - losses[-1]) / foretold
+            if value > losses[-1]:
+                for parameter, old in zip(parameters, before, strict=True):
+                    parameter.copy_(old)
+        losses.append(min(value, losses[-1]))
+        damping *= 0.25 if ratio > 0.75 else 4.0 if ratio < 0.25 else 1.0
+    return losses
+
+
+def gradient_descent(batches: list[tuple[Tensor, Tensor]], step_size: float) -> list[float]:
+    """The same with plain gradient steps."""
+    model = network()
+    (x, y) = batches[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=step_size)
+    losses = []
+    for _ in range(NUM_STEPS + 1):
+        optimizer.zero_grad()
+        value = LOSS(model(x), y)
+        losses.append(float(value.detach()))
+        value.backward()
+        optimizer.step()
+    return losses
+
+
+def main() -> None:
+    """Take a few steps of each kind and compare the losses."""
+    data = digits().train
+    batches = [data.batch(torch.arange(len(data)))]
+
+    def gauss_newton(model: nn.Module, G: LinearOperator, damping: float, g: Tensor) -> Tensor:
+        return cg(G + damping * Identity(len(g)), -g, tol=1e-2, max_iter=50).x
+
+    def natural(model: nn.Module, G: LinearOperator, damping: float, g: Tensor) -> Tensor:
+        shift = damping * Identity(len(g))
+        direction = -(inverse(KFAC(model, LOSS, batches) + shift) @ g)
+        return direction * (-(g @ direction) / (direction @ ((G + shift) @ direction)))
+
+    losses: dict[str, list[float]] = {}
+    print(f"{'loss after so many steps:':26s}" + "".join(f"{step:9d}" for step in SHOWN))
+    for name, run in {
+        "Gauss-Newton (CG)": lambda: second_order(batches, gauss_newton),
+        "natural gradient (K-FAC)": lambda: second_order(batches, natural),
+        "gradient, step size 0.3": lambda: gradient_descent(batches, 0.3),
+        "gradient, step size 1": lambda: gradient_descent(batches, 1.0),
+        "gradient, step size 3": lambda: gradient_descent(batches, 3.0),
+    }.items():
+        began = time.perf_counter()
+        losses[name] = run()
+        seconds = time.perf_counter() - began
+        shown = "".join(f"{losses[name][step]:9.4f}" for step in SHOWN)
+        print(f"{name:26s}{shown}   {seconds:.1f} s")
+
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    colours = ("blue", "green", "orange", "vermillion", "purple")
+    for (name, values), colour in zip(losses.items(), colours, strict=True):
+        ax.plot(values, color=OKABE_ITO[colour], label=name)
+    ax.set(xlabel="Step", ylabel="Training loss (nats)", yscale="log")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(frameon=False)
+    style_axes(ax)
+    save(figure, "results/newton_step.png")
+    print("Picture: results/newton_step.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Which weights a network can do without: optimal brain damage against magnitude pruning.
+
+Setting weight w to zero raises the loss by about ½ w² c, with c the curvature along it (LeCun et
+al., 1990). The diagonal of the GGN is estimated from its products; K-FAC's is exact at once.
+
+Run with `python examples/pruning.py`; picture in results/pruning.png.
+"""
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from laplace_debias.curvature import EKFAC, GGN
+from laplace_debias.linalg import diagonal
+from laplace_debias.problems import DIGITS_RECIPE, digits, digits_net, train
+from laplace_debias.report.style import OKABE_ITO, save, style_axes
+
+SPARSITIES = (0.0, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+
+
+def main() -> None:
+    """Train, estimate the curvature, prune by three rules."""
+    torch.manual_seed(0)
+    data = digits()
+    model = digits_net()
+    train(model, data.train, DIGITS_RECIPE)
+    batches = [data.train.batch(part) for part in torch.arange(len(data.train)).split(250)]
+    x_test, y_test = data.test.batch(torch.arange(len(data.test)))
+
+    # Weights alone are pruned: biases are few.
+    A = GGN(model, nn.CrossEntropyLoss(), batches, params="weights")
+    generator = torch.Generator().manual_seed(0)
+    estimate = diagonal(A, "xdiag", num_matvecs=400, generator=generator)
+    relative = float(estimate.standard_error.norm() / estimate.value.norm())
+    exact = EKFAC(model, nn.CrossEntropyLoss(), batches, params="weights")
+    print(
+        f"{A.shape[0]:,} weights. Diagonal of the GGN from {estimate.num_matvecs} products: "
+        f"relative standard error {relative:.1%}"
+    )
+    weights = torch.cat([model.get_parameter(name).detach().flatten() for name in A.layout.names])
+    rules = {
+        "magnitude": weights.abs(),
+        "½ w² diag(GGN), estimated": weights.square() * estimate.value.clamp(min=0) / 2,
+        "½ w² diag(EKFAC)": weights.square() * diagonal(exact).value / 2,
+    }
+
+    def accuracy(pruned: Tensor) -> float:
+        with torch.no_grad():
+            outputs = functional_call(model, A.layout.unflatten(pruned), (x_test,))
+        return float((outputs.argmax(1) == y_test).double().mean())
+
+    found: dict[str, list[float]] = {}
+    for name, saliency in rules.items():
+        order = saliency.argsort()
+        found[name] = []
+        for sparsity in SPARSITIES:
+            pruned = weights.clone()
+            pruned[order[: round(sparsity * len(order))]] = 0
+            found[name].append(accuracy(pruned))
+    print(f"{'weights pruned':28s}" + "".join(f"{sparsity:>7.0%}" for sparsity in SPARSITIES))
+    for name, accuracies in found.items():
+        print(f"{name:28s}" + "".join(f"{value:7.3f}" for value in accuracies))
+
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    for (name, accuracies), colour in zip(found.items(), ("black", "blue", "green"), strict=True):
+        ax.plot(SPARSITIES, accuracies, "o-", markersize=4, color=OKABE_ITO[colour], label=name)
+    ax.set(xlabel="Share of the weights set to zero", ylabel="Test accuracy ↑")
+    ax.legend(frameon=False)
+    style_axes(ax)
+    save(figure, "results/pruning.png")
+    print("Picture: results/pruning.png")
+
+
+if __name__ == "__main__":
+    main()

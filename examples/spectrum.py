@@ -1,0 +1,89 @@
+"""How sharp a minimum is, while it is found and where it ends: the edge of stability.
+
+Under gradient descent with step size η the sharpness, the largest eigenvalue of the Hessian, grows
+until 2/η and stays there (Cohen et al., 2021). Then the spectra of the trained network's Hessian
+and GGN by stochastic Lanczos quadrature, and the traces of both.
+
+Run with `python examples/spectrum.py`; picture in results/sharpness.png.
+"""
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from laplace_debias.curvature import GGN, Hessian
+from laplace_debias.linalg import eigsh, spectral_density, trace
+from laplace_debias.problems import digits
+from laplace_debias.report.spectrum import plot_spectral_density
+from laplace_debias.report.style import OKABE_ITO, save, style_axes
+
+STEP_SIZES = (0.1, 0.2)
+NUM_STEPS = 600
+EVERY = 25
+
+
+def main() -> None:
+    """Descend with two step sizes, watch the sharpness, look at the spectrum at the end."""
+    data = digits().train
+    x, y = data.batch(torch.arange(500))
+    targets = nn.functional.one_hot(y, 10).float()
+    loss = nn.MSELoss(reduction="sum")
+
+    def mean_loss(outputs: torch.Tensor) -> torch.Tensor:
+        return loss(outputs, targets) / len(x) / 2
+
+    histories: dict[float, list[tuple[int, float, float]]] = {}
+    generator = torch.Generator().manual_seed(0)
+    for step_size in STEP_SIZES:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).eval()
+        # Parameters change in place: the operator follows.
+        H = Hessian(model, loss, [(x, targets)]) / (2 * len(x))
+        optimizer = torch.optim.SGD(model.parameters(), lr=step_size)
+        history = []
+        for step in range(NUM_STEPS + 1):
+            value = mean_loss(model(x))
+            if step % EVERY == 0:
+                sharpness = eigsh(H, k=1, tol=1e-3, generator=generator).values[0]
+                history.append((step, float(sharpness), float(value.detach())))
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        model.zero_grad()
+        histories[step_size] = history
+        first, last = history[0], history[-1]
+        print(
+            f"step size {step_size}: sharpness {first[1]:.2f} at first, {last[1]:.2f} after "
+            f"{last[0]} steps (2/η = {2 / step_size:.0f}); loss {first[2]:.4f} to {last[2]:.5f}"
+        )
+
+    G = GGN(model, loss, [(x, targets)]) / (2 * len(x))
+    densities = {}
+    for name, A in (("Hessian", H), ("GGN", G)):
+        total = trace(A, "xtrace", num_matvecs=100, generator=generator)
+        values, _ = eigsh(A, k=3, tol=1e-4, generator=generator)
+        lowest = eigsh(A, k=1, which="smallest", tol=1e-4, generator=generator).values[0]
+        densities[name] = spectral_density(A, num_probes=10, num_steps=60, generator=generator)
+        print(
+            f"{name}: trace {float(total):.3f} ± {float(total.standard_error):.3f}; eigenvalues "
+            f"{', '.join(f'{float(v):.2f}' for v in values)}, …, {float(lowest):.3f}"
+        )
+
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2)
+    for (step_size, history), colour in zip(histories.items(), ("blue", "vermillion"), strict=True):
+        steps, sharpness, _ = zip(*history, strict=True)
+        left.plot(
+            steps, sharpness, "o-", markersize=3, color=OKABE_ITO[colour], label=f"η = {step_size}"
+        )
+        left.axhline(2 / step_size, color=OKABE_ITO[colour], linestyle="--", linewidth=1)
+    left.set(xlabel="Gradient step", ylabel="Sharpness (dashed: 2/η)")
+    left.legend(frameon=False)
+    style_axes(left)
+    plot_spectral_density(densities, right)
+    save(figure, "results/sharpness.png")
+    print("Picture: results/sharpness.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,497 @@
+"""K-FAC and EKFAC as operators, against factors and GGNs built from torch's own derivatives."""
+
+import copy
+from itertools import pairwise
+from types import MappingProxyType
+
+import pytest
+import torch
+from conformance import NetworkConformance
+from torch import nn
+from torch.func import functional_call, hessian, jacrev
+
+from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher
+from laplace_debias.linalg import eigsh, inverse, logdet, spectral_norm, trace
+from laplace_debias.operators import EigenKronecker, Identity, Permuted
+from laplace_debias.operators.exact import exact_sqrt
+
+N, C = 6, 3
+F64 = torch.float64
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def network(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for layer in layers)).to(F64).eval()
+
+
+def mlp(outputs=C):
+    return network(lambda: nn.Linear(4, 5), nn.Tanh, lambda: nn.Linear(5, outputs))
+
+
+def grouped():
+    """Its blocks' rows are not in the order of the parameters."""
+    return network(
+        lambda: nn.ConvTranspose2d(2, 3, 2),
+        nn.Tanh,
+        nn.Flatten,
+        lambda: nn.Linear(27, C),
+    )
+
+
+class Positions(nn.Module):
+    """Logits [B, C, T], classes in dimension 1 as `nn.CrossEntropyLoss` has them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2 * C).to(F64)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)).unflatten(1, (C, 2))
+
+
+LABELS = torch.tensor([0, 2, 1, 2, -100, 0])
+WEIGHTS = torch.tensor([0.5, 2.0, 1.5], dtype=F64)
+SOFT = randn(N, C, seed=3).softmax(1)
+BITS = (randn(N, C, seed=4) > 0).double()
+CASES = {
+    "cross-entropy": (mlp, nn.CrossEntropyLoss(), LABELS.clamp(min=0)),
+    "ignored": (mlp, nn.CrossEntropyLoss(), LABELS),
+    "other ignored": (mlp, nn.CrossEntropyLoss(ignore_index=2), LABELS.clamp(min=0)),
+    "class weights": (mlp, nn.CrossEntropyLoss(weight=WEIGHTS), LABELS),
+    "smoothed": (mlp, nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2), LABELS),
+    "probabilities": (mlp, nn.CrossEntropyLoss(weight=WEIGHTS), SOFT),
+    "summed": (mlp, nn.CrossEntropyLoss(reduction="sum"), LABELS),
+    "positions": (
+        Positions,
+        nn.CrossEntropyLoss(weight=WEIGHTS),
+        torch.stack([LABELS, LABELS.flip(0)], dim=1),
+    ),
+    "squared": (mlp, nn.MSELoss(), randn(N, C, seed=5)),
+    "squared, summed": (mlp, nn.MSELoss(reduction="sum"), randn(N, C, seed=5)),
+    "binary": (mlp, nn.BCEWithLogitsLoss(), BITS),
+    "binary, weighted": (mlp, nn.BCEWithLogitsLoss(pos_weight=3 * WEIGHTS, weight=WEIGHTS), BITS),
+    "binary, soft": (mlp, nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), SOFT),
+    "weighted examples": (mlp, nn.BCEWithLogitsLoss(weight=randn(N, 1, seed=6).exp()), BITS),
+    "other order": (grouped, nn.CrossEntropyLoss(weight=WEIGHTS), LABELS),
+}
+INPUTS = {mlp: (4,), grouped: (2, 2, 2), Positions: (4,)}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    make, loss, targets = CASES[request.param]
+    return make(), loss, randn(N, *INPUTS[make], seed=1), targets
+
+
+def split(x, y, *sizes):
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def output_jacobian(model, x):
+    """[N · outputs, D], by `torch.func`."""
+    names = [name for name, _ in model.named_parameters()]
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    parts = jacrev(lambda p: functional_call(model, p, (x,)).flatten())(parameters)
+    return torch.cat([parts[name].flatten(1) for name in names], dim=1)
+
+
+def loss_hessian(model, loss, x, y):
+    """Of torch's loss of all data as one batch, in all outputs, [N · outputs, N · outputs]."""
+    outputs = model(x).detach()
+    matrix = hessian(lambda f: loss(f.view_as(outputs), y))(outputs.flatten())
+    return matrix.detach()
+
+
+def dense_ggn(model, loss, x, y):
+    J = output_jacobian(model, x)
+    return J.T @ loss_hessian(model, loss, x, y) @ J
+
+
+def dense_empirical(model, loss, x, y):
+    """Gradients of the summed loss, an example a row, over what the mean divides by."""
+    summed = copy.copy(loss)
+    summed.reduction = "sum"
+    outputs = model(x).detach().requires_grad_()
+    mean, total = loss(outputs, y), summed(outputs, y)
+    g = torch.autograd.grad(total, outputs)[0].flatten(1)
+    J = output_jacobian(model, x).unflatten(0, (len(x), -1))
+    rows = torch.einsum("no,nod->nd", g, J)
+    return rows.T @ rows * (mean / total).detach()
+
+
+def blocks_of(model, dense):
+    """What lies outside the blocks of one parameter set to zero."""
+    sizes = [p.numel() for p in model.parameters()]
+    return torch.block_diag(*(dense[s:e, s:e] for s, e in zip(*bounds(sizes), strict=True)))
+
+
+def bounds(sizes):
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [end - size for end, size in zip(ends, sizes, strict=True)], ends
+
+
+def rotation_of(K):
+    """The eigenvectors as a dense matrix in the order of the parameters, and their magnitudes."""
+    columns, magnitudes = [], []
+    for block in K.blocks.blocks.values():
+        U_G = torch.eye(block.magnitudes.shape[0], dtype=F64) if block.U_G is None else block.U_G
+        U_A = torch.eye(block.magnitudes.shape[1], dtype=F64) if block.U_A is None else block.U_A
+        columns.append(torch.kron(U_G, U_A))
+        magnitudes.append(block.magnitudes.flatten())
+    U = torch.block_diag(*columns)
+    if K.order is not None:
+        U = torch.zeros_like(U).index_copy_(0, K.order, U)
+    return U, torch.cat(magnitudes)
+
+
+def mlp_factors(model, loss, x, y):
+    """A and G of the layers of `mlp`, written out, and what the loss divides by."""
+    first, _, second = model
+
+    def outputs(shifts):
+        hidden = torch.tanh(first(x) + shifts[0])
+        return second(hidden) + shifts[1]
+
+    zeros = (torch.zeros(N, 5, dtype=F64), torch.zeros(N, C, dtype=F64))
+    with torch.no_grad():
+        activations = [x, torch.tanh(first(x))]
+    H = loss_hessian(model, loss, x, y)
+    factors = []
+    for layer, a in enumerate(activations):
+        J = jacrev(
+            lambda s, layer=layer: outputs(
+                tuple(s if i == layer else z for i, z in enumerate(zeros))
+            ).flatten()
+        )(zeros[layer]).detach()  # [N·C, N, d]
+        G = torch.einsum("onp,om,mnq->pq", J, H, J)
+        factors.append((G, a.T @ a / N))
+    return factors
+
+
+@pytest.mark.parametrize("name", [name for name, (make, _, _) in CASES.items() if make is mlp])
+def test_kfac_has_the_factors_of_torchs_loss(name):
+    make, loss, y = CASES[name]
+    model, x = make(), randn(N, 4, seed=1)
+    (G1, A1), (G2, A2) = mlp_factors(model, loss, x, y)
+    expected = torch.block_diag(torch.kron(G1, A1), G1, torch.kron(G2, A2), G2)
+    K = KFAC(model, loss, split(x, y, 4, 2))
+    torch.testing.assert_close(K.to_dense(), expected, rtol=0, atol=1e-12)
+
+
+def test_ekfac_has_the_curvature_of_torchs_loss_along_its_directions(case):
+    model, loss, x, y = case
+    K = EKFAC(model, loss, split(x, y, 1, 5))
+    U, magnitudes = rotation_of(K)
+    ggn = dense_ggn(model, loss, x, y)
+    torch.testing.assert_close(magnitudes, (U.T @ ggn @ U).diagonal(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(U @ magnitudes.diag() @ U.T, K.to_dense(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(trace(K).value, ggn.trace(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+@pytest.mark.parametrize(
+    "name", ["squared", "squared, summed", "class weights", "binary, weighted"]
+)
+def test_one_example_is_exact(make, name):
+    build, loss, y = CASES[name]
+    model, x = build(), randn(1, 4, seed=2)
+    K = make(model, loss, [(x, y[:1])])
+    expected = blocks_of(model, dense_ggn(model, loss, x, y[:1]))
+    torch.testing.assert_close(K.to_dense(), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        K.to_dense(),
+        blocks_of(model, GGN(model, loss, [(x, y[:1])]).to_dense()),
+        rtol=0,
+        atol=1e-12,
+    )
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_deep_linear_networks_with_squared_error_are_exact(make, reduction, joint):
+    sizes = (4, 5, 3, 2)
+    layers = [lambda i=i, o=o: nn.Linear(i, o) for i, o in pairwise(sizes)]
+    model, loss = network(*layers), nn.MSELoss(reduction=reduction)
+    x, y = randn(7, 4), randn(7, 2, seed=1)
+    dense = dense_ggn(model, loss, x, y)
+    if joint:
+        pairs = [
+            p.numel() + q.numel() for p, q in zip(*[iter(model.parameters())] * 2, strict=True)
+        ]
+        expected = torch.block_diag(*(dense[s:e, s:e] for s, e in zip(*bounds(pairs), strict=True)))
+    else:
+        expected = blocks_of(model, dense)
+    K = make(model, loss, split(x, y, 3, 4), joint=joint)
+    torch.testing.assert_close(K.to_dense(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["class weights", "binary, weighted", "squared", "positions"])
+def test_empirical_magnitudes_are_those_of_the_empirical_fisher(name):
+    build, loss, y = CASES[name]
+    model, x = build(), randn(N, *INPUTS[build], seed=1)
+    K = EKFAC(model, loss, split(x, y, 4, 2), fisher="empirical")
+    U, magnitudes = rotation_of(K)
+    expected = dense_empirical(model, loss, x, y)
+    torch.testing.assert_close(magnitudes, (U.T @ expected @ U).diagonal(), rtol=0, atol=1e-12)
+    operator = EmpiricalFisher(model, loss, [(x, y)])
+    torch.testing.assert_close(operator.to_dense(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["class weights", "binary, weighted", "squared", "positions"])
+def test_drawn_labels_converge_to_the_closed_form(name):
+    build, loss, y = CASES[name]
+    model, x = build(), randn(N, *INPUTS[build], seed=1)
+    ggn = dense_ggn(model, loss, x, y)
+    samples = []
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = EKFAC(model, loss, [(x, y)], fisher="mc", mc_samples=20, generator=generator)
+        samples.append(trace(drawn).value)
+    mean, error = torch.stack(samples).mean(), torch.stack(samples).std() / 12**0.5
+    assert (mean - ggn.trace()).abs() <= 4 * error
+    assert error < 0.15 * ggn.trace()
+
+
+def test_labels_depend_on_the_generator_and_not_on_the_batches():
+    model, loss, y = mlp(), nn.CrossEntropyLoss(), LABELS.clamp(min=0)
+    x = randn(N, 4)
+
+    def drawn(seed, *sizes):
+        generator = torch.Generator().manual_seed(seed)
+        return KFAC(model, loss, split(x, y, *sizes), fisher="mc", generator=generator).to_dense()
+
+    torch.testing.assert_close(drawn(0, 6), drawn(0, 1, 3, 2), rtol=0, atol=1e-12)
+    assert not torch.allclose(drawn(0, 6), drawn(1, 6))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(weight=WEIGHTS), nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum")],
+)
+def test_magnitudes_from_other_data(loss):
+    model, x, y = mlp(), randn(N, 4), LABELS
+    x2, y2 = randn(4, 4, seed=8), torch.tensor([1, 2, 2, 0])
+    first = KFAC(model, loss, [(x, y)])
+    second = KFAC(model, loss, [(x2, y2)])
+    both = KFAC(model, loss, split(x, y, 2, 4), magnitudes=split(x2, y2, 3, 1))
+    assert both.num_data == 4
+    for name, block in both.blocks.blocks.items():
+        directions, measured = first.blocks.blocks[name], second.blocks.blocks[name].to_dense()
+        U_G, U_A = directions.U_G, directions.U_A
+        U = torch.kron(U_G, torch.eye(1, dtype=F64) if U_A is None else U_A)
+        along = (U.T @ measured @ U).diagonal().view_as(block.magnitudes)
+        torch.testing.assert_close(block.magnitudes, along, rtol=0, atol=1e-12)
+    debiased = EKFAC(model, loss, [(x, y)], magnitudes=[(x2, y2)])
+    U, magnitudes = rotation_of(debiased)
+    ggn = dense_ggn(model, loss, x2, y2)
+    torch.testing.assert_close(magnitudes, (U.T @ ggn @ U).diagonal(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+def test_everything_is_exact_through_structure(make):
+    model, loss, y = grouped(), nn.CrossEntropyLoss(), LABELS
+    K = make(model, loss, [(randn(N, 2, 2, 2), y)])
+    assert isinstance(K, Permuted)
+    assert K.order is not None
+    assert all(isinstance(block, EigenKronecker) for block in K.blocks.blocks.values())
+    assert K.is_symmetric
+    assert K.is_positive_semidefinite
+    D = K.shape[0]
+    damped = K + 0.1 * Identity(D)
+    dense = K.to_dense() + 0.1 * torch.eye(D, dtype=F64)
+    assert isinstance(damped, Permuted)
+    assert isinstance(inverse(damped), Permuted)
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(inverse(damped).to_dense(), torch.linalg.inv(dense), **close)
+    torch.testing.assert_close(logdet(damped).value, torch.linalg.slogdet(dense)[1], **close)
+    root = exact_sqrt(damped).to_dense()
+    torch.testing.assert_close(root @ root, dense, **close)
+    torch.testing.assert_close(root, root.T, **close)
+    pairs = eigsh(damped, k=5)
+    assert pairs.num_matvecs == trace(damped).num_matvecs == logdet(damped).num_matvecs == 0
+    torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(dense).flip(0)[:5], **close)
+    torch.testing.assert_close(dense @ pairs.vectors, pairs.vectors * pairs.values, **close)
+    torch.testing.assert_close(
+        spectral_norm(damped).value, torch.linalg.matrix_norm(dense, 2), **close
+    )
+
+
+def test_parameters_in_parameters_out():
+    model, loss, x, y = mlp(), nn.CrossEntropyLoss(), randn(N, 4), LABELS
+    K = KFAC(model, loss, [(x, y)], params=["0.weight", "2.bias"])
+    named = {"0.weight": randn(5, 4), "2.bias": randn(3)}
+    product = K @ named
+    assert {name: p.shape for name, p in product.items()} == {"0.weight": (5, 4), "2.bias": (3,)}
+    flat = K @ torch.cat([p.flatten() for p in named.values()])
+    torch.testing.assert_close(torch.cat([p.flatten() for p in product.values()]), flat)
+    assert K["2.bias", "2.bias"].shape == (3, 3)
+    ggn = GGN(model, loss, [(x, y)], params=["0.weight", "2.bias"])
+    assert (K + ggn).shape == (23, 23)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+def test_arguments_that_change_no_result(make):
+    model, loss, x, y = grouped(), nn.CrossEntropyLoss(), randn(N, 2, 2, 2), LABELS
+    expected = make(model, loss, [(x, y)]).to_dense()
+    for arguments in ({"backend": "hooks"}, {"memory_bound": 4000}, {"num_data": N}):
+        torch.testing.assert_close(make(model, loss, [(x, y)], **arguments).to_dense(), expected)
+
+
+def test_arguments_that_change_the_result():
+    model, loss, y = (
+        network(lambda: nn.Conv2d(2, 3, 2), nn.Tanh, nn.Flatten, lambda: nn.Linear(3 * 4, C)),
+        nn.CrossEntropyLoss(),
+        LABELS,
+    )
+    data = [(randn(N, 2, 3, 3), y)]
+    expected = KFAC(model, loss, data).to_dense()
+    for arguments in ({"sharing": "reduce"}, {"joint": True}, {"fisher": "empirical"}):
+        assert not torch.allclose(KFAC(model, loss, data, **arguments).to_dense(), expected)
+    narrow = KFAC(model, loss, data, factor_dtype=torch.float32).to_dense()
+    torch.testing.assert_close(narrow, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(narrow, expected)
+
+
+def mean_absolute(outputs, targets):
+    return (outputs - targets).abs().mean()
+
+
+def test_any_loss_has_an_empirical_fisher():
+    model, x, y = mlp(), randn(N, 4), randn(N, C, seed=1)
+    K = EKFAC(model, mean_absolute, [(x, y)], fisher="empirical", reduction="mean")
+    U, magnitudes = rotation_of(K)
+    expected = EmpiricalFisher(model, mean_absolute, [(x, y)], reduction="mean").to_dense()
+    torch.testing.assert_close(magnitudes, (U.T @ expected @ U).diagonal())
+    for kind in ("exact", "mc"):
+        with pytest.raises(TypeError, match='fisher="empirical"'):
+            KFAC(model, mean_absolute, [(x, y)], fisher=kind, reduction="mean")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4, dtype=F64))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def pairs():
+    return [(randn(N, 4), LABELS)]
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "data", "arguments", "error", "message"),
+    [
+        (mlp, nn.CrossEntropyLoss(), lambda: iter(pairs()), {}, TypeError, "read only once"),
+        (mlp, nn.CrossEntropyLoss(), lambda: [], {}, ValueError, "empty"),
+        (mlp, nn.CrossEntropyLoss(), lambda: [(randn(N, 4) / 0, LABELS)], {}, ValueError, "NaN"),
+        (mlp, nn.CrossEntropyLoss(), pairs, {"num_data": 7}, ValueError, "num_data=7"),
+        (mlp, nn.CrossEntropyLoss(), pairs, {"fisher": "mcc"}, ValueError, "fisher='mcc'"),
+        (mlp, nn.CrossEntropyLoss(), pairs, {"mc_samples": 3}, ValueError, "mc_samples"),
+        (
+            mlp,
+            nn.CrossEntropyLoss(),
+            pairs,
+            {"fisher": "mc", "mc_samples": 0},
+            ValueError,
+            "mc_samp",
+        ),
+        (mlp, nn.CrossEntropyLoss(), pairs, {"backend": "torch"}, ValueError, "backend='torch'"),
+        (mlp, nn.CrossEntropyLoss(), pairs, {"sharing": "none"}, ValueError, "sharing='none'"),
+        (mlp, nn.CrossEntropyLoss(), pairs, {"memory_bound": 0}, ValueError, "memory_bound"),
+        (mlp, nn.CrossEntropyLoss(), pairs, {"factor_dtype": torch.half}, ValueError, "factor_d"),
+        (mlp, nn.CrossEntropyLoss(reduction="none"), pairs, {}, ValueError, "reduction='none'"),
+        (mlp, nn.CrossEntropyLoss(weight=torch.ones(4)), pairs, {}, ValueError, "weight"),
+        (mlp, nn.MSELoss(), pairs, {}, TypeError, "floating-point targets"),
+        (
+            mlp,
+            nn.CrossEntropyLoss(),
+            lambda: [(randn(N, 4), torch.full((N,), -100))],
+            {},
+            ValueError,
+            "ignore_index",
+        ),
+        (
+            mlp,
+            nn.BCEWithLogitsLoss(weight=torch.ones(N, 1)),
+            lambda: [(randn(N, 4), BITS)],
+            {"magnitudes": [(randn(N, 4), BITS)]},
+            ValueError,
+            "weight has a row for every example",
+        ),
+        (Tied, nn.CrossEntropyLoss(), pairs, {}, NotImplementedError, "one parameter"),
+        (
+            lambda: nn.Sequential(mlp(), nn.Dropout()),
+            nn.CrossEntropyLoss(),
+            pairs,
+            {},
+            ValueError,
+            "dropout",
+        ),
+        (Scaling, nn.CrossEntropyLoss(), pairs, {}, NotImplementedError, "has no curvature here"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input_is_refused_with_a_remedy(model, loss, data, arguments, error, message):
+    for make in (KFAC, EKFAC):
+        with pytest.raises(error, match=message):
+            make(model(), loss, data(), **arguments)
+
+
+class Kronecker(NetworkConformance):
+    symmetric = positive_semidefinite = True
+    tolerance = MappingProxyType({torch.float32: 1e-4, F64: 1e-11})
+    build = KFAC
+
+    def case_of(self, dtype, device, *sizes):
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Conv1d(2, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, C))
+        self.network.to(device, dtype).eval()
+        x = randn(N, 2, 3).to(device, dtype)
+        loss = nn.CrossEntropyLoss(weight=WEIGHTS.to(device, dtype))
+        return self.network, loss, split(x, LABELS.to(device), *sizes)
+
+    def make(self, dtype, device):
+        model, loss, data = self.case_of(dtype, device, N)
+        operator = type(self).build(model, loss, data, joint=True)
+        wide = type(self).build(*self.case_of(F64, "cpu", N), joint=True)
+        self.network = model
+        U, magnitudes = rotation_of(wide)
+        return operator, U @ magnitudes.diag() @ U.T
+
+    def variants(self, dtype, device):
+        return [
+            type(self).build(*self.case_of(dtype, device, *sizes), joint=True, **arguments)
+            for sizes, arguments in [((1, 3, 2), {}), ((6,), {"memory_bound": 1000})]
+        ]
+
+    def model(self, operator):
+        return self.network
+
+
+class TestKFAC(Kronecker):
+    build = KFAC
+
+
+class TestEKFAC(Kronecker):
+    build = EKFAC
+
+
+del Kronecker
