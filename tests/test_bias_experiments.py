@@ -186,6 +186,8 @@ def test_summary_by_hand():
     assert curvature["same_over_full"] == pytest.approx(3.0)
     assert curvature["other_mean_error"] == pytest.approx((-0.5 - 2 / 3 - 1 + 0) / 4)
     assert curvature["others_mean_over_full"] == pytest.approx(0.25)  # the lower median
+    assert curvature["top_same_over_full"] == pytest.approx(3.0)
+    assert curvature["top_others_mean_over_full"] == pytest.approx(0.25)
     # The error of a negative slope is relative to its size: too steep downhill is negative.
     assert slope["same_mean_error"] == pytest.approx(-2.0)
     assert slope["other_p90"] == pytest.approx(-curvature["other_p10"])

@@ -188,7 +188,7 @@ def kfac_figure(table: Sequence[dict[str, Any]]) -> Figure:
                 zorder=2.5,
             )
         ax.set_yscale("log")
-        ax.set_title(f"mini-batch of {size}", fontsize=FONT_SIZE)
+        ax.set_title(f"mini-batch of {size} images", fontsize=FONT_SIZE)
         ax.set_xlabel("Index of eigenvector")
         style_axes(ax)
     panels[0].set_ylabel("Directional curvature (K-FAC)")

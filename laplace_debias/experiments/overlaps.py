@@ -153,7 +153,7 @@ def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
             norm=LogNorm(_DARKEST, 1),
             extent=(0.5, count + 0.5, count + 0.5, 0.5),
         )
-        ax.set_title(f"two mini-batches of {size}", fontsize=FONT_SIZE)
+        ax.set_title(f"two mini-batches of {size} images", fontsize=FONT_SIZE)
         ax.set_xlabel("eigenvector ũⱼ")
         ax.set_ylabel("eigenvector uᵢ")
         style_axes(ax)
@@ -168,7 +168,7 @@ def step_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     Args:
         rows: Step sizes.
     """
-    figure = Figure(figsize=(5, 3.4), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained", facecolor="white")
     ax = figure.subplots()
     for name, marker, size in ((OTHER, ".", 22), (FULL, "x", 34), (SAME, "o", 26)):
         chosen = [row for row in rows if row["measured_on"] == name]
