@@ -79,7 +79,7 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
     trained = load_trained(settings, store, console)
     table: Rows = []
     summary: Rows = []
-    drawn = {}
+    drawn: dict[int, torch.Tensor] = {}
     for size in settings.batch_sizes:
         batches = trained.batches(
             trained.data.train, size, settings.num_batches(size), settings.seed
