@@ -89,7 +89,17 @@ def run_contours(settings: ContoursSettings, console: Console | None = None) -> 
         )
     ]
     paths = [store.table(rows), *store.picture(contour_figure(pairs, size), "contours")]
-    print_table(rows, "The quadratics in the plane of each mini-batch", console=console)
+    shown = [
+        {
+            "draw": draw,
+            "u1: mini": float(mini.curvatures[0, 0]),
+            "full": float(full.curvatures[0, 0]),
+            "u2: mini": float(mini.curvatures[1, 1]),
+            "full ": float(full.curvatures[1, 1]),
+        }
+        for draw, (mini, full) in enumerate(pairs)
+    ]
+    print_table(shown, "Curvature along each mini-batch's top two eigenvectors", console=console)
     ratios = [float(mini.curvatures[0, 0] / full.curvatures[0, 0]) for mini, full in pairs]
     console.print(
         f"Along its top eigenvector a mini-batch curves {min(ratios):.2f} to {max(ratios):.2f} "

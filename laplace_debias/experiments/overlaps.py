@@ -93,7 +93,7 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
         for first, second in combinations(range(settings.draws), 2):
             weights = overlaps(bases[first], bases[second]).cpu().double()
             drawn.setdefault(size, weights)
-            pair = {"batch_size": size, "first": first, "second": second}
+            pair = {"batch_size": size, "draw": first, "other_draw": second}
             table += [
                 pair | {"i": i + 1, "j": j + 1, "overlap": float(weights[i, j])}
                 for i in range(len(weights))
@@ -103,8 +103,8 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
                 pair
                 | {
                     "largest": float(weights.max()),
-                    "mean_largest_of_a_row": float(weights.max(1).values.mean()),
-                    "top_direction": float(weights[0, 0]),
+                    "row_largest": float(weights.max(1).values.mean()),
+                    "first": float(weights[0, 0]),
                     "subspaces": float(weights.sum() / len(weights)),
                 }
             )
@@ -148,7 +148,7 @@ def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
     for ax, (size, weights) in zip(panels, by_size.items(), strict=True):
         count = len(weights)
         image = ax.imshow(
-            weights.clamp(_DARKEST, 1),
+            weights.clamp(_DARKEST, 1).numpy(),
             cmap="gray",
             norm=LogNorm(_DARKEST, 1),
             extent=(0.5, count + 0.5, count + 0.5, 0.5),
