@@ -1,5 +1,6 @@
-"""The command line: `laplace-debias demo | evaluate | train`."""
+"""The command line: `laplace-debias demo | evaluate | train | experiment`."""
 
+import argparse
 import difflib
 import re
 import sys
@@ -37,24 +38,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    # Its parser knows every experiment's options, which takes a moment to build.
+    if arguments[:1] == ["experiment"]:
+        description = "Repeat one of the paper's experiments."
+        return _dispatch("laplace-debias experiment", description, _experiments(), arguments[1:])
+    description = "Laplace approximations of trained networks, debiased."
+    return _dispatch("laplace-debias", description, _commands(), arguments)
+
+
+def _dispatch(
+    prog: str, description: str, commands: dict[str, Command], arguments: list[str]
+) -> int:
     from jsonargparse import ArgumentParser
 
-    commands = _commands()
     options: list[str] = []
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
             raise ValueError(_explained(message, commands, options)) from ex
 
-    parser = Parser(
-        prog="laplace-debias",
-        description="Laplace approximations of trained networks, debiased.",
-    )
+    parser = Parser(prog=prog, description=description)
+    if prog.endswith("experiment"):
+        parser.add_argument("--list", action=_List, help="List the experiments and exit.")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, (settings, _, help_) in commands.items():
         subparser = Parser(description=help_)
-        subparser.add_argument("--config", action="config", help="YAML file of these options.")
-        subparser.add_class_arguments(settings, as_group=False)
+        if settings is not _Anything:
+            subparser.add_argument("--config", action="config", help="YAML file of these options.")
+            subparser.add_class_arguments(settings, as_group=False)
         subcommands.add_subcommand(name, subparser, help=help_)
         options += [f"--{key}" for key in subparser.get_defaults().keys(branches=True)]
     parsed = parser.parse_args(arguments)
@@ -65,6 +76,35 @@ def _run(arguments: list[str]) -> int:
     del chosen["config"]
     run(settings(**vars(chosen)))
     return 0
+
+
+class _Anything:
+    """Settings of a command that has subcommands of its own."""
+
+
+class _List(argparse.Action):
+    """Prints the experiments, one a line, and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=options.get("help"))
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from laplace_debias.experiments.registry import experiments
+
+        rows = [(entry.name, entry.figure, entry.help) for entry in experiments()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        for name, figure, help_ in rows:
+            print(f"{name:{widths[0]}}  {figure:{widths[1]}}  {help_}")
+        parser.exit()
+
+
+def _experiments() -> dict[str, Command]:
+    from laplace_debias.experiments.registry import experiments
+
+    return {
+        entry.name: (entry.settings, entry.run, f"{entry.figure}: {entry.help}")
+        for entry in experiments()
+    }
 
 
 def _commands() -> dict[str, Command]:
@@ -88,16 +128,20 @@ def _commands() -> dict[str, Command]:
             run_training,
             "Train a test problem's network.",
         ),
+        "experiment": (_Anything, lambda _: None, "Repeat one of the paper's experiments."),
     }
 
 
 def _explained(message: str, commands: Iterable[str], options: Iterable[str]) -> str:
     """The parser's message, with options called as on the command line and the nearest ones."""
     message = re.sub(rf"(?<![\w/.-])({'|'.join(commands)})\.(?=\w)", "--", message)
-    if not message.startswith("unrecognized arguments"):
-        return message
-    unknown = re.findall(r"--[\w.-]+", message)
-    near = [close for name in unknown for close in difflib.get_close_matches(name, options, n=1)]
+    unknown: list[str] = []
+    known = list(options)
+    if message.startswith("unrecognized arguments"):
+        unknown = re.findall(r"--[\w.-]+", message)
+    elif choice := re.search(r"invalid choice: '([^']*)'", message):
+        unknown, known = [choice[1]], list(commands)
+    near = [close for name in unknown for close in difflib.get_close_matches(name, known, n=1)]
     return f"{message}; did you mean {' '.join(near)}?" if near else message
 
 

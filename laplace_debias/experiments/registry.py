@@ -1,0 +1,32 @@
+"""What an experiment of the paper is, and which there are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One experiment of the paper: settings in; a table, pictures and sentences out.
+
+    Attributes:
+        name: What it is called on the command line.
+        figure: The paper's figure, or figures, that it repeats.
+        help: What it measures, in one line.
+        settings: The dataclass of its settings, an `ExperimentSettings`.
+        run: Runs it with an instance of these, and perhaps a console to print on.
+    """
+
+    name: str
+    figure: str
+    help: str
+    settings: type
+    run: Callable[..., Any]
+
+
+def experiments() -> tuple[Experiment, ...]:
+    """All experiments, in the order of the paper's figures."""
+    # Here, since the experiments' files take `Experiment` from this one.
+    from laplace_debias.experiments.contours import CONTOURS
+
+    return (CONTOURS,)

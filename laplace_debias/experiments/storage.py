@@ -1,0 +1,178 @@
+"""The folder of an experiment: one run's parts, table and pictures, never two runs' mixed."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from laplace_debias.problems.storage import read_tensors, write_tensors
+from laplace_debias.report.files import written_atomically
+from laplace_debias.report.style import save
+from laplace_debias.report.tables import read_csv, write_csv
+
+Rows = list[dict[str, Any]]
+
+_SETTINGS = "settings.json"
+_PLACES = ("output", "data", "cache", "download", "checkpoint", "device", "resume", "progress")
+"""Settings that say where and how a run takes place, not what comes out."""
+
+
+class Store:
+    """What a run has found so far, in files that are there in full or not at all.
+
+    Results go through their file on the way to the caller, so that a run that was broken off and
+    resumed gives what an unbroken one does, to the last bit.
+
+    Args:
+        folder: The folder, which `open_store` made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def tensors(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors of a part of the run, on the CPU: stored ones where there are some.
+
+        Args:
+            name: Name of the part.
+            compute: Computes them.
+
+        Raises:
+            ValueError: If the stored part is damaged, or cannot be written.
+        """
+        path = self.part(f"{name}.safetensors")
+        if not path.exists():
+            write_tensors(path, compute())
+        return read_tensors(path)
+
+    def rows(self, name: str, compute: Callable[[], Sequence[Mapping[str, object]]]) -> Rows:
+        """Rows of a part of the run: stored ones where there are some.
+
+        Args:
+            name: Name of the part.
+            compute: Computes them; strings among them must not look like numbers.
+
+        Raises:
+            ValueError: If the stored part is damaged.
+        """
+        path = self.part(f"{name}.csv")
+        if not path.exists():
+            write_csv(compute(), path)
+        return read_csv(path)
+
+    def has(self, name: str) -> bool:
+        """Whether a part, rows or tensors, is stored."""
+        return any(self.part(name + suffix).exists() for suffix in (".csv", ".safetensors"))
+
+    def table(self, rows: Sequence[Mapping[str, object]], name: str = "results") -> Path:
+        """Writes a table of results; gives its path."""
+        path = self.folder / f"{name}.csv"
+        write_csv(rows, path)
+        return path
+
+    def picture(self, figure: Figure, name: str) -> list[Path]:
+        """Writes a picture as PNG and PDF; gives their paths."""
+        paths = [self.folder / f"{name}{suffix}" for suffix in (".png", ".pdf")]
+        for path in paths:
+            save(figure, path)
+        return paths
+
+    def part(self, name: str) -> Path:
+        """Where a part of the run is kept."""
+        return self.folder / "parts" / name
+
+
+def open_store(experiment: str, settings: Any) -> Store:
+    """The store of a run: a new folder, or that of the same run when it is resumed.
+
+    Args:
+        experiment: Name of the experiment.
+        settings: Its settings, with `output`, `resume` and perhaps `checkpoint`. A run is the same
+            where all settings but those of places and devices are the same, and the checkpoint's
+            content is.
+
+    Raises:
+        FileExistsError: If the folder holds results and is not to be resumed, or other files.
+        ValueError: If it holds results of another experiment or of other settings, or the
+            checkpoint is missing. Nothing is overwritten.
+    """
+    folder = Path(settings.output)
+    described = _described(experiment, settings)
+    path = folder / _SETTINGS
+    if path.exists():
+        _check_same(path, described)
+        if not settings.resume:
+            raise FileExistsError(
+                f"{folder} holds results of these settings already; --resume to go on with them, "
+                "or choose another --output"
+            )
+        return Store(folder)
+    if folder.is_dir():
+        others = sorted(entry.name for entry in folder.iterdir() if entry.name[:1] != ".")
+        if others:
+            raise FileExistsError(
+                f"{folder} holds other files ({', '.join(others[:3])}"
+                f"{', …' if len(others) > 3 else ''}); choose an --output of its own"
+            )
+    with written_atomically(path) as temporary:
+        temporary.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    return Store(folder)
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's content.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"no file at {os.fspath(path)}; expected a checkpoint: check the path")
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def tensor_digest(*tensors: Tensor) -> str:
+    """SHA-256 of some tensors' content."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _described(experiment: str, settings: Any) -> dict[str, Any]:
+    """What makes a run that run, as JSON gives it back."""
+    values = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _PLACES}
+    checkpoint = getattr(settings, "checkpoint", None)
+    values["checkpoint"] = None if checkpoint is None else file_digest(checkpoint)
+    plain = json.dumps({"experiment": experiment, "settings": values}, default=str)
+    return json.loads(plain)
+
+
+def _check_same(path: Path, described: dict[str, Any]) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        there, name = found["settings"], found["experiment"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); choose another --output") from error
+    if name != described["experiment"]:
+        raise ValueError(
+            f"{path.parent} holds results of the experiment {name!r}, not of "
+            f"{described['experiment']!r}; choose another --output"
+        )
+    here = described["settings"]
+    differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    if differing:
+        listed = "; ".join(f"{k} was {there.get(k)}, is {here.get(k)}" for k in differing)
+        raise ValueError(
+            f"{path.parent} holds results of other settings ({listed}); choose another --output, "
+            "or go back to those settings to resume"
+        )
