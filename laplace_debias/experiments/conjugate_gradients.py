@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import open_store
 from laplace_debias.linalg import Iterate, cg, debiased_cg
@@ -39,9 +41,12 @@ class ConjugateGradientsSettings(ExperimentSettings):
     """Which trajectories there are, and what they are measured on.
 
     Attributes:
+        output: Folder of the tables, the pictures and what is kept to go on from.
         batch_size: Examples of single-batch CG; debiased CG has two batches of half as many.
         draws: How many times the batches are drawn; both methods share the examples of a draw.
         iterations: Steps of each run.
+        evaluate_every: Steps from one measurement of the network to the next; start and end are
+            always measured.
         curvature: The quadratic's matrix.
         weight_decay: β of ½ β ‖weights‖²; the problem's own if None.
         full_examples: Training examples of the full-batch runs (0: there are none; None: all).
@@ -53,9 +58,11 @@ class ConjugateGradientsSettings(ExperimentSettings):
         ValueError: If a number is out of range.
     """
 
-    batch_size: int = 128
-    draws: int = 3
+    output: Path = Path("results/conjugate_gradients")
+    batch_size: int = 512
+    draws: int = 1
     iterations: int = 30
+    evaluate_every: int = 1
     curvature: Literal["ggn", "hessian"] = "ggn"
     weight_decay: float | None = None
     full_examples: int | None = 0
@@ -65,7 +72,10 @@ class ConjugateGradientsSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("draws", "iterations", "train_examples", "test_examples", "chunk_size"):
+        for name in (
+            *("draws", "iterations", "evaluate_every"),
+            *("train_examples", "test_examples", "chunk_size"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
@@ -191,13 +201,13 @@ class Judge:
     def __init__(
         self, model: nn.Module, train: Images, test: Images, weight_decay: float, chunk_size: int
     ) -> None:
-        self._model = copy.deepcopy(model)
+        self._model = copy.deepcopy(model).eval()
         self._start = nn.utils.parameters_to_vector(self._model.parameters()).detach().clone()
         self._parts = {"train": train, "test": test}
         self._weight_decay, self._chunk_size = weight_decay, chunk_size
 
     @torch.no_grad()
-    def __call__(self, step: Tensor) -> dict[str, float]:
+    def __call__(self, step: Tensor | float = 0.0) -> dict[str, float]:
         """The four metrics at θ₀ + step `[D]`; losses in nats."""
         theta = self._start + step
         nn.utils.vector_to_parameters(theta, self._model.parameters())
@@ -238,8 +248,8 @@ def trajectory(
         settings: Iterations, curvature, chunk size.
 
     Returns:
-        A row an iterate, the start included: the metrics, the change of the quadratic of the batch
-        that sets step sizes (nats), the step size and the steps' length so far.
+        A row a measured iterate, the start included: the metrics, the change of the quadratic of
+        the batch that sets step sizes (nats), the step size and the steps' length so far.
     """
 
     def quadratic(indices: Tensor) -> Quadratic:
@@ -255,14 +265,17 @@ def trajectory(
     rows: list[Row] = []
 
     def record(iterate: Iterate) -> None:
+        step = iterate.iteration
+        if step % settings.evaluate_every and step != settings.iterations:
+            return
         rows.append(
             {
                 "method": run.method,
                 "draw": run.draw,
-                "iteration": iterate.iteration,
+                "iteration": step,
                 **judge(iterate.x),
                 "quadratic": float(iterate.values[-1]),
-                "step_size": float(iterate.step_sizes[-1]) if iterate.iteration else None,
+                "step_size": float(iterate.step_sizes[-1]) if step else None,
                 "distance": float(iterate.x.norm()),
             }
         )
@@ -397,3 +410,12 @@ def _by_run(rows: Sequence[Row]) -> list[list[Row]]:
 def _loss(row: Row, metric: str) -> float:
     # An overflowed loss is the worst of all.
     return math.inf if math.isnan(row[metric]) else row[metric]
+
+
+CONJUGATE_GRADIENTS = Experiment(
+    name=NAME,
+    figure="Figures 5, 13",
+    help="Loss and accuracy along single-batch and debiased conjugate gradients.",
+    settings=ConjugateGradientsSettings,
+    run=run_conjugate_gradients,
+)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from laplace_debias.experiments.predictives import (
     grid_predict,
     map_predict,
 )
+from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import Store, open_store
 from laplace_debias.laplace import Laplace
@@ -50,6 +52,7 @@ class LaplaceSettings(ExperimentSettings):
     """Which posteriors there are, and what they are measured on.
 
     Attributes:
+        output: Folder of the tables, the pictures and what is kept to go on from.
         batch_size: Examples of a mini-batch; debiased has two batches of half as many.
         draws: How many times these examples are drawn.
         folds: Folds of the cross-fitted posterior; 0 for none.
@@ -68,6 +71,7 @@ class LaplaceSettings(ExperimentSettings):
         ValueError: If a number is out of range, or the grid is not ascending.
     """
 
+    output: Path = Path("results/laplace")
     batch_size: int = 128
     draws: int = 5
     folds: int = 8
@@ -407,3 +411,12 @@ def findings(table: Sequence[Row]) -> list[str]:
                 f"far from full-batch's as the mini-batch's: {told}."
             )
     return sentences
+
+
+LAPLACE = Experiment(
+    name=NAME,
+    figure="Figures 6, 14–17",
+    help="Metrics of Laplace posteriors against the prior precision, on clean and shifted images.",
+    settings=LaplaceSettings,
+    run=run_laplace,
+)

@@ -27,6 +27,10 @@ class Experiment:
 def experiments() -> tuple[Experiment, ...]:
     """All experiments, in the order of the paper's figures."""
     # Here, since the experiments' files take `Experiment` from this one.
+    from laplace_debias.experiments.conjugate_gradients import CONJUGATE_GRADIENTS
     from laplace_debias.experiments.contours import CONTOURS
+    from laplace_debias.experiments.hessian_free import HESSIAN_FREE
+    from laplace_debias.experiments.laplace import LAPLACE
+    from laplace_debias.experiments.runtime import RUNTIME
 
-    return (CONTOURS,)
+    return (CONTOURS, CONJUGATE_GRADIENTS, LAPLACE, RUNTIME, HESSIAN_FREE)
