@@ -36,7 +36,7 @@ from laplace_debias.report.figures import prior_precision_grid
 from laplace_debias.report.tables import read_csv
 from laplace_debias.report.trajectories import trajectory_figure
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parent.parent / "configs" / "experiments"
 APPLIED = {
     "conjugate_gradients": cgs.CONJUGATE_GRADIENTS,
     "laplace": lap.LAPLACE,
@@ -95,8 +95,8 @@ def test_the_applied_experiments_are_registered():
 
 @pytest.mark.parametrize(
     "path",
-    sorted(p for p in CONFIGS.glob("*.yaml") if p.stem.startswith(tuple(APPLIED))),
-    ids=lambda path: path.stem,
+    sorted(p for p in CONFIGS.rglob("*.yaml") if p.stem.startswith(tuple(APPLIED))),
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_configs_name_known_settings_of_known_problems(path):
     values = yaml.safe_load(path.read_text())

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from laplace_debias.experiments.conjugate_gradients import METRICS, Judge
 from laplace_debias.experiments.evaluation import device_from
 from laplace_debias.experiments.registry import Experiment
-from laplace_debias.experiments.setup import ExperimentSettings
+from laplace_debias.experiments.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.storage import open_store
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.optim import DebiasedHessianFree
@@ -108,6 +108,7 @@ def run_hessian_free(settings: HessianFreeSettings, console: Console | None = No
     store = open_store(NAME, settings)
     problem = get_problem(settings.problem)
     data = problem.data(settings.source, seed=settings.seed)
+    check_data(data, settings, store)
     if settings.batch_size > len(data.train):
         raise ValueError(
             f"batch_size is {settings.batch_size}; there are {len(data.train)} training examples"

@@ -1,5 +1,6 @@
 """What the paper's experiments share: where things are, the trained network, its mini-batches."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,6 +145,16 @@ def load_trained(
     else:
         data = problem.data(settings.source, seed=settings.seed)
         model = trained_model(problem, data, settings, store, console)
+    check_data(data, settings, store)
+    return Trained(problem, model.eval().to(device, dtype), data, recipe.weight_decay)
+
+
+def check_data(data: ProblemData, settings: ExperimentSettings, store: Store) -> None:
+    """Refuse to go on with a run on other data; notes on the first call what the data is.
+
+    Raises:
+        ValueError: If the first training images are not those of the run that is resumed.
+    """
     x, y = data.train.batch(torch.arange(min(8, len(data.train))))
     found = [{"first_images": tensor_digest(x, y)}]
     if store.rows("data", lambda: found) != found:
@@ -151,7 +162,6 @@ def load_trained(
             f"{store.folder} holds results on other data than that of {settings.data or 'now'}; "
             "give that data, or choose another --output"
         )
-    return Trained(problem, model.eval().to(device, dtype), data, recipe.weight_decay)
 
 
 def trained_model(
@@ -161,6 +171,7 @@ def trained_model(
     store: Store,
     console: Console,
     name: str = "network",
+    epochs: Collection[int] = (),
 ) -> nn.Module:
     """A network trained by the problem's recipe with the settings' changes, or one kept.
 
@@ -171,6 +182,7 @@ def trained_model(
         store: Where it is kept; also where a training that was broken off goes on.
         console: Where to print.
         name: Name under which it is kept.
+        epochs: After which epochs a checkpoint is kept too, as `<name>.epoch-<number>`.
 
     Returns:
         The network, in evaluation mode.
@@ -187,6 +199,11 @@ def trained_model(
         return model.eval()
     state = store.part(f"{name}.state.safetensors")
     state.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(epoch: int, network: nn.Module) -> None:
+        if epoch in epochs:
+            save_checkpoint(network, store.part(f"{name}.epoch-{epoch:04d}.safetensors"))
+
     history = train(
         model,
         data.train,
@@ -194,6 +211,7 @@ def trained_model(
         generator=torch.Generator().manual_seed(settings.seed),
         device=device_from(settings.device),
         progress=settings.progress,
+        on_epoch=keep,
         state=state,
     )
     save_checkpoint(model, path)

@@ -19,7 +19,10 @@ from laplace_debias.report.tables import read_csv, write_csv
 Rows = list[dict[str, Any]]
 
 _SETTINGS = "settings.json"
-_PLACES = ("output", "data", "cache", "download", "checkpoint", "device", "resume", "progress")
+_PLACES = {
+    *("output", "data", "cache", "download", "checkpoint", "checkpoints"),
+    *("device", "resume", "progress"),
+}
 """Settings that say where and how a run takes place, not what comes out."""
 
 
