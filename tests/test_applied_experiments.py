@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -93,20 +92,6 @@ def test_the_applied_experiments_are_registered():
         assert issubclass(experiment.settings, ExperimentSettings)
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(p for p in CONFIGS.rglob("*.yaml") if p.stem.startswith(tuple(APPLIED))),
-    ids=lambda path: f"{path.parent.name}-{path.stem}",
-)
-def test_configs_name_known_settings_of_known_problems(path):
-    values = yaml.safe_load(path.read_text())
-    (name,) = [name for name in APPLIED if path.stem.startswith(name)]
-    recipe = RecipeChanges(**values.pop("recipe", {}))
-    settings = APPLIED[name].settings(**values, recipe=recipe)
-    assert get_problem(settings.problem)
-    assert Path(settings.output).name == path.stem
-
-
 def test_the_command_line_runs_an_experiment_from_its_config(checkpoint, tmp_path, capsys):
     arguments = [
         *("experiment", "conjugate_gradients"),
@@ -152,7 +137,7 @@ def test_loss_is_the_regularised_one_of_all_images_whatever_the_chunk():
     trained, data = tiny()
     step = 0.3 * torch.randn(27, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x, y = data.batch(torch.arange(len(data)))
-    theta = nn.utils.parameters_to_vector(trained.model.parameters()) + step
+    theta = nn.utils.parameters_to_vector(trained.model.parameters()).detach() + step
     W1, b1, W2, b2 = theta.split([12, 3, 9, 3])
     hidden = torch.tanh(x.flatten(1).double() @ W1.view(3, 4).T + b1)
     logits = hidden @ W2.view(3, 3).T + b2
@@ -273,11 +258,11 @@ LAPLACE = {
     "draws": 2,
     "folds": 4,
     "prior_precisions": (0.1, 10.0),
-    "full_examples": 40,
-    "test_examples": 24,
-    "train_examples": 10,
-    "severities": (1, 5),
-    "chunk_size": 10,
+    "full_examples": 20,
+    "test_examples": 12,
+    "train_examples": 4,
+    "severities": (5,),
+    "chunk_size": 8,
 }
 
 
@@ -294,7 +279,7 @@ def test_every_data_set_method_draw_and_prior_precision_has_one_row(laplace_run)
     for method, draws in ((lap.MINI, 2), (lap.DEBIASED, 2), (lap.CROSSFIT, 2), (lap.FULL, 1)):
         points += [(method, draw, delta) for draw in range(draws) for delta in (0.1, 10.0)]
     found = [(r["data"], r["method"], r["draw"], r["prior_precision"]) for r in rows]
-    parts = ("test", "train", "severity 1", "severity 5")
+    parts = ("test", "train", "severity 5")
     assert found == [(part, *point) for part in parts for point in points]
 
 
@@ -314,7 +299,7 @@ def test_rows_are_those_of_posteriors_fitted_one_by_one(laplace_run, trained):
         la = Laplace(trained.model, params="weights", prior_precision=10.0)
         la.fit_batches(*batches, num_data=len(data.train))
         clean, corrupted = (
-            la.predict(part.batch(torch.arange(24))[0]).probs.double() for part in (test, shifted)
+            la.predict(part.batch(torch.arange(12))[0]).probs.double() for part in (test, shifted)
         )
         draw = 0 if method == lap.FULL else 1
         by_part = {
@@ -339,7 +324,7 @@ def test_laplace_resumes_to_the_same_table(laplace_run):
     settings, _ = laplace_run
     output = settings.output
     whole = (output / "results.csv").read_bytes()
-    (output / "parts" / "severity-1-0001.safetensors").unlink()
+    (output / "parts" / "severity-5-0001.safetensors").unlink()
     again = lap.LaplaceSettings(
         **LAPLACE, checkpoint=settings.checkpoint, output=output, resume=True
     )
@@ -516,7 +501,7 @@ def test_ends_average_over_runs():
         (runtime.RuntimeSettings, {"repeats": 0}, "repeats is 0"),
         (runtime.RuntimeSettings, {"batch_size": 1}, "batch_size is 1"),
         (hf.HessianFreeSettings, {"damping": 0.0}, "damping is 0"),
-        (hf.HessianFreeSettings, {"recipe": RecipeChanges(epochs=3)}, "weight_decay alone"),
+        (hf.HessianFreeSettings, {"recipe": RecipeChanges(clip_norm=1.0)}, "weight_decay alone"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, options, message):
@@ -529,7 +514,7 @@ def test_more_examples_than_there_are_is_refused(trained):
     settings = cgs.ConjugateGradientsSettings(**CG | {"batch_size": 22})
     with pytest.raises(ValueError, match="batch_size is 22; there are 20"):
         cgs.plan(settings, **few)
-    with pytest.raises(ValueError, match="test_examples is 24; there are 5"):
+    with pytest.raises(ValueError, match="test_examples is 12; there are 5"):
         lap.choose(lap.LaplaceSettings(**LAPLACE | {"full_examples": 9}), **few)
     with pytest.raises(ValueError, match="more than the"):
         runtime.timed_fits(trained, runtime.RuntimeSettings(**RUNTIME | {"batch_size": 10**4}))

@@ -177,14 +177,17 @@ class Chunks:
         data: The data set.
         indices: Which examples.
         chunk_size: How many at a time.
+        dtype: Of the images, that of the network.
     """
 
-    def __init__(self, data: Images, indices: Tensor, chunk_size: int) -> None:
-        self._data, self._indices, self._chunk_size = data, indices, chunk_size
+    def __init__(self, data: Images, indices: Tensor, chunk_size: int, dtype: torch.dtype) -> None:
+        self._data, self._indices = data, indices
+        self._chunk_size, self._dtype = chunk_size, dtype
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for indices in self._indices.split(self._chunk_size):
-            yield self._data.batch(indices)
+            x, y = self._data.batch(indices)
+            yield x.to(self._dtype), y
 
 
 class Judge:
@@ -215,8 +218,8 @@ class Judge:
         found: dict[str, float] = {}
         for part, data in self._parts.items():
             loss, hits = 0.0, 0
-            for x, y in Chunks(data, torch.arange(len(data)), self._chunk_size):
-                logits, labels = self._model(x.to(theta)), y.to(theta.device)
+            for x, y in Chunks(data, torch.arange(len(data)), self._chunk_size, theta.dtype):
+                logits, labels = self._model(x.to(theta.device)), y.to(theta.device)
                 loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
                 hits += int((logits.argmax(1) == labels).sum())
             found[f"{part}_loss"] = loss / len(data) + penalty
@@ -252,11 +255,13 @@ def trajectory(
         the batch that sets step sizes (nats), the step size and the steps' length so far.
     """
 
+    dtype = next(trained.model.parameters()).dtype
+
     def quadratic(indices: Tensor) -> Quadratic:
         return Quadratic.from_data(
             trained.model,
             trained.problem.loss,
-            Chunks(trained.data.train, indices, settings.chunk_size),
+            Chunks(trained.data.train, indices, settings.chunk_size, dtype),
             curvature=settings.curvature,
             weight_decay=weight_decay,
             num_data=len(indices),

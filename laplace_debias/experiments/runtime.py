@@ -144,7 +144,13 @@ def timed_fits(trained: Trained, settings: RuntimeSettings) -> dict[str, Fit]:
         )
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(train), generator=generator)
-    x, y = train.batch(order[:size])
+    dtype = next(trained.model.parameters()).dtype
+
+    def batch(indices: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = train.batch(indices)
+        return x.to(dtype), y
+
+    x, y = batch(order[:size])
     half = size // 2
     first, second = [(x[:half], y[:half])], [(x[half:], y[half:])]
 
@@ -165,7 +171,7 @@ def timed_fits(trained: Trained, settings: RuntimeSettings) -> dict[str, Fit]:
         fits[CROSSFIT] = lambda: fitted([(x, y)], folds=settings.folds)
     if settings.full_examples:
         parts = order[: settings.full_examples].split(size)
-        fits[FULL] = lambda: fitted([train.batch(part) for part in parts])
+        fits[FULL] = lambda: fitted([batch(part) for part in parts])
     return fits
 
 
