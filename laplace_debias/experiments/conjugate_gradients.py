@@ -254,7 +254,6 @@ def trajectory(
         A row a measured iterate, the start included: the metrics, the change of the quadratic of
         the batch that sets step sizes (nats), the step size and the steps' length so far.
     """
-
     dtype = next(trained.model.parameters()).dtype
 
     def quadratic(indices: Tensor) -> Quadratic:
