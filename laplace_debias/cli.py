@@ -41,13 +41,19 @@ def _run(arguments: list[str]) -> int:
     # Its parser knows every experiment's options, which takes a moment to build.
     if arguments[:1] == ["experiment"]:
         description = "Repeat one of the paper's experiments."
-        return _dispatch("laplace-debias experiment", description, _experiments(), arguments[1:])
+        return _dispatch(
+            "laplace-debias experiment", description, _experiments(), arguments[1:], lists=True
+        )
     description = "Laplace approximations of trained networks, debiased."
     return _dispatch("laplace-debias", description, _commands(), arguments)
 
 
 def _dispatch(
-    prog: str, description: str, commands: dict[str, Command], arguments: list[str]
+    prog: str,
+    description: str,
+    commands: dict[str, Command],
+    arguments: list[str],
+    lists: bool = False,
 ) -> int:
     from jsonargparse import ArgumentParser
 
@@ -58,7 +64,7 @@ def _dispatch(
             raise ValueError(_explained(message, commands, options)) from ex
 
     parser = Parser(prog=prog, description=description)
-    if prog.endswith("experiment"):
+    if lists:
         parser.add_argument("--list", action=_List, help="List the experiments and exit.")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, (settings, _, help_) in commands.items():

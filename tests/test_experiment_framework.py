@@ -103,7 +103,7 @@ def test_configs_are_valid(path, capsys):
         (["kfac_batch_size", "--batch_sizes=[1024]"], "1024"),
         (["over_training", "--checkpoint=x.safetensors"], "--checkpoints"),
         (["model_size", "--models=[[1, 0]]"], "widths"),
-        ([], "experiment"),
+        ([], "contours"),
     ],
 )
 def test_bad_arguments_end_with_one_line_that_names_them(

@@ -79,7 +79,8 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> Rows:
     Returns:
         For each draw and quantity: mean, median and percentiles of the relative error on the
         batch itself, and on the other batches; the median ratio of the batch's own value to the
-        full set's, and that of the mean over the others to the full set's.
+        full set's, and that of the mean over the others to the full set's; both of the first
+        direction alone (`top_…`).
     """
     found = []
     for draw in sorted({row["draw"] for row in rows}):
@@ -91,8 +92,11 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> Rows:
             row: dict[str, Any] = {"draw": draw, "quantity": quantity}
             for name, values in (("same", same), ("other", others)):
                 row |= _distribution(name, ((values - full) / full.abs()).flatten())
-            row["same_over_full"] = float((same / full).median())
-            row["others_mean_over_full"] = float((others.mean(0) / full).median())
+            ratio, of_others = same / full, others.mean(0) / full
+            row["same_over_full"] = float(ratio.median())
+            row["others_mean_over_full"] = float(of_others.median())
+            row["top_same_over_full"] = float(ratio[0])
+            row["top_others_mean_over_full"] = float(of_others[0])
             found.append(row)
     return found
 

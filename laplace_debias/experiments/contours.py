@@ -89,7 +89,17 @@ def run_contours(settings: ContoursSettings, console: Console | None = None) -> 
         )
     ]
     paths = [store.table(rows), *store.picture(contour_figure(pairs, size), "contours")]
-    print_table(rows, "The quadratics in the plane of each mini-batch", console=console)
+    shown = [
+        {
+            "draw": draw,
+            "u1: mini": float(mini.curvatures[0, 0]),
+            "full": float(full.curvatures[0, 0]),
+            "u2: mini": float(mini.curvatures[1, 1]),
+            "full ": float(full.curvatures[1, 1]),
+        }
+        for draw, (mini, full) in enumerate(pairs)
+    ]
+    print_table(shown, "Curvature along each mini-batch's top two eigenvectors", console=console)
     ratios = [float(mini.curvatures[0, 0] / full.curvatures[0, 0]) for mini, full in pairs]
     console.print(
         f"Along its top eigenvector a mini-batch curves {min(ratios):.2f} to {max(ratios):.2f} "
@@ -123,8 +133,8 @@ def _minimizer(cut: Cut) -> torch.Tensor | None:
 def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
     """Contours of the mini-batch's and the full-batch quadratic, a panel a mini-batch.
 
-    Both have the same levels above their values at θ₀'s minimum in the plane, so that the denser
-    lines are those of the steeper quadratic; a cross marks each minimum, a dot θ₀.
+    Both have the same levels above their own minimum, so that the narrower contours are those of
+    the larger curvature; a cross marks each minimum, a dot θ₀.
 
     Args:
         pairs: (mini-batch, full-batch) in the plane of each mini-batch.
@@ -137,20 +147,18 @@ def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
         steps = [step for cut in pair if (step := _minimizer(cut)) is not None]
         reach = _REACH * max([float(step.abs().max()) for step in steps], default=1.0)
         axis = torch.linspace(-reach, reach, 201, dtype=torch.float64)
-        values = [cut(axis[None, :], axis[:, None]) - cut.value for cut in pair]
-        lowest = min(float(v.min()) for v in values)
-        highest = float(values[-1].max())
-        levels = lowest + (highest - lowest) * torch.linspace(0, 1, _LEVELS + 2)[1:-1] ** 2
-        for cut, value, name in zip(pair, values, colours, strict=True):
-            ax.contour(
-                axis, axis, value, levels=levels.tolist(), colors=colours[name], linewidths=1.1
-            )
+        values = [cut(axis[None, :], axis[:, None]) for cut in pair]
+        heights = [value - value.min() for value in values]
+        top = min(float(height.max()) for height in heights)
+        levels = [top * (level / _LEVELS) ** 2 for level in range(1, _LEVELS + 1)]
+        for cut, height, name in zip(pair, heights, colours, strict=True):
+            ax.contour(axis, axis, height, levels, colors=colours[name], linewidths=1.1)
             step = _minimizer(cut)
             if step is not None:
                 ax.plot(*step.tolist(), marker="x", markersize=7, color=colours[name], zorder=3)
         ax.plot(0, 0, marker="o", markersize=4, color="black", zorder=3)
         ax.set_aspect("equal")
-        ax.set_title(f"mini-batch {number} of {batch_size}", fontsize=FONT_SIZE)
+        ax.set_title(f"mini-batch {number} ({batch_size} images)", fontsize=FONT_SIZE)
         ax.set_xlabel("along u₁")
         ax.set_ylabel("along u₂")
         style_axes(ax)

@@ -107,11 +107,19 @@ def run_directional_curvature(
         summary += [of_size | row for row in summary_of(rows)]
         paths += store.picture(bias_figure(rows, size, settings.directions), f"{name}_{size}")
     paths += [store.table(table), store.table(summary, "summary")]
-    columns = ("same_over_full", "same_p10", "same_p90", "others_mean_over_full")
+    shown = {
+        "same_over_full": "same/full",
+        "same_p10": "error p10",
+        "same_p90": "error p90",
+        "others_mean_over_full": "others/full",
+    }
     print_table(
-        summary,
-        "Relative errors against the full set, over the directions",
-        ("batch_size", "draw", "quantity", *columns),
+        [
+            {key: row[key] for key in ("batch_size", "draw", "quantity")}
+            | {title: row[key] for key, title in shown.items()}
+            for row in summary
+        ],
+        "Median ratios to the full set, relative errors on the same mini-batch",
         console=console,
     )
     for row in summary:
@@ -120,7 +128,9 @@ def run_directional_curvature(
                 f"Batch of {row['batch_size']}, draw {row['draw'] + 1}: curvature on the batch "
                 f"itself is {row['same_over_full']:.2f} times the full set's "
                 f"({settings.full_examples:,} images), the mean over the other batches "
-                f"{row['others_mean_over_full']:.2f} times (medians over the directions)."
+                f"{row['others_mean_over_full']:.2f} times (medians over the directions); along "
+                f"the first direction {row['top_same_over_full']:.2f} and "
+                f"{row['top_others_mean_over_full']:.2f} times."
             )
     console.print(f"Files: {', '.join(map(str, paths))}", soft_wrap=True)
     return table
@@ -152,7 +162,7 @@ def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str
             style_axes(ax)
         panels[0, column].axhline(0, color="black", linewidth=0.8)
         panels[0, column].set_title(
-            f"directions of mini-batch {draw + 1} of {batch_size}", fontsize=FONT_SIZE
+            f"directions of mini-batch {draw + 1} ({batch_size} images)", fontsize=FONT_SIZE
         )
         panels[-1, column].set_xlabel(_X_LABEL[directions])
     for ax, quantity in zip(panels[:, 0], QUANTITIES, strict=True):

@@ -55,10 +55,11 @@ class KFACBatchSizeSettings(ExperimentSettings):
         if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
             raise ValueError(f"batch_sizes is {self.batch_sizes}; expected some, all different")
         for size in self.batch_sizes:
-            if size < 1 or size * (self.draws + self.others) > self.full_examples:
+            needed = self.draws + self.others
+            if size < 1 or self.full_examples % size or needed * size > self.full_examples:
                 raise ValueError(
-                    f"{self.draws} + {self.others} batches of {size} of full_examples="
-                    f"{self.full_examples}; expected no more than these: lower a number"
+                    f"{needed} batches of {size} of full_examples={self.full_examples}; expected "
+                    f"a divisor that gives at least {needed} batches (draws and others)"
                 )
 
 
@@ -188,7 +189,7 @@ def kfac_figure(table: Sequence[dict[str, Any]]) -> Figure:
                 zorder=2.5,
             )
         ax.set_yscale("log")
-        ax.set_title(f"mini-batch of {size}", fontsize=FONT_SIZE)
+        ax.set_title(f"mini-batch of {size} images", fontsize=FONT_SIZE)
         ax.set_xlabel("Index of eigenvector")
         style_axes(ax)
     panels[0].set_ylabel("Directional curvature (K-FAC)")

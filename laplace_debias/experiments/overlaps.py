@@ -79,7 +79,7 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
     trained = load_trained(settings, store, console)
     table: Rows = []
     summary: Rows = []
-    drawn = {}
+    drawn: dict[int, torch.Tensor] = {}
     for size in settings.batch_sizes:
         batches = trained.batches(
             trained.data.train, size, settings.num_batches(size), settings.seed
@@ -93,7 +93,7 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
         for first, second in combinations(range(settings.draws), 2):
             weights = overlaps(bases[first], bases[second]).cpu().double()
             drawn.setdefault(size, weights)
-            pair = {"batch_size": size, "first": first, "second": second}
+            pair = {"batch_size": size, "draw": first, "other_draw": second}
             table += [
                 pair | {"i": i + 1, "j": j + 1, "overlap": float(weights[i, j])}
                 for i in range(len(weights))
@@ -103,8 +103,8 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
                 pair
                 | {
                     "largest": float(weights.max()),
-                    "mean_largest_of_a_row": float(weights.max(1).values.mean()),
-                    "top_direction": float(weights[0, 0]),
+                    "row_largest": float(weights.max(1).values.mean()),
+                    "first": float(weights[0, 0]),
                     "subspaces": float(weights.sum() / len(weights)),
                 }
             )
@@ -148,12 +148,12 @@ def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
     for ax, (size, weights) in zip(panels, by_size.items(), strict=True):
         count = len(weights)
         image = ax.imshow(
-            weights.clamp(_DARKEST, 1),
+            weights.clamp(_DARKEST, 1).numpy(),
             cmap="gray",
             norm=LogNorm(_DARKEST, 1),
             extent=(0.5, count + 0.5, count + 0.5, 0.5),
         )
-        ax.set_title(f"two mini-batches of {size}", fontsize=FONT_SIZE)
+        ax.set_title(f"two mini-batches of {size} images", fontsize=FONT_SIZE)
         ax.set_xlabel("eigenvector ũⱼ")
         ax.set_ylabel("eigenvector uᵢ")
         style_axes(ax)
@@ -168,7 +168,7 @@ def step_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     Args:
         rows: Step sizes.
     """
-    figure = Figure(figsize=(5, 3.4), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained", facecolor="white")
     ax = figure.subplots()
     for name, marker, size in ((OTHER, ".", 22), (FULL, "x", 34), (SAME, "o", 26)):
         chosen = [row for row in rows if row["measured_on"] == name]
