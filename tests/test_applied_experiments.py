@@ -15,7 +15,9 @@ from laplace_debias.cli import main
 from laplace_debias.experiments import conjugate_gradients as cgs
 from laplace_debias.experiments import hessian_free as hf
 from laplace_debias.experiments import laplace as lap
+from laplace_debias.experiments import laplace_tables as tables
 from laplace_debias.experiments import runtime
+from laplace_debias.experiments.judge import METRICS, Judge
 from laplace_debias.experiments.registry import experiments
 from laplace_debias.experiments.setup import ExperimentSettings, Trained
 from laplace_debias.experiments.training import RecipeChanges
@@ -144,7 +146,7 @@ def test_loss_is_the_regularised_one_of_all_images_whatever_the_chunk():
     expected = cross_entropy(logits, y) + 0.05 * (W1.square().sum() + W2.square().sum())
     hits = (logits.argmax(1) == y).double().mean()
     for chunk_size in (5, 100):
-        found = cgs.Judge(trained.model, data, data, 0.1, chunk_size)(step)
+        found = Judge(trained.model, data, data, 0.1, chunk_size)(step)
         assert found["train_loss"] == pytest.approx(float(expected), abs=1e-6)
         assert found["test_accuracy"] == pytest.approx(float(hits))
 
@@ -152,7 +154,7 @@ def test_loss_is_the_regularised_one_of_all_images_whatever_the_chunk():
 def test_the_judge_moves_only_its_copy():
     trained, data = tiny()
     before = nn.utils.parameters_to_vector(trained.model.parameters()).clone()
-    cgs.Judge(trained.model, data, data, 0.1, 5)(torch.ones(27, dtype=torch.float64))
+    Judge(trained.model, data, data, 0.1, 5)(torch.ones(27, dtype=torch.float64))
     assert torch.equal(nn.utils.parameters_to_vector(trained.model.parameters()), before)
 
 
@@ -182,7 +184,7 @@ def test_debiased_trajectory_follows_dense_line_searches_on_the_second_half():
     trained, data = tiny()
     settings = cgs.ConjugateGradientsSettings(**CG | {"iterations": 3})
     first, second = torch.arange(12), torch.arange(12, 24)
-    judge = cgs.Judge(trained.model, data, data, 0.1, 100)
+    judge = Judge(trained.model, data, data, 0.1, 100)
     run = cgs.Run(cgs.DEBIASED, 0, first, second)
     rows = cgs.trajectory(trained, run, judge, 0.1, settings)
 
@@ -205,7 +207,7 @@ def test_debiased_trajectory_follows_dense_line_searches_on_the_second_half():
 
 def test_measuring_less_often_keeps_start_and_end():
     trained, data = tiny()
-    judge = cgs.Judge(trained.model, data, data, 0.1, 100)
+    judge = Judge(trained.model, data, data, 0.1, 100)
     run = cgs.Run(cgs.SINGLE, 0, torch.arange(12), None)
     rows = {
         every: cgs.trajectory(
@@ -275,8 +277,13 @@ def laplace_run(checkpoint, tmp_path_factory):
 
 def test_every_data_set_method_draw_and_prior_precision_has_one_row(laplace_run):
     _, rows = laplace_run
-    points = [(lap.MAP, 0, None)]
-    for method, draws in ((lap.MINI, 2), (lap.DEBIASED, 2), (lap.CROSSFIT, 2), (lap.FULL, 1)):
+    points = [(tables.MAP, 0, None)]
+    for method, draws in (
+        (tables.MINI, 2),
+        (tables.DEBIASED, 2),
+        (tables.CROSSFIT, 2),
+        (tables.FULL, 1),
+    ):
         points += [(method, draw, delta) for draw in range(draws) for delta in (0.1, 10.0)]
     found = [(r["data"], r["method"], r["draw"], r["prior_precision"]) for r in rows]
     parts = ("test", "train", "severity 5")
@@ -289,9 +296,9 @@ def test_rows_are_those_of_posteriors_fitted_one_by_one(laplace_run, trained):
     chosen = lap.choose(settings, len(data.train), len(data.test))
     x, y = data.train.batch(chosen.batches[1])
     fits = {
-        lap.MINI: ([(x, y)],),
-        lap.DEBIASED: ([(x[:4], y[:4])], [(x[4:], y[4:])]),
-        lap.FULL: ([data.train.batch(chosen.full)],),
+        tables.MINI: ([(x, y)],),
+        tables.DEBIASED: ([(x[:4], y[:4])], [(x[4:], y[4:])]),
+        tables.FULL: ([data.train.batch(chosen.full)],),
     }
     test = data.test.subset(chosen.test)
     shifted = test.with_images(random_corruption(test.images, 5, 0))
@@ -301,7 +308,7 @@ def test_rows_are_those_of_posteriors_fitted_one_by_one(laplace_run, trained):
         clean, corrupted = (
             la.predict(part.batch(torch.arange(12))[0]).probs.double() for part in (test, shifted)
         )
-        draw = 0 if method == lap.FULL else 1
+        draw = 0 if method == tables.FULL else 1
         by_part = {
             row["data"]: row
             for row in rows
@@ -340,17 +347,17 @@ def test_distances_are_means_over_draws_and_prior_precisions():
         return {"data": "x", "method": method, "draw": draw, "prior_precision": delta, **values}
 
     rows = [
-        *(row(lap.MINI, draw, delta, 3.0 + draw) for draw in (0, 1) for delta in (1.0, 2.0)),
-        *(row(lap.DEBIASED, 0, delta, 0.5) for delta in (1.0, 2.0)),
-        *(row(lap.FULL, 0, delta, delta) for delta in (1.0, 2.0)),
+        *(row(tables.MINI, draw, delta, 3.0 + draw) for draw in (0, 1) for delta in (1.0, 2.0)),
+        *(row(tables.DEBIASED, 0, delta, 0.5) for delta in (1.0, 2.0)),
+        *(row(tables.FULL, 0, delta, delta) for delta in (1.0, 2.0)),
     ]
-    mini, debiased = lap.distances(rows)
+    mini, debiased = tables.distances(rows)
     assert mini["nll"] == pytest.approx((2 + 1 + 3 + 2) / 4)
     assert mini["greatest nll"] == 3.0
     assert debiased["nll"] == pytest.approx((0.5 + 1.5) / 2)
     assert debiased["nll ratio"] == pytest.approx(0.5)
     assert debiased["ece"] == pytest.approx(0.5)
-    (sentence,) = lap.findings([mini, debiased])
+    (sentence,) = tables.findings([mini, debiased])
     assert "0.50 (x)" in sentence
 
 
@@ -412,7 +419,7 @@ def test_runtime_times_every_fit_as_often_as_asked(checkpoint, tmp_path):
         **RUNTIME, full_examples=24, checkpoint=checkpoint, output=output
     )
     rows = runtime.run_runtime(settings, silent())
-    methods = [lap.MINI, lap.DEBIASED, runtime.NAIVE, lap.CROSSFIT, lap.FULL]
+    methods = [tables.MINI, tables.DEBIASED, runtime.NAIVE, tables.CROSSFIT, tables.FULL]
     assert [(row["method"], row["repeat"]) for row in rows] == [
         (method, repeat) for repeat in range(2) for method in methods
     ]
@@ -474,7 +481,7 @@ def test_a_debiased_step_is_the_optimizers_on_two_halves(hessian_free_run):
 def test_ends_average_over_runs():
     def row(draw, step, loss, size):
         common = {"variant": "bare", "method": "m", "draw": draw, "step": step}
-        losses = dict.fromkeys(cgs.METRICS, loss)
+        losses = dict.fromkeys(METRICS, loss)
         return {**common, **losses, "step_size": size, "reduction_ratio": size}
 
     rows = [row(0, 0, 2.0, None), row(0, 1, 8.0, 1.0), row(1, 0, 2.0, None), row(1, 1, 1.0, 0.0)]

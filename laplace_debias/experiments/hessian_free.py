@@ -17,8 +17,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from laplace_debias.experiments.conjugate_gradients import METRICS, Judge
 from laplace_debias.experiments.evaluation import device_from
+from laplace_debias.experiments.judge import METRICS, Judge
 from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.storage import open_store

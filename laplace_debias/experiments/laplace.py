@@ -7,7 +7,7 @@ covariance and the probit link in place of the paper's samples (Eq. 18).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,14 +18,20 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias import metrics
-from laplace_debias.experiments.predictives import (
-    Grid,
-    Name,
-    classification_metrics,
-    grid_predict,
-    map_predict,
+from laplace_debias.experiments.judge import Chunks
+from laplace_debias.experiments.laplace_tables import (
+    CROSSFIT,
+    DEBIASED,
+    FULL,
+    MAP,
+    METRICS,
+    MINI,
+    Row,
+    distances,
+    findings,
+    measured,
 )
+from laplace_debias.experiments.predictives import Grid, Name, grid_predict, map_predict
 from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import Store, open_store
@@ -35,16 +41,6 @@ from laplace_debias.report.figures import prior_precision_grid
 from laplace_debias.report.tables import print_table
 
 NAME = "laplace"
-MAP, MINI, DEBIASED, CROSSFIT, FULL = METHODS = (
-    "MAP",
-    "mini-batch",
-    "debiased",
-    "cross-fitted",
-    "full-batch",
-)
-METRICS = ("nll", "ece", "accuracy", "auroc")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +138,9 @@ def run_laplace(settings: LaplaceSettings, console: Console | None = None) -> li
     rows = [
         row
         for name, images in data.items()
-        for row in measured(name, probs[name], images.labels, settings, probs["test"])
+        for row in measured(
+            name, probs[name], images.labels, settings.prior_precisions, probs["test"]
+        )
     ]
     store.table(rows)
     table = distances(rows)
@@ -257,22 +255,11 @@ def fit_all(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> dict
             found[CROSSFIT, draw] = laplace(settings.fisher).fit_batches(
                 [(x, y)], folds=settings.folds, **common
             )
+    dtype = next(trained.model.parameters()).dtype
     found[FULL, 0] = laplace(settings.full_fisher).fit_batches(
-        _Chunks(train, chosen.full, settings), **common
+        Chunks(train, chosen.full, settings.chunk_size, dtype), **common
     )
     return found
-
-
-class _Chunks:
-    """Some training examples, a chunk at a time, any number of times."""
-
-    def __init__(self, data: Images, indices: Tensor, settings: LaplaceSettings) -> None:
-        self._data, self._settings = data, settings
-        self._parts = indices.split(settings.chunk_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for part in tqdm(self._parts, desc="fit full", disable=not self._settings.progress):
-            yield self._data.batch(part)
 
 
 def _predict_all(
@@ -313,104 +300,6 @@ def _predict_all(
                 for method, _, draw in (label.rpartition("/") for label in parts[0])
             }
     return collected
-
-
-def measured(
-    name: str,
-    probs: Mapping[Name, Tensor],
-    labels: Tensor,
-    settings: LaplaceSettings,
-    clean: Mapping[Name, Tensor],
-) -> list[Row]:
-    """Metrics of every posterior on one data set.
-
-    Args:
-        name: Of the data set; on `"severity …"` there is an AUROC.
-        probs: Probabilities `[P, n, C]` by method and draw.
-        labels: `[n]`.
-        settings: The grid.
-        clean: Probabilities on the clean test images, to tell corrupted ones from.
-
-    Returns:
-        A row a method, draw and prior precision; one of None for the MAP.
-    """
-    rows = []
-    for method, draw in sorted(probs, key=lambda key: (METHODS.index(key[0]), key[1])):
-        grid: Grid = (None,) if method == MAP else settings.prior_precisions
-        for index, delta in enumerate(grid):
-            of_point = probs[method, draw][index]
-            auroc = None
-            if name.startswith("severity"):
-                scores = (metrics.entropy(p) for p in (clean[method, draw][index], of_point))
-                auroc = metrics.auroc(*scores).item()
-            rows.append(
-                {
-                    "data": name,
-                    "method": method,
-                    "draw": draw,
-                    "prior_precision": delta,
-                    **classification_metrics(of_point, labels),
-                    "auroc": auroc,
-                }
-            )
-    return rows
-
-
-def distances(rows: Sequence[Row]) -> list[Row]:
-    """How far the posteriors from few examples are from full-batch.
-
-    Args:
-        rows: Rows of `measured`, of any number of data sets.
-
-    Returns:
-        A row a data set and method: mean |metric − that of full-batch| over draws and prior
-        precisions for NLL (nats), ECE and accuracy; the greatest one of the NLL; and the ratio of
-        its mean to the mini-batch's.
-    """
-    full = {(r["data"], r["prior_precision"]): r for r in rows if r["method"] == FULL}
-    table: list[Row] = []
-    for name in dict.fromkeys(row["data"] for row in rows):
-        of_mini = math.nan
-        for method in (MINI, DEBIASED, CROSSFIT):
-            of_method = [r for r in rows if (r["data"], r["method"]) == (name, method)]
-            if not of_method:
-                continue
-            gaps = {
-                metric: [
-                    abs(r[metric] - full[name, r["prior_precision"]][metric]) for r in of_method
-                ]
-                for metric in METRICS[:3]
-            }
-            means = {metric: sum(values) / len(values) for metric, values in gaps.items()}
-            of_mini = means["nll"] if method == MINI else of_mini
-            table.append(
-                {
-                    "data": name,
-                    "method": method,
-                    **means,
-                    "greatest nll": max(gaps["nll"]),
-                    "nll ratio": means["nll"] / of_mini if of_mini else math.nan,
-                }
-            )
-    return table
-
-
-def findings(table: Sequence[Row]) -> list[str]:
-    """What was seen, a sentence a method, made from the numbers.
-
-    Args:
-        table: Rows of `distances`.
-    """
-    sentences = []
-    for method in (DEBIASED, CROSSFIT):
-        ratios = {row["data"]: row["nll ratio"] for row in table if row["method"] == method}
-        if ratios:
-            told = ", ".join(f"{ratio:.2f} ({name})" for name, ratio in ratios.items())
-            sentences.append(
-                f"{method}: the NLL is, over all draws and prior precisions, this many times as "
-                f"far from full-batch's as the mini-batch's: {told}."
-            )
-    return sentences
 
 
 LAPLACE = Experiment(

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.experiments.laplace import CROSSFIT, DEBIASED, FULL, MINI
+from laplace_debias.experiments.laplace_tables import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import open_store
