@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench demo examples test lint format clean
+.PHONY: bench demo examples experiments test lint format clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +21,35 @@ demo: .venv/.installed
 
 examples: .venv/.installed
 	for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+
+# The paper's experiments, reduced: those on the digits; with LAPLACE_DEBIAS_DATA (CIFAR-10) those on
+# small networks trained first; with LAPLACE_DEBIAS_CHECKPOINT too those on a trained All-CNN-C.
+# A run that was broken off goes on where it stopped.
+CONFIGS := $(wildcard configs/experiments/*.yaml)
+ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS))
+ON_CIFAR := $(filter-out $(ON_CHECKPOINT),$(shell grep -l '^problem: .*cifar' $(CONFIGS)))
+ON_DIGITS := $(filter-out $(ON_CHECKPOINT) $(ON_CIFAR),$(CONFIGS))
+SOURCE := --data=$(LAPLACE_DEBIAS_DATA) $(addprefix --cache=,$(LAPLACE_DEBIAS_CACHE))
+# Configs are called after their experiment, but for these.
+NAME_directional_curvature_digits := directional_curvature
+NAME_laplace_resnet_cifar10 := laplace
+NAME_laplace_vit_cifar10 := laplace
+stem = $(basename $(notdir $1))
+define experiment
+	$(BIN)/laplace-debias experiment $(or $(NAME_$(call stem,$1)),$(call stem,$1)) \
+	  --config $1 --resume=true $2
+
+endef
+
+experiments: .venv/.installed
+	$(foreach config,$(ON_DIGITS),$(call experiment,$(config),))
+ifdef LAPLACE_DEBIAS_DATA
+	$(foreach config,$(ON_CIFAR),$(call experiment,$(config),$(SOURCE)))
+ifdef LAPLACE_DEBIAS_CHECKPOINT
+	$(foreach config,$(ON_CHECKPOINT),$(call experiment,$(config),$(SOURCE) \
+	--checkpoint=$(LAPLACE_DEBIAS_CHECKPOINT)))
+endif
+endif
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n auto

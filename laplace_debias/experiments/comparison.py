@@ -5,7 +5,7 @@ b, magnitudes from the other b) and full-batch, over prior precisions and severa
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -13,22 +13,22 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from tqdm import tqdm
 
 from laplace_debias import metrics
 from laplace_debias.experiments.distances import Distance, Measurement, distances
-from laplace_debias.laplace import Laplace, predict_grids
+from laplace_debias.experiments.predictives import (
+    Grid,
+    Name,
+    Predict,
+    classification_metrics,
+    grid_predict,
+    map_predict,
+)
+from laplace_debias.laplace import Laplace
 from laplace_debias.problems import ImageDataset, corrupt
 
 MAP, MINI, DEBIASED, FULL = METHODS = ("MAP", "mini-batch", "debiased", "full-batch")
-
-# A method and its draw.
-Name = tuple[str, int]
-# Prior precisions; the MAP has none.
-Grid = Sequence[float | None]
-# From inputs `[B, ...]` and grids to the probabilities of each posterior, `[P, B, C]`.
-Predict = Callable[[Tensor, Mapping[Name, Grid]], dict[Name, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +210,9 @@ def compare(
                 generator=generator,
             )
             run = _Run(settings, validation, test, corrupted, bar)
-            run.measure({(MAP, 0): (None,)}, _map_predict(model))
+            run.measure({(MAP, 0): (None,)}, map_predict(model))
             grids = dict.fromkeys(posteriors, settings.prior_precisions)
-            run.measure(grids, _grid_predict(posteriors))
+            run.measure(grids, grid_predict(posteriors))
     order = METHODS.index
     sweep = sorted(run.sweep, key=lambda row: order(row.method))
     return ComparisonResult(
@@ -278,7 +278,7 @@ class _Run:
                     draw=name[1],
                     prior_precision=delta,
                     validation_nll=metrics.nll(tuning, self._validation.labels).item(),
-                    **_metrics(probs, self._test.labels),
+                    **classification_metrics(probs, self._test.labels),
                 )
                 for delta, tuning, probs in zip(
                     grid, on_validation[name], on_test[name], strict=True
@@ -297,7 +297,7 @@ class _Run:
             shifted = self._predict(f"predict severity {severity}", predict, data, tuned)
             for name, row in best.items():
                 probs = shifted[name][0]
-                values = vars(row) | _metrics(probs, data.labels)
+                values = vars(row) | classification_metrics(probs, data.labels)
                 auroc = metrics.auroc(scores[name], metrics.entropy(probs)).item()
                 self.tuned.append(TunedMeasurement(**values, severity=severity, auroc=auroc))
 
@@ -322,43 +322,6 @@ class _Batches:
         for indices in torch.arange(len(self._data)).split(self._batch_size):
             yield self._data.batch(indices)
             self._bar.update(len(indices))
-
-
-def _grid_predict(posteriors: Mapping[Name, Laplace]) -> Predict:
-    def predict(x: Tensor, grids: Mapping[Name, Grid]) -> dict[Name, Tensor]:
-        points = [torch.tensor(grids[name], dtype=torch.float64) for name in posteriors]
-        predicted = predict_grids(list(posteriors.values()), x, points)
-        return {
-            name: torch.stack([_probabilities(p) for p in of_grid])
-            for name, of_grid in zip(posteriors, predicted, strict=True)
-        }
-
-    return predict
-
-
-def _map_predict(model: nn.Module) -> Predict:
-    parameter = next(model.parameters())
-
-    @torch.no_grad()
-    def predict(x: Tensor, grids: Mapping[Name, Grid]) -> dict[Name, Tensor]:
-        probs = model(x.to(parameter)).softmax(1).double().cpu()
-        return {name: probs.expand(len(grid), -1, -1) for name, grid in grids.items()}
-
-    return predict
-
-
-def _probabilities(predictive: Distribution) -> Tensor:
-    return predictive.probs.double().cpu()  # type: ignore[attr-defined]
-
-
-def _metrics(probs: Tensor, labels: Tensor) -> dict[str, float]:
-    functions = {
-        "accuracy": metrics.accuracy,
-        "nll": metrics.nll,
-        "ece": metrics.ece,
-        "brier": metrics.brier,
-    }
-    return {name: function(probs, labels).item() for name, function in functions.items()}
 
 
 def _some(

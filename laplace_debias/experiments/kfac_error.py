@@ -92,7 +92,7 @@ def run_kfac_error(settings: KfacErrorSettings, console: Console | None = None) 
         FileExistsError: If the output folder holds other results.
     """
     console = console or Console(highlight=False, markup=False)
-    store = open_store("kfac-error", settings)
+    store = open_store("kfac_error", settings)
     trained = load_trained(settings, store, console)
     batches = trained.batches(
         trained.data.train, settings.batch_size, settings.num_batches, settings.seed
@@ -288,7 +288,7 @@ def kfac_error_figure(summary: Rows) -> Figure:
 
 
 KFAC_ERROR = Experiment(
-    name="kfac-error",
+    name="kfac_error",
     figure="beyond the paper",
     help="Distance of mini-batch, debiased and cross-fitted K-FAC and EKFAC from the full GGN.",
     settings=KfacErrorSettings,

@@ -1,9 +1,10 @@
 """Metrics against prior precision and against severity: one panel a metric, one line a method."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -11,6 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from laplace_debias.report.reliability import reliability_figure
 from laplace_debias.report.style import (
     FONT_SIZE,
+    INK,
     check_suffix,
     method_colours,
     metric_label,
@@ -19,7 +21,12 @@ from laplace_debias.report.style import (
 )
 from laplace_debias.report.summary import Curve, Row, summarise
 
-__all__ = ["prior_precision_figure", "reliability_figure", "severity_figure"]
+__all__ = [
+    "prior_precision_figure",
+    "prior_precision_grid",
+    "reliability_figure",
+    "severity_figure",
+]
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 3.5, 3.3
 _UNBOUNDED_METRICS = ("nll",)
@@ -96,6 +103,62 @@ def severity_figure(
     check_suffix(path)
     curves = {metric: summarise(rows, "severity", metric) for metric in metrics}
     return _draw(curves, path, "Severity of corruption", is_log=False)
+
+
+def prior_precision_grid(
+    parts: Mapping[str, Sequence[Row]],
+    metrics: Sequence[str] = ("nll", "ece", "accuracy"),
+) -> Figure:
+    """Draws metrics against the prior precision on several data sets, as Figures 14 and 15 do.
+
+    Dots, bars and axes are those of `prior_precision_figure`; a data set has a line of panels.
+
+    Args:
+        parts: By name of the data set, rows as `prior_precision_figure` takes them. A metric that
+            is None in all rows of a data set has no panel there.
+        metrics: Which metrics, a column of panels each.
+
+    Returns:
+        The picture.
+
+    Raises:
+        ValueError: As `prior_precision_figure`.
+    """
+    if not parts or not metrics:
+        raise ValueError("`parts` or `metrics` is empty; expected at least one of each.")
+    figure = Figure(
+        figsize=(_PANEL_WIDTH * len(metrics), _PANEL_HEIGHT * len(parts) * 0.8 + 0.5),
+        layout="constrained",
+        facecolor="white",
+    )
+    axes = figure.subplots(len(parts), len(metrics), squeeze=False, sharex=True)
+    legend: dict[str, Artist] = {}
+    for line, (name, rows) in zip(axes, parts.items(), strict=True):
+        for ax, metric in zip(line, metrics, strict=True):
+            if all(row[metric] is None for row in rows):
+                ax.set_axis_off()
+                continue
+            curves = summarise(rows, "prior_precision", metric)
+            ax.set_xscale("log")
+            _draw_methods(ax, curves, is_log=True)
+            ax.set_ylabel(metric_label(metric))
+            style_axes(ax)
+            if metric in _UNBOUNDED_METRICS:
+                _compress(ax, curves)
+            handles, labels = ax.get_legend_handles_labels()
+            legend |= zip(labels, handles, strict=True)
+        line[0].set_title(name, loc="left", fontsize=FONT_SIZE, color=INK)
+    for ax in axes[-1]:
+        ax.set_xlabel("Prior precision δ", fontsize=FONT_SIZE, color=INK)
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside upper center",
+        ncols=min(len(legend), 2 * len(metrics)),
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
+    return figure
 
 
 def _draw(

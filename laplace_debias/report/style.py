@@ -40,6 +40,7 @@ _METHOD_COLOURS = {
     "MAP": "#7F7F7F",
     "vanilla": "#7F7F7F",
     "mini-batch": OKABE_ITO["orange"],
+    "single-batch": OKABE_ITO["orange"],
     "debiased": OKABE_ITO["blue"],
     "full-batch": OKABE_ITO["black"],
 }
@@ -49,6 +50,10 @@ _METRIC_NAMES = {
     "ece": "ECE ↓",
     "accuracy": "Accuracy ↑",
     "brier": "Brier score ↓",
+    "train_loss": "Training loss (nats) ↓",
+    "test_loss": "Test loss (nats) ↓",
+    "train_accuracy": "Training accuracy ↑",
+    "test_accuracy": "Test accuracy ↑",
     "mean_entropy": "Mean entropy (nats)",
 }
 _METRIC_FAMILIES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}

@@ -1,0 +1,60 @@
+"""Costs as bars: one panel a cost, one bar a method."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from matplotlib.figure import Figure
+
+from laplace_debias.report.style import FONT_SIZE, INK, method_colours, style_axes
+
+_PANEL_WIDTH, _BAR_HEIGHT = 4.2, 0.42
+_LABELS = {"seconds": "Run time (s)", "peak": "Peak memory (MB)"}
+
+
+def costs_figure(rows: Sequence[Mapping[str, object]], costs: Sequence[str]) -> Figure:
+    """Draws costs of methods: a bar to the median over repeats, a whisker from least to greatest.
+
+    Args:
+        rows: One row a method and repeat, with the keys `method` and the costs. A cost that is None
+            anywhere has no panel.
+        costs: Which costs, one panel each: `"seconds"`, `"peak"` (MB).
+
+    Returns:
+        The picture.
+
+    Raises:
+        ValueError: There is no cost that is known of all rows.
+    """
+    known = [cost for cost in costs if rows and all(row[cost] is not None for row in rows)]
+    if not known:
+        raise ValueError(f"no row has all of {list(costs)}; expected at least one cost to draw")
+    methods = list(dict.fromkeys(str(row["method"]) for row in rows))
+    colours = method_colours(methods)
+    figure = Figure(
+        figsize=(_PANEL_WIDTH * len(known), _BAR_HEIGHT * len(methods) + 0.9),
+        layout="constrained",
+        facecolor="white",
+    )
+    panels = figure.subplots(1, len(known), squeeze=False, sharey=True)[0]
+    for ax, cost in zip(panels, known, strict=True):
+        for place, method in enumerate(methods):
+            values = [float(row[cost]) for row in rows if row["method"] == method]  # type: ignore[arg-type]
+            middle = median(values)
+            spread = ([middle - min(values)], [max(values) - middle])
+            ax.barh(place, middle, xerr=spread, color=colours[method], ecolor=INK, height=0.7)
+            ax.annotate(
+                f"{middle:.3g}",
+                (max(values), place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                verticalalignment="center",
+                fontsize=FONT_SIZE - 1,
+                color=INK,
+            )
+        ax.margins(x=0.14)
+        ax.set_xlim(left=0)
+        ax.set_xlabel(_LABELS.get(cost, cost))
+        style_axes(ax)
+    panels[0].set_yticks(range(len(methods)), methods)
+    panels[0].invert_yaxis()
+    return figure
