@@ -3,19 +3,19 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from scipy import stats
 
-from laplace_debias.experiments.debiasing_schemes import FULL, MINI
+from laplace_debias.experiments.debiasing_schemes import EKFAC, FULL, MINI
 from laplace_debias.report.files import written_atomically
 from laplace_debias.report.intervals import interval_figure
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 
 Row = dict[str, Any]
-_EKFAC = "EKFAC, "
 _CONFIDENCE = 0.95
 
 
@@ -111,7 +111,7 @@ def summarise_study(rows: Sequence[Row]) -> list[Summary]:
     for row in rows:
         if row["draw"] is None:
             continue
-        full = f"{_EKFAC}{FULL}" if row["method"].startswith(_EKFAC) else FULL
+        full = EKFAC + FULL if row["method"].startswith(EKFAC) else FULL
         other = reference[full, row["prior_precision"]]
         gap = (row["nll"] - other["nll"], row["log_variance"] - other["log_variance"])
         by_draw = gaps.setdefault(row["method"], {}).setdefault(row["draw"], {})
@@ -124,7 +124,7 @@ def _summary(
     gaps: dict[int, dict[float, tuple[float, float]]],
     of_all: dict[str, dict[int, dict[float, tuple[float, float]]]],
 ) -> Summary:
-    mini = of_all[_EKFAC + MINI if method.startswith(_EKFAC) else MINI]
+    mini = of_all[EKFAC + MINI if method.startswith(EKFAC) else MINI]
     draws = list(gaps)
     grid = sorted(gaps[draws[0]])
 
@@ -151,8 +151,7 @@ def _summary(
         worst_ratio=max(ratio(draws, [delta]) for delta in grid),
         log_variance=tuple(map(_mean, variances)),
         log_variance_error=tuple(
-            _half_width(list(range(len(draws))), lambda chosen, v=values: _mean([v[i] for i in chosen]))
-            for values in variances
+            _half_width(list(range(len(draws))), partial(_mean_of, values)) for values in variances
         ),
     )
 
@@ -194,6 +193,10 @@ def _told(summary: Summary) -> Row:
 def _with_error(value: float, error: float | None, digits: int = 4) -> str:
     text = f"{value:.{digits}f}"
     return text if error is None else f"{text} ± {error:.{digits}f}"
+
+
+def _mean_of(values: Sequence[float], chosen: Sequence[int]) -> float:
+    return _mean([values[i] for i in chosen])
 
 
 def _mean(values: Sequence[float]) -> float:

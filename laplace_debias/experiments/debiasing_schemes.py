@@ -17,6 +17,9 @@ from laplace_debias.curvature.kfac.directions import eigh
 from laplace_debias.curvature.kfac.magnitudes import along
 from laplace_debias.curvature.kfac.shrinkage import effective_rows, shrunk_eigenvalues
 
+EKFAC = "EKFAC, "
+"""What the names of EKFAC's methods begin with."""
+
 FULL = "full-batch"
 MINI = "mini-batch"
 SHRUNK = "shrinkage"
@@ -26,8 +29,9 @@ FULL_WITH_CROSSFIT = "full-batch directions, cross-fitted magnitudes"
 AVERAGE = "running average"
 AVERAGE_NEXT = "running average, measured on the next batch"
 AVERAGE_TWO = "running averages of two streams"
-# Folds whose magnitudes are paired with other directions; groups that tell the number of rows.
+
 USUAL_FOLDS = 8
+"""Folds whose magnitudes go with other directions too, and that tell the number of rows."""
 
 
 def crossfit_name(folds: int) -> str:
@@ -73,7 +77,7 @@ class Plan:
         return 2 * self.batch_size // self.groups
 
     @property
-    def group_methods(self) -> dict[str, str]:
+    def methods(self) -> dict[str, str]:
         """The basis that each method's magnitudes are along."""
         b = self.batch_size
         return {
@@ -102,14 +106,12 @@ class Factors:
         groups: Of each group, summed over its examples, `[groups, d, d]`.
         further: Of each further batch of `average_batch_size` examples, summed, `[n, d, d]`.
         full: Of all data, the mean, `[d, d]`.
-        full_values: Its eigenvalues, descending.
         precision: What all of it was computed in.
     """
 
     groups: Float[Tensor, "groups d d"]
     further: Float[Tensor, "further d d"]
     full: Float[Tensor, "d d"]
-    full_values: Float[Tensor, " d"]
     precision: torch.dtype
 
     def fold(self, k: int, folds: int) -> Float[Tensor, "d d"]:
@@ -127,7 +129,7 @@ def magnitudes_of(
         plan: How the examples are cut.
 
     Returns:
-        Bases by name, all but `full`; and the magnitudes of each of `plan.group_methods`.
+        Bases by name, all but `full`; and the magnitudes of each of `plan.methods`.
     """
     b = plan.batch_size
     total = factors.groups.sum(0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.inputs import Inputs, join, take
-from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis, eigh
+from laplace_debias.curvature.kfac.directions import Eigenbasis, eigh
 from laplace_debias.curvature.kfac.fit import (
     Batches,
     FactorSums,

@@ -2,10 +2,10 @@ r"""Shrunk magnitudes: eigenvalues corrected for their bias in closed form, with
 
 Sample eigenvalues spread: the largest are too large and the smallest too small, by how much depends
 on the ratio of dimension and number of rows. Under assumptions on the rows the best value for each
-eigenvector is known in the limit of large dimension and estimated here from the sample eigenvalues
-alone, `shrunk_eigenvalues`. A factor's rows are not those of the theory: the positions of an example
-are correlated, and examples weigh differently. What stands for the number of rows is therefore
-measured, `effective_rows`.
+eigenvector is known in the limit of large dimension, and is estimated here from the sample
+eigenvalues alone: `shrunk_eigenvalues`. The rows of a factor are not those of the theory: positions
+of an example are correlated, and examples weigh differently. So what stands for the number of rows
+is measured: `effective_rows`.
 """
 
 import math
@@ -40,12 +40,14 @@ def fit_shrunk(problem: Problem, data: Batches, num_folds: int) -> Fitted:
     Args:
         problem: The network and its blocks.
         data: Batches `(x, y)`; example i belongs to group i mod `num_folds`.
-        num_folds: How many groups the effective number of rows is found from, at least 2; of their
-            factors nothing is kept but a norm.
+        num_folds: How many groups the effective number of rows is found from, at least 2, or one an
+            example if there are fewer; of their factors nothing is kept but a norm.
 
     Raises:
-        ValueError: If there are fewer examples than groups; as `sweep`.
+        ValueError: If there are fewer than two examples; as `sweep`.
     """
+    data = list(data)
+    num_folds = max(2, min(num_folds, sum(len(y) for _, y in data)))
     totals: FactorSums = {}
     squares: dict[Block, list[Tensor]] = {}
     seen = Seen(0, 0.0)
@@ -168,6 +170,8 @@ def shrunk_eigenvalues(
     if has_null:
         reach = math.sqrt(5) * h
         log = math.log((1 + reach) / (1 - reach))
-        at_zero = (0.3 / h**2 + scale / h * (1 - 1 / (5 * h**2)) * log) * positive.reciprocal().mean()
+        at_zero = (
+            0.3 / h**2 + scale / h * (1 - 1 / (5 * h**2)) * log
+        ) * positive.reciprocal().mean()
         shrunk[rank:] = rank / ((len(values) - rank) * at_zero)
     return shrunk.to(values.dtype)
