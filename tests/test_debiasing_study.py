@@ -12,7 +12,6 @@ from laplace_debias.experiments import debiasing_study
 from laplace_debias.experiments.debiasing_report import report, summarise_study
 from laplace_debias.experiments.debiasing_schemes import Factors, magnitudes_of
 from laplace_debias.experiments.debiasing_study import DebiasingStudySettings, study
-from laplace_debias.experiments.demo import demo_net
 from laplace_debias.problems import digits
 from laplace_debias.report.tables import read_csv
 
@@ -41,7 +40,17 @@ def made(tmp_path_factory):
         prior_precisions=GRID,
         progress=False,
     )
-    model = demo_net(2).double().eval()
+    # Many positions and few inputs: no factor lacks a direction that other data have.
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3, stride=2, padding=1),
+        torch.nn.Tanh(),
+        torch.nn.Conv2d(3, 4, 2),
+        torch.nn.Tanh(),
+        torch.nn.Conv2d(4, 10, 1),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+    )
+    model = model.double().eval()
     return settings, model, split, study(model, split.train, split.test, settings)
 
 
@@ -153,8 +162,13 @@ def test_a_run_goes_on_where_it_stopped_to_the_same_result(made, monkeypatch):
     monkeypatch.setattr(
         fits, "draw_rows", lambda self, draw: fitted.append(draw) or draw_rows(self, draw)
     )
-    monkeypatch.setattr(fits, "full_rows", None)
-    monkeypatch.setattr(fits, "ekfac_draw_rows", None)
+
+    def never(*_):
+        raise AssertionError("a part that is stored was made again")
+
+    monkeypatch.setattr(fits, "full_rows", never)
+    monkeypatch.setattr(fits, "ekfac_full_rows", never)
+    monkeypatch.setattr(fits, "ekfac_draw_rows", never)
     assert study(model, split.train, split.test, settings) == rows
     assert fitted == [1]
 

@@ -175,5 +175,5 @@ def test_shrinkage_that_makes_no_sense_is_refused(curvature, options, message):
 
 def test_one_example_cannot_tell_how_uncertain_it_is():
     model, x, y = network()
-    with pytest.raises(ValueError, match="1 examples"):
+    with pytest.raises(ValueError, match="at least 2, got 1"):
         Laplace(model).fit_batches([(x[:1], y[:1])], shrinkage=True)

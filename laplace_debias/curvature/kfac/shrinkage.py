@@ -47,7 +47,10 @@ def fit_shrunk(problem: Problem, data: Batches, num_folds: int) -> Fitted:
         ValueError: If there are fewer than two examples; as `sweep`.
     """
     data = list(data)
-    num_folds = max(2, min(num_folds, sum(len(y) for _, y in data)))
+    num_examples = sum(len(y) for _, y in data)
+    if num_examples == 1:
+        raise ValueError("Shrinkage is by how much examples differ: it takes at least 2, got 1.")
+    num_folds = max(2, min(num_folds, num_examples))
     totals: FactorSums = {}
     squares: dict[Block, list[Tensor]] = {}
     seen = Seen(0, 0.0)
@@ -106,7 +109,7 @@ def effective_rows(
     """
     norm = mean.square().sum().item()
     variance = (squares.item() - num_examples * norm) / (num_folds - 1) / num_examples
-    if variance <= torch.finfo(mean.dtype).eps * norm:
+    if variance <= 16 * torch.finfo(mean.dtype).eps * norm:
         return math.inf
     return (mean.trace().item() ** 2 + max(0.0, norm - variance)) / variance
 
