@@ -118,7 +118,7 @@ def test_each_method_predicts_what_the_front_end_does(made, method):
 
 def test_running_averages_follow_their_recursion(made):
     """Weights halve from the newest batch to the oldest; magnitudes come from the batch ahead."""
-    plan = dataclasses.replace(made[0].plan, average_decay=0.5)
+    plan = dataclasses.replace(made[0].plan, average_decays=(0.5,))
     rows = torch.randn(16 + 2, 2, 6).double()
     groups, further = rows[:16].mT @ rows[:16], rows[16:].mT @ rows[16:] * 4
     factors = Factors(
@@ -136,19 +136,19 @@ def test_running_averages_follow_their_recursion(made):
 
     whole = average(batches)
     expected = torch.linalg.eigvalsh(whole).flip(0)
-    torch.testing.assert_close(values["running average"], expected)
-    U = bases["average"]
+    torch.testing.assert_close(values["average, decay 0.5"], expected)
+    U = bases["average 0.5"]
     torch.testing.assert_close(U @ torch.diag(expected) @ U.T, whole)
     ahead = []
     for number in range(1, len(batches)):
         V = torch.linalg.eigh(average(batches[:number]))[1].flip(1)
         ahead.append((V.T @ batches[number] @ V).diagonal())
-    found = values["running average, measured on the next batch"]
+    found = values["average, decay 0.5, measured on the next batch"]
     torch.testing.assert_close(found, average(ahead))
     V = torch.linalg.eigh(average(batches[::2]))[1].flip(1)
-    torch.testing.assert_close(bases["stream"].abs(), V.abs())
+    torch.testing.assert_close(bases["stream 0.5"].abs(), V.abs())
     torch.testing.assert_close(
-        values["running averages of two streams"],
+        values["average, decay 0.5, directions and magnitudes of two streams"],
         (V.T @ average(batches[1::2]) @ V).diagonal(),
     )
 
@@ -198,7 +198,7 @@ def test_too_little_data_is_told_before_any_work(made):
         ({"folds": (3, 8)}, "folds is"),
         ({"folds": (2, 4)}, "8 among them"),
         ({"average_batch_size": 3}, "average_batch_size is 3"),
-        ({"average_decay": 1.0}, "average_decay is 1.0"),
+        ({"average_decays": (0.5, 1.0)}, "average_decays is"),
         ({"ekfac_draws": 99}, "ekfac_draws is 99"),
         ({"prior_precisions": (1.0, 0.1)}, "ascending"),
         ({"seed": -1}, "seed is -1"),

@@ -26,9 +26,6 @@ SHRUNK = "shrinkage"
 ORACLE = "oracle magnitudes"
 FULL_WITH_MINI = "full-batch directions, mini-batch magnitudes"
 FULL_WITH_CROSSFIT = "full-batch directions, cross-fitted magnitudes"
-AVERAGE = "running average"
-AVERAGE_NEXT = "running average, measured on the next batch"
-AVERAGE_TWO = "running averages of two streams"
 
 USUAL_FOLDS = 8
 """Folds whose magnitudes go with other directions too, and that tell the number of rows."""
@@ -49,6 +46,18 @@ def oracle_name(directions: int) -> str:
     return f"debiased, {directions} + all"
 
 
+def average_name(decay: float, magnitudes: str = "") -> str:
+    """A running average; its magnitudes, if others than its own, from `NEXT` or `STREAM`."""
+    return f"average, decay {decay:g}{magnitudes}"
+
+
+NEXT = ", measured on the next batch"
+"""Each batch is measured along the eigenvectors of the average before it."""
+
+STREAM = ", directions and magnitudes of two streams"
+"""Directions from the average over every other batch, magnitudes from that over the rest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a draw's examples are cut.
@@ -61,7 +70,7 @@ class Plan:
         further_batches: How many further magnitude batches of b examples there are.
         average_batch_size: Examples in a batch of the running average, a multiple of a group's and
             a divisor of b.
-        average_decay: Its weight of what came before, in (0, 1).
+        average_decays: Its weights of what came before, in (0, 1), one average each.
     """
 
     batch_size: int
@@ -69,7 +78,7 @@ class Plan:
     folds: tuple[int, ...]
     further_batches: int
     average_batch_size: int
-    average_decay: float
+    average_decays: tuple[float, ...]
 
     @property
     def group_size(self) -> int:
@@ -92,9 +101,11 @@ class Plan:
             oracle_name(b): "half",
             FULL_WITH_MINI: "full",
             FULL_WITH_CROSSFIT: "full",
-            AVERAGE: "average",
-            AVERAGE_NEXT: "average",
-            AVERAGE_TWO: "stream",
+            **{
+                average_name(decay, of): f"{'stream' if of == STREAM else 'average'} {decay:g}"
+                for decay in self.average_decays
+                for of in ("", NEXT, STREAM)
+            },
         }
 
 
@@ -179,20 +190,19 @@ def _averages(
 ) -> None:
     """Running averages over batches, with bias correction: newer batches weigh more."""
     batches = [*_batches(factors, plan)]
-    averages = list(_running(batches, plan.average_decay))
-    values[AVERAGE], bases["average"] = _eigh(averages[-1])
-    # Every batch is measured along the eigenvectors of those before it.
-    next_values = torch.zeros_like(values[AVERAGE])
-    norm = 0.0
-    for before, batch in zip(averages, batches[1:], strict=False):
-        _, basis = eigh(before)
-        next_values = plan.average_decay * next_values + along(batch, basis)
-        norm = plan.average_decay * norm + 1
-    values[AVERAGE_NEXT] = next_values / norm
-    *_, directions = _running(batches[::2], plan.average_decay)
-    *_, magnitudes = _running(batches[1::2], plan.average_decay)
-    bases["stream"] = _eigh(directions)[1]
-    values[AVERAGE_TWO] = along(magnitudes, bases["stream"])
+    for decay in plan.average_decays:
+        averages = list(_running(batches, decay))
+        values[average_name(decay)], basis = _eigh(averages[-1])
+        bases[f"average {decay:g}"] = basis
+        ahead = []
+        for before, batch in zip(averages, batches[1:], strict=False):
+            _, of_before = eigh(before)
+            ahead.append(along(batch, of_before))
+        *_, values[average_name(decay, NEXT)] = _running(ahead, decay)
+        *_, directions = _running(batches[::2], decay)
+        *_, magnitudes = _running(batches[1::2], decay)
+        bases[f"stream {decay:g}"] = _eigh(directions)[1]
+        values[average_name(decay, STREAM)] = along(magnitudes, bases[f"stream {decay:g}"])
 
 
 def _batches(factors: Factors, plan: Plan) -> Iterator[Float[Tensor, "d d"]]:

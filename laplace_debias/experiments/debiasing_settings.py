@@ -26,7 +26,7 @@ class DebiasingStudySettings:
         further_batches: How many further magnitude batches of b examples there are.
         average_batch_size: Examples in a batch of the running averages, which go through the
             further batches too.
-        average_decay: Weight of what came before in a running average.
+        average_decays: Weights of what came before in a running average, one average each.
         full_examples: How many training examples, chosen at random, stand for full-batch.
         ekfac_full_examples: On how many of these EKFAC's full-batch magnitudes are measured.
         test_examples: How many test images are predicted.
@@ -54,7 +54,7 @@ class DebiasingStudySettings:
     folds: tuple[int, ...] = (2, 4, 8, 16, 32)
     further_batches: int = 3
     average_batch_size: int = 16
-    average_decay: float = 0.9
+    average_decays: tuple[float, ...] = (0.5, 0.9)
     full_examples: int = 4000
     ekfac_full_examples: int = 1000
     test_examples: int = 100
@@ -95,8 +95,8 @@ class DebiasingStudySettings:
                 f"{self.batch_size} that a group's {2 * self.batch_size // self.groups} examples "
                 "divide"
             )
-        if not 0 < self.average_decay < 1:
-            raise ValueError(f"average_decay is {self.average_decay}; expected it in (0, 1)")
+        if not all(0 < decay < 1 for decay in self.average_decays):
+            raise ValueError(f"average_decays is {self.average_decays}; expected them in (0, 1)")
         grid = self.prior_precisions
         if not grid or list(grid) != sorted(set(grid)) or not 0 < grid[0] <= grid[-1] < math.inf:
             raise ValueError(f"prior_precisions is {grid}; expected positive numbers, ascending")
@@ -110,5 +110,5 @@ class DebiasingStudySettings:
             folds=self.folds,
             further_batches=self.further_batches,
             average_batch_size=self.average_batch_size,
-            average_decay=self.average_decay,
+            average_decays=self.average_decays,
         )
