@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+from mpmath import mp
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.kfac.shrinkage import effective_rows, shrunk_eigenvalues
@@ -16,35 +17,33 @@ def close(actual, expected, tolerance=1e-10):
 
 
 def slow_shrinkage(ascending, n):
-    """Equations 4.6 to 4.9 and C.4 of Ledoit and Wolf (2020), number by number."""
+    """Equations 4.6 to 4.9 and C.4 of Ledoit and Wolf (2020), number by number, with 60 digits."""
     p = len(ascending)
-    kept = ascending[max(0, p - n) :]
-    h = n ** (-1 / 3)
+    kept = [mp.mpf(value) for value in ascending[max(0, p - n) :]]
+    h = mp.mpf(n) ** (mp.mpf(-1) / 3)
+    root = mp.sqrt(5)
     shrunk = []
     for one in kept:
-        density = hilbert = 0.0
+        density = hilbert = mp.mpf(0)
         for other in kept:
             width = other * h
             x = (one - other) / width
-            density += 3 / (4 * math.sqrt(5) * width) * max(0.0, 1 - x * x / 5) / len(kept)
-            term = -3 * x / (10 * math.pi)
-            if abs(abs(x) - math.sqrt(5)) > 1e-12:
-                ratio = abs((math.sqrt(5) - x) / (math.sqrt(5) + x))
-                term += 3 / (4 * math.sqrt(5) * math.pi) * (1 - x * x / 5) * math.log(ratio)
+            density += 3 / (4 * root * width) * max(mp.mpf(0), 1 - x * x / 5) / len(kept)
+            log = mp.log(abs((root - x) / (root + x)))
+            term = -3 * x / (10 * mp.pi) + 3 / (4 * root * mp.pi) * (1 - x * x / 5) * log
             hilbert += term / width / len(kept)
         if p <= n:
-            c = p / n
-            real = 1 - c - math.pi * c * one * hilbert
-            shrunk.append(one / ((math.pi * c * one * density) ** 2 + real**2))
+            c = mp.mpf(p) / n
+            real = 1 - c - mp.pi * c * one * hilbert
+            shrunk.append(one / ((mp.pi * c * one * density) ** 2 + real**2))
         else:
-            shrunk.append(one / (math.pi**2 * one**2 * (density**2 + hilbert**2)))
+            shrunk.append(one / (mp.pi**2 * one**2 * (density**2 + hilbert**2)))
     if p > n:
-        reach = math.sqrt(5) * h
-        log = math.log((1 + reach) / (1 - reach))
-        at_zero = 3 / (10 * h**2) + 3 / (4 * math.sqrt(5) * h) * (1 - 1 / (5 * h**2)) * log
-        at_zero *= sum(1 / value for value in kept) / n / math.pi
-        shrunk = [1 / (math.pi * (p - n) / n * at_zero)] * (p - n) + shrunk
-    return torch.tensor(shrunk, dtype=torch.float64)
+        log = mp.log((1 + root * h) / (1 - root * h))
+        at_zero = 3 / (10 * h**2) + 3 / (4 * root * h) * (1 - 1 / (5 * h**2)) * log
+        at_zero *= sum(1 / value for value in kept) / n / mp.pi
+        shrunk = [1 / (mp.pi * mp.mpf(p - n) / n * at_zero)] * (p - n) + shrunk
+    return torch.tensor([float(value) for value in shrunk], dtype=torch.float64)
 
 
 def sample(d, n, spectrum):
@@ -55,8 +54,8 @@ def sample(d, n, spectrum):
 @pytest.mark.parametrize(("d", "n"), [(20, 50), (30, 30), (40, 17)])
 def test_the_formula_is_the_published_one(d, n):
     values, _ = oracle.eigen(sample(d, n, torch.logspace(0, -1, d).double()))
-    expected = slow_shrinkage(values.clamp_min(0).flip(0).tolist(), n).flip(0)
-    # As many rows as directions: rounding decides which side of `d > n` the formula is on.
+    with mp.workdps(60):
+        expected = slow_shrinkage(values.clamp_min(0).flip(0).tolist(), n).flip(0)
     close(shrunk_eigenvalues(values.clamp_min(0), float(n)), expected)
 
 

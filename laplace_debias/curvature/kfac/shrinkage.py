@@ -30,6 +30,10 @@ from laplace_debias.curvature.kfac.fit import (
 
 # The kernel of a width of h relative to its eigenvalue must not reach zero: √5 h < 1.
 _WIDEST = 0.4
+# Of the kernel, 3 / (4√5) · max(0, 1 − x²/5).
+_SCALE = 3 / (4 * math.sqrt(5))
+# From where on two large terms of its Hilbert transform cancel.
+_FAR = 20.0
 # From so many times more rows than its rank on, a factor lacks directions for good.
 _ROWS_OF_RANK = 1.5
 
@@ -158,12 +162,8 @@ def shrunk_eigenvalues(
     widths = h * positive
     x = (positive[:, None] - positive) / widths
     inside = 1 - x.square() / 5
-    scale = 3 / (4 * math.sqrt(5))
-    density = (scale * inside.clamp_min(0) / widths).mean(1)
-    log = ((math.sqrt(5) - x) / (math.sqrt(5) + x)).abs().log()
-    # At the kernel's edge, |x| = √5, the logarithm is infinite and its factor zero.
-    edge = torch.where(log.isfinite(), scale * inside * log, torch.zeros_like(x))
-    hilbert = ((edge - 0.3 * x) / (math.pi * widths)).mean(1)
+    density = (_SCALE * inside.clamp_min(0) / widths).mean(1)
+    hilbert = (_hilbert_of_kernel(x) / (math.pi * widths)).mean(1)
     c = rank / rows
     denominator = (math.pi * c * positive * density).square() + (
         1 - c - math.pi * c * positive * hilbert
@@ -174,7 +174,20 @@ def shrunk_eigenvalues(
         reach = math.sqrt(5) * h
         log = math.log((1 + reach) / (1 - reach))
         at_zero = (
-            0.3 / h**2 + scale / h * (1 - 1 / (5 * h**2)) * log
+            0.3 / h**2 + _SCALE / h * (1 - 1 / (5 * h**2)) * log
         ) * positive.reciprocal().mean()
         shrunk[rank:] = rank / ((len(values) - rank) * at_zero)
     return shrunk.to(values.dtype)
+
+
+def _hilbert_of_kernel(x: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    r"""π times the Hilbert transform of the kernel, $\mathrm{PV}\!\int k(t)/(t - x)\,dt$."""
+    root = math.sqrt(5)
+    log = ((root - x) / (root + x)).abs().log()
+    # At the kernel's edge, |x| = √5, the logarithm is infinite and its factor zero.
+    edge = torch.where(log.isfinite(), (1 - x.square() / 5) * log, torch.zeros_like(x))
+    near = _SCALE * edge - 0.3 * x
+    u = root / x
+    series = [2 / ((2 * k + 1) * (2 * k + 3)) * u ** (2 * k + 1) for k in range(8)]
+    far = -2 * _SCALE * torch.stack(series).sum(0)
+    return torch.where(x.abs() > _FAR, far, near)
