@@ -141,8 +141,11 @@ def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = 
     """
     if not len(values):
         return 0
-    rounding = torch.finfo(values.dtype if precision is None else precision).eps
-    return int((values > 4 * len(values) ** 0.5 * rounding * values[0]).sum())
+    computed = torch.finfo(values.dtype if precision is None else precision).eps
+    # Sums of rounded products are off by few units of rounding of the largest eigenvalue, of which
+    # a decomposition in double precision is off by a few times the square root of the size.
+    decomposed = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
+    return int((values > max(8 * computed, decomposed) * values[0]).sum())
 
 
 class _Within:
