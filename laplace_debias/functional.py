@@ -224,12 +224,31 @@ def _add_layer(
     wanted: Wanted,
 ) -> None:
     """Add what one layer's blocks (with their positions) give to the functional covariances."""
-    weigh = weighted_squares if wanted.diagonal else weighted_gram
     for index, block in blocks:
-        for covariances, posterior, grid in zip(total, posteriors, prior_precisions, strict=True):
-            operator = posterior.curvature.blocks[block.name]
-            curvature = posterior.num_data * operator.magnitudes
-            rotated = rotated_jacobians(layer, block, uses, operator.U_G, operator.U_A)
-            for part, J, columns in rotated:
-                seen = curvature if columns is None else curvature[:, columns]
-                covariances[:, part] += weigh(J.flatten(2), seen.flatten(), grid[:, index])
+        for members in _with_same_directions(posteriors, block.name):
+            operators = [posteriors[member].curvature.blocks[block.name] for member in members]
+            curvature = torch.stack(
+                [
+                    posteriors[member].num_data * operator.magnitudes
+                    for member, operator in zip(members, operators, strict=True)
+                ]
+            )
+            grids = prior_precisions[members, :, index]
+            U_G, U_A = operators[0].U_G, operators[0].U_A
+            for part, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
+                seen = curvature if columns is None else curvature[..., columns]
+                rows, seen = J.flatten(2), seen.flatten(1)
+                if wanted.diagonal:
+                    total[members, :, part] += weighted_squares(rows, seen, grids)
+                    continue
+                for member, of_member, grid in zip(members, seen, grids, strict=True):
+                    total[member, :, part] += weighted_gram(rows, of_member, grid)
+
+
+def _with_same_directions(posteriors: Sequence[GaussianPosterior], block: str) -> list[list[int]]:
+    """Positions of the posteriors, those together that hold the very same directions of a block."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for position, posterior in enumerate(posteriors):
+        operator = posterior.curvature.blocks[block]
+        groups.setdefault((id(operator.U_G), id(operator.U_A)), []).append(position)
+    return list(groups.values())

@@ -18,6 +18,7 @@ from laplace_debias.curvature.inputs import Inputs, move
 from laplace_debias.curvature.kfac.backends import choose_backend
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
 from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
+from laplace_debias.curvature.kfac.shrinkage import fit_shrunk
 from laplace_debias.curvature.likelihood import Likelihood, likelihood_from
 from laplace_debias.curvature.selection import (
     ParameterSelection,
@@ -38,7 +39,7 @@ from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 PriorPrecision = float | Tensor
 
 CURVATURES = (*FITS, "lowrank", "full")
-MODES = ("full", "mini", "debiased", "crossfit")
+MODES = ("full", "mini", "debiased", "crossfit", "shrinkage")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
 _FOLDS = 8
@@ -174,7 +175,9 @@ class Laplace:
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold (8 folds of its examples).
+                whole first batch, magnitudes out of fold (8 folds of its examples). `"shrinkage"`:
+                directions from the whole first batch, its factors' eigenvalues corrected in closed
+                form (K-FAC alone).
             num_data: N; if None the number of examples that the loader's sampler goes through, or
                 for `"full"` of data that does not tell its size the number of examples seen.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
@@ -190,6 +193,7 @@ class Laplace:
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        self._check_shrinkage(mode == "shrinkage", None, None)
         if num_data is None:
             num_data = size_of(train_loader)
         if mode == "full":
@@ -213,6 +217,7 @@ class Laplace:
             batches[1:] or None,
             num_data=num_data,
             folds=_FOLDS if mode == "crossfit" else None,
+            shrinkage=mode == "shrinkage",
             generator=generator,
         )
 
@@ -223,6 +228,7 @@ class Laplace:
         *,
         num_data: int | None = None,
         folds: int | None = None,
+        shrinkage: bool = False,
         generator: torch.Generator | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
@@ -233,6 +239,9 @@ class Laplace:
             num_data: N; the number of examples in `directions` and `magnitudes` if None.
             folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
                 folds; no `magnitudes` then.
+            shrinkage: Correct the eigenvalues of K-FAC's factors in closed form instead, without
+                folds or `magnitudes`; at least two examples. What is assumed says
+                `curvature.kfac.shrinkage`.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
 
         Returns:
@@ -240,19 +249,21 @@ class Laplace:
 
         Raises:
             ValueError: As `fit`; also for `num_data` below 1, for `folds` with `magnitudes`, fewer
-                than two or more than there are examples.
+                than two or more than there are examples; for `shrinkage` with one of them, or of
+                another curvature than `"kfac"`.
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
         if num_data is not None and num_data < 1:
             raise ValueError(f"num_data must be at least 1, got {num_data}.")
         if folds is not None and magnitudes is not None:
             raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
+        self._check_shrinkage(shrinkage, magnitudes, folds)
         if magnitudes is None and folds is None:
             self._check_rereadable(directions)
         check_deterministic(self.model)
         check_finite(self.model)
         with torch.inference_mode(False):
-            fitted = self._fitted(directions, magnitudes, folds, generator)
+            fitted = self._fitted(directions, magnitudes, folds, shrinkage, generator)
         self._set_posterior(fitted, num_data)
         return self
 
@@ -261,9 +272,12 @@ class Laplace:
         directions: Batches,
         magnitudes: Batches | None,
         folds: int | None,
+        shrinkage: bool,
         generator: torch.Generator | None,
     ) -> Fitted:
         problem, data = self._problem(generator), self._on_device(directions)
+        if shrinkage:
+            return fit_shrunk(problem, data, _FOLDS)
         rank = self._rank if self._curvature == "lowrank" else None
         if folds is not None:
             if self._is_whole:
@@ -274,6 +288,23 @@ class Laplace:
             return fit_low_rank(problem, data, measured, rank)
         fit = fit_full if self._is_whole else FITS[self._curvature]
         return fit(problem, data, measured)
+
+    def _check_shrinkage(
+        self, shrinkage: bool, magnitudes: Batches | None, folds: int | None
+    ) -> None:
+        if not shrinkage:
+            return
+        if self._curvature != "kfac":
+            raise ValueError(
+                "Shrinkage is of the eigenvalues of Kronecker factors, which "
+                f"curvature={self._curvature!r} does not have for magnitudes: use "
+                'curvature="kfac", or cross-fit (mode="crossfit", folds=8).'
+            )
+        if magnitudes is not None or folds is not None:
+            raise ValueError(
+                "Shrinkage takes its magnitudes from the directions' own eigenvalues: pass neither "
+                "magnitudes nor folds."
+            )
 
     @property
     def _is_whole(self) -> bool:

@@ -12,16 +12,17 @@ _SLICE = 2**19
 
 def weighted_squares(
     rows: Float[Tensor, "batch outputs d"],
-    curvature: Float[Tensor, " d"],
-    deltas: Float[Tensor, " grid"],
-) -> Float[Tensor, "grid batch outputs"]:
-    r"""`Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
+    curvature: Float[Tensor, "*posteriors d"],
+    deltas: Float[Tensor, "*posteriors grid"],
+) -> Float[Tensor, "*posteriors grid batch outputs"]:
+    r"""`Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`, and every posterior."""
     squares = rows.flatten(0, 1)
     width = max(1, _SLICE // len(squares))
-    sums = rows.new_zeros(len(squares), len(deltas))
-    for part, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
-        sums.addmm_(part.square(), (c[:, None] + deltas).reciprocal())
-    return sums.T.unflatten(1, rows.shape[:2])
+    sums = rows.new_zeros(len(squares), deltas.numel())
+    for part, c in zip(squares.split(width, 1), curvature.split(width, -1), strict=True):
+        variances = (c[..., None, :] + deltas[..., None]).reciprocal_()
+        sums.addmm_(part.square(), variances.flatten(0, -2).T)
+    return sums.T.reshape(*deltas.shape, *rows.shape[:2])
 
 
 def weighted_gram(

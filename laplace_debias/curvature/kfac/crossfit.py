@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.inputs import Inputs, join, take
-from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis, eigh
+from laplace_debias.curvature.kfac.directions import Eigenbasis, eigh
 from laplace_debias.curvature.kfac.fit import (
     Batches,
     FactorSums,
@@ -36,13 +36,18 @@ from laplace_debias.curvature.kfac.fit import (
 from laplace_debias.curvature.kfac.magnitudes import along
 
 Fold = tuple[Inputs, Tensor]
+# Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
+Eigenpairs = tuple[Tensor, Tensor | None]
+# From what ratio of rank and size on a factor's range is worth changing coordinates for.
+_MUCH_SMALLER = 0.7
 
 
 def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str) -> Fitted:
     """Directions from all examples at hand, magnitudes out of fold.
 
-    K-FAC takes one pass over the data, EKFAC two. Both decompose every factor K + 1 times and hold
-    the factors of all folds.
+    K-FAC takes one pass over the data, EKFAC two. Both hold the factors of all folds. A factor of
+    full rank is decomposed K + 1 times; one of rank r, as few examples of a linear layer give it,
+    once, and then K matrices `[r, r]` are.
 
     Args:
         problem: The network and its blocks.
@@ -60,20 +65,37 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
     ]
     of_folds = [sums for sums, _ in passes]
     seen = reduce(together, (seen for _, seen in passes))
+    bases = eigenbases({b: _total(of_folds, b) for b in problem.blocks}, seen.num_examples)
     if curvature == "ekfac":
-        table = _exact_magnitudes(problem, folds, starts, of_folds)
+        table = exact_crossfit(problem, folds, starts, of_folds, bases)
     else:
         sizes = torch.tensor([len(y) for _, y in folds]).to(folds[0][1].device)
         table = {}
-        for block in problem.blocks:
-            G, A = (torch.stack([sums[block][i] for sums in of_folds]) for i in (0, 1))
-            table[block] = torch.outer(crossfit_magnitudes(G, sizes), crossfit_magnitudes(A, sizes))
-    bases = eigenbases({b: _total(of_folds, b) for b in problem.blocks}, seen.num_examples)
+        for block, basis in bases.items():
+            along_G, along_A = (
+                crossfit_magnitudes(
+                    torch.stack([sums[block][i] for sums in of_folds]),
+                    sizes,
+                    known,
+                    problem.dtype,
+                )
+                for i, known in enumerate(_eigenpairs(basis))
+            )
+            table[block] = torch.outer(along_G, along_A)
     return Fitted(assemble(problem, bases, table), seen)
 
 
-def crossfit_magnitudes(factors: Float[Tensor, "folds d *d"], sizes: Tensor) -> Float[Tensor, " d"]:
+def crossfit_magnitudes(
+    factors: Float[Tensor, "folds d *d"],
+    sizes: Tensor,
+    known: Eigenpairs | None = None,
+    precision: torch.dtype | None = None,
+) -> Float[Tensor, " d"]:
     """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
+
+    Directions without curvature on the other folds may be any basis of their space. What is
+    measured along each of them is the fold's mean curvature over the space, which does not depend
+    on the basis and is what a basis chosen at random measures in the mean.
 
     A diagonal factor's directions are the coordinate axes, whatever the data: out of fold or not,
     its magnitudes are its entries.
@@ -82,40 +104,142 @@ def crossfit_magnitudes(factors: Float[Tensor, "folds d *d"], sizes: Tensor) -> 
         factors: The factor of each fold, summed over its examples, `[K, d, d]`; `[K, d]` for a
             diagonal one.
         sizes: Examples in each fold, `[K]`.
+        known: Eigenvalues, descending, and eigenvectors of the mean factor, if they are known.
+        precision: What the factors were computed in, which says what counts as no curvature; their
+            own dtype if None.
 
     Returns:
         `[d]`: entry i is the mean over folds, weighed by their sizes, of the fold's own mean
         curvature along the i-th eigenvector of the other folds.
     """
-    total, num_examples = factors.sum(0), sizes.sum()
-    magnitudes = torch.zeros_like(total[0])
+    num_examples = sizes.sum()
+    total = factors.sum(0)
+    if factors.ndim == 2:
+        return total / num_examples
+    values, U = eigh(total / num_examples) if known is None else known
+    within = _Within(values, U, precision)
+    magnitudes = torch.zeros_like(values)
     for factor, size in zip(factors, sizes, strict=True):
-        _, basis = eigh((total - factor) / (num_examples - size))
+        own = within.projected(factor)
+        others = within.projected(total) - own
+        of_others, basis = eigh(others / (num_examples - size))
+        rank = numerical_rank(of_others, precision)
+        measured = along(own, basis)
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
-        magnitudes += along(factor, basis) / num_examples
+        magnitudes[:rank] += measured[:rank] / num_examples
+        if rank < len(values):
+            magnitudes[rank:] += measured[rank:].sum() / (len(values) - rank) / num_examples
     return magnitudes
 
 
-def _exact_magnitudes(
-    problem: Problem, folds: list[Fold], starts: list[int], of_folds: list[FactorSums]
+def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
+    """How many eigenvalues of a matrix are above the rounding of what it was computed in.
+
+    Args:
+        values: Eigenvalues, descending.
+        precision: The dtype of the computation; that of `values` if None.
+    """
+    if not len(values):
+        return 0
+    computed = torch.finfo(values.dtype if precision is None else precision).eps
+    # Sums of rounded products are off by few units of rounding of the largest eigenvalue, of which
+    # a decomposition in double precision is off by a few times the square root of the size.
+    decomposed = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
+    return int((values > max(8 * computed, decomposed) * values[0]).sum())
+
+
+class _Within:
+    """The space in which all folds of a factor have curvature, if it is much the smaller one.
+
+    Every fold's factor is at most the sum of all: it vanishes where that does. So eigenbases of
+    others' factors are eigenbases of matrices `[r, r]` in coordinates of the sum's range.
+
+    Args:
+        values: Eigenvalues of the mean factor, descending.
+        U: Its eigenvectors.
+        precision: What the factors were computed in.
+    """
+
+    def __init__(
+        self, values: Tensor, U: Float[Tensor, "d d"] | None, precision: torch.dtype | None
+    ) -> None:
+        assert U is not None
+        rank = max(1, numerical_rank(values, precision))
+        self.basis = U[:, :rank] if rank <= _MUCH_SMALLER * len(values) else None
+        self.rest = U[:, rank:]
+
+    def projected(self, factor: Float[Tensor, "d d"]) -> Float[Tensor, "r r"]:
+        """A factor in coordinates of the space."""
+        return factor if self.basis is None else self.basis.T @ factor @ self.basis
+
+    def lifted(self, basis: Float[Tensor, "r r"]) -> Float[Tensor, "d d"]:
+        """An orthonormal basis of the space, and behind it one of the rest."""
+        return basis if self.basis is None else torch.cat([self.basis @ basis, self.rest], dim=1)
+
+
+def exact_crossfit(
+    problem: Problem,
+    folds: list[Fold],
+    starts: list[int],
+    of_folds: list[FactorSums],
+    whole: dict[Block, Eigenbasis],
 ) -> Sums:
-    """EKFAC's magnitudes of every fold along the eigenbases of the others, averaged."""
+    """EKFAC's magnitudes of every fold along the eigenbases of the others, averaged.
+
+    Args:
+        problem: The network and its blocks.
+        folds: The examples of each fold.
+        starts: Position of each fold's first example in all data of the fit.
+        of_folds: Each fold's factors.
+        whole: The eigenbases of all folds together.
+
+    Returns:
+        `[d_out, d_in]` of each block.
+    """
     num_examples = sum(len(y) for _, y in folds)
+    totals = {block: _total(of_folds, block) for block in problem.blocks}
     table: Sums = {}
     for fold, first, own in zip(folds, starts, of_folds, strict=False):
-        others = num_examples - len(fold[1])
-        bases: dict[Block, Eigenbasis] = {}
+        bases, ranks = {}, {}
         for block in problem.blocks:
-            G, A = _total(of_folds, block)
-            bases[block] = eigenbasis((G - own[block][0]) / others, (A - own[block][1]) / others)
+            sides = zip(totals[block], own[block], _eigenpairs(whole[block]), strict=True)
+            (along_G, U_G), (along_A, U_A) = (
+                _basis_of_others(total, mine, known, num_examples - len(fold[1]), problem.dtype)
+                for total, mine, known in sides
+            )
+            bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
+            ranks[block] = [
+                len(values) if U is None else numerical_rank(values, problem.dtype)
+                for values, U in ((along_G, U_G), (along_A, U_A))
+            ]
         for block, squares in exact_sums(problem, bases, [fold], first)[0].items():
+            for dim, rank in enumerate(ranks[block]):
+                if rank < squares.shape[dim]:
+                    null = squares.narrow(dim, rank, squares.shape[dim] - rank)
+                    null.copy_(null.mean(dim, keepdim=True).expand_as(null))
             add_to(table, block, squares / num_examples)
     return table
 
 
+def _basis_of_others(
+    total: Tensor, own: Tensor, known: Eigenpairs, num_others: int, precision: torch.dtype
+) -> Eigenpairs:
+    """Eigenvalues and eigenvectors of the mean factor of the other folds."""
+    if total.ndim == 1:
+        return (total - own) / num_others, None
+    within = _Within(*known, precision)
+    values, basis = eigh((within.projected(total) - within.projected(own)) / num_others)
+    assert basis is not None
+    return torch.cat([values, values.new_zeros(len(total) - len(values))]), within.lifted(basis)
+
+
+def _eigenpairs(basis: Eigenbasis) -> tuple[Eigenpairs, Eigenpairs]:
+    return (basis.along_G, basis.U_G), (basis.along_A, basis.U_A)
+
+
 def _total(of_folds: list[FactorSums], block: Block) -> tuple[Tensor, Tensor]:
     G, A = zip(*(sums[block] for sums in of_folds), strict=True)
-    return torch.stack(G).sum(0), torch.stack(A).sum(0)
+    return reduce(torch.add, G), reduce(torch.add, A)
 
 
 def split_folds(data: Batches, num_folds: int) -> list[Fold]:

@@ -1,0 +1,260 @@
+"""The debiasing study's fits: all methods' posteriors from one draw, and what they predict."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from laplace_debias import metrics
+from laplace_debias.curvature.blocks import Block
+from laplace_debias.curvature.kfac.crossfit import exact_crossfit
+from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.kfac.fit import FactorSums, Problem, exact_sums, factor_sums
+from laplace_debias.experiments.debiasing_schemes import (
+    EKFAC,
+    FULL,
+    MINI,
+    USUAL_FOLDS,
+    Factors,
+    crossfit_name,
+    magnitudes_of,
+    split_name,
+)
+from laplace_debias.experiments.debiasing_settings import DebiasingStudySettings
+from laplace_debias.functional import Wanted, functional_moments
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.posterior import GaussianPosterior
+from laplace_debias.problems import Images
+from laplace_debias.problems.storage import read_tensors, write_tensors
+
+MEMORY_BOUND = 2**28
+"""Bytes of working memory for output gradients."""
+
+Row = dict[str, Any]
+
+
+class StudyFits:
+    """Fits and predicts for the study.
+
+    Args:
+        problem: The network and its blocks.
+        settings: The settings.
+        train: Training images.
+        order: In which order these are used.
+        test: Test images and labels.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: DebiasingStudySettings,
+        train: Images,
+        order: Tensor,
+        test: tuple[Tensor, Tensor],
+    ) -> None:
+        self._problem = problem
+        self._settings = settings
+        self._train = train
+        self._order = order
+        self._test = test
+        self._device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
+        self._full: tuple[FactorSums, dict[Block, Eigenbasis]] | None = None
+
+    def full_rows(self) -> list[Row]:
+        """What the full-batch posterior predicts."""
+        _, bases = self.full
+        own = {block: basis.magnitudes for block, basis in bases.items()}
+        return self._measured({FULL: self._posterior(bases, own)}, None)
+
+    def draw_rows(self, draw: int) -> list[Row]:
+        """What every K-FAC method's posterior predicts in a draw."""
+        settings, plan = self._settings, self._settings.plan
+        hand, further = self._examples(draw)
+        groups = self._factor_parts([hand[k :: plan.groups] for k in range(plan.groups)])
+        extra = self._factor_parts([*further.split(plan.average_batch_size)])
+        factors, full_bases = self.full
+        bases: dict[str, dict[Block, Eigenbasis]] = {"full": full_bases}
+        table: dict[str, dict[Block, Tensor]] = {name: {} for name in plan.methods}
+        for block in tqdm(self._problem.blocks, desc="decompose", disable=not settings.progress):
+            sides = [
+                magnitudes_of(
+                    Factors(
+                        groups=torch.stack([sums[block][side] for sums in groups]),
+                        further=torch.stack([sums[block][side] for sums in extra]),
+                        full=factors[block][side],
+                        precision=self._problem.dtype,
+                    ),
+                    plan,
+                )
+                for side in (0, 1)
+            ]
+            (bases_G, along_G), (bases_A, along_A) = sides
+            for name, U_G in bases_G.items():
+                empty = U_G.new_empty(0)
+                basis = Eigenbasis(U_G, bases_A[name], empty, empty)
+                bases.setdefault(name, {})[block] = basis
+            for name in table:
+                table[name][block] = torch.outer(along_G[name], along_A[name])
+        return self._measured(
+            {
+                name: self._posterior(bases[basis], table[name])
+                for name, basis in plan.methods.items()
+            },
+            draw,
+        )
+
+    def ekfac_full_rows(self) -> list[Row]:
+        """What EKFAC predicts with full-batch directions."""
+        _, bases = self.full
+        settings = self._settings
+        indices = self._order[: min(settings.ekfac_full_examples, settings.full_examples)]
+        squares, _ = exact_sums(self._problem, bases, self._batches(indices, "EKFAC"), 0)
+        exact = {block: total / len(indices) for block, total in squares.items()}
+        return self._measured({EKFAC + FULL: self._posterior(bases, exact)}, None)
+
+    def ekfac_draw_rows(self, draw: int) -> list[Row]:
+        """What EKFAC's posteriors predict in a draw."""
+        b, K = self._settings.batch_size, min(USUAL_FOLDS, self._settings.groups)
+        hand, _ = self._examples(draw)
+        of_folds = self._factor_parts([hand[k::K] for k in range(K)])
+        half, whole = (
+            {
+                block: eigenbasis(
+                    *(
+                        sum(sums[block][side] for sums in of_folds[::step]) * step / len(hand)
+                        for side in (0, 1)
+                    )
+                )
+                for block in self._problem.blocks
+            }
+            for step in (2, 1)
+        )
+        posteriors = {}
+        for name, bases, indices in ((MINI, whole, hand), (split_name(b, b), half, hand[1::2])):
+            batches = self._batches(indices, f"EKFAC {name}")
+            sums, _ = exact_sums(self._problem, bases, batches, 0)
+            exact = {block: total / len(indices) for block, total in sums.items()}
+            posteriors[EKFAC + name] = self._posterior(bases, exact)
+        folds = [self._batch(hand[k::K]) for k in range(K)]
+        starts = [k * len(hand) // K for k in range(K)]
+        exact = exact_crossfit(self._problem, folds, starts, of_folds, whole)
+        posteriors[EKFAC + crossfit_name(K)] = self._posterior(whole, exact)
+        return self._measured(posteriors, draw)
+
+    def _examples(self, draw: int) -> tuple[Tensor, Tensor]:
+        """Indices of a draw's 2b examples at hand, and of further ones."""
+        b = self._settings.batch_size
+        a_draw = (2 + self._settings.further_batches) * b
+        start = self._settings.full_examples + draw * a_draw
+        indices = self._order[start : start + a_draw]
+        return indices[: 2 * b], indices[2 * b :]
+
+    @property
+    def full(self) -> tuple[FactorSums, dict[Block, Eigenbasis]]:
+        """Mean factors of the full-batch examples and their eigenbases, computed once."""
+        if self._full is None:
+            path = self._settings.output / "parts" / "full.safetensors"
+            if not path.exists():
+                indices = self._order[: self._settings.full_examples]
+                sums, _ = factor_sums(self._problem, self._batches(indices, "full-batch"))
+                tensors = {
+                    f"{block.name}/{side}": factor / len(indices)
+                    for block, of_block in sums.items()
+                    for side, factor in zip("GA", of_block, strict=True)
+                }
+                write_tensors(path, tensors)
+            found = {name: tensor.to(self._device) for name, tensor in read_tensors(path).items()}
+            factors = {
+                block: (found[f"{block.name}/G"], found[f"{block.name}/A"])
+                for block in self._problem.blocks
+            }
+            dtype = self._problem.dtype
+            bases = {}
+            for block, (G, A) in factors.items():
+                basis = eigenbasis(G.double(), A.double())
+                parts = (basis.U_G, basis.U_A, basis.along_G, basis.along_A)
+                bases[block] = Eigenbasis(*(None if p is None else p.to(dtype) for p in parts))
+            self._full = factors, bases
+        return self._full
+
+    def _factor_parts(self, parts: list[Tensor]) -> list[FactorSums]:
+        """Each part's factors, summed over its examples."""
+        bar = tqdm(parts, desc="factors", disable=not self._settings.progress)
+        first, sums = 0, []
+        for indices in bar:
+            sums.append(factor_sums(self._problem, [self._batch(indices)], first)[0])
+            first += len(indices)
+        return sums
+
+    def _batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self._train.batch(indices)
+        return x.to(self._device, self._problem.dtype), y.to(self._device)
+
+    def _batches(self, indices: Tensor, what: str) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = indices.split(self._settings.eval_batch_size)
+        bar = tqdm(parts, desc=what, unit="batch", disable=not self._settings.progress)
+        return (self._batch(part) for part in bar)
+
+    def _posterior(
+        self, bases: Mapping[Block, Eigenbasis], table: Mapping[Block, Tensor]
+    ) -> GaussianPosterior:
+        blocks = {
+            block.name: EigenKronecker(bases[block].U_G, bases[block].U_A, table[block])
+            for block in self._problem.blocks
+        }
+        # Variances do not ask for the mean, nor for the prior precision, of which there is a grid.
+        mean = torch.zeros(sum(block.size for block in self._problem.blocks))
+        return GaussianPosterior(
+            mean, BlockDiagonal(blocks), len(self._train), torch.tensor(1.0), None
+        )
+
+    def _measured(self, posteriors: Mapping[str, GaussianPosterior], draw: int | None) -> list[Row]:
+        """Predict the test images with all posteriors in one pass."""
+        grid = self._settings.prior_precisions
+        images, labels = self._test
+        blocks, dtype = self._problem.blocks, self._problem.dtype
+        deltas = torch.tensor(grid, dtype=dtype, device=self._device)
+        deltas = deltas[None, :, None].expand(len(posteriors), -1, len(blocks))
+        means, variances = [], []
+        bar = tqdm(
+            images.split(self._settings.eval_batch_size),
+            desc="predict",
+            disable=not self._settings.progress,
+        )
+        for x in bar:
+            mean, variance = functional_moments(
+                self._problem.model,
+                blocks,
+                list(posteriors.values()),
+                x.to(self._device, dtype),
+                deltas,
+                Wanted(True, None, MEMORY_BOUND),
+            )
+            means.append(mean.double().cpu())
+            variances.append(variance.double().cpu())
+        mean, variance = torch.cat(means), torch.cat(variances, dim=2)
+        return [
+            {
+                "method": name,
+                "draw": draw,
+                "prior_precision": delta,
+                **self._metrics(mean, of_delta, labels),
+            }
+            for name, of_method in zip(posteriors, variance, strict=True)
+            for delta, of_delta in zip(grid, of_method, strict=True)
+        ]
+
+    def _metrics(
+        self,
+        mean: Float[Tensor, "n classes"],
+        variance: Float[Tensor, "n classes"],
+        labels: Tensor,
+    ) -> dict[str, float]:
+        probs = self._problem.likelihood.predictive(mean, variance).probs  # type: ignore[attr-defined]
+        return {
+            "nll": metrics.nll(probs, labels).item(),
+            "log_variance": variance.log().mean().item(),
+        }
