@@ -26,8 +26,12 @@ def compare(settings: Settings) -> list[Row]:
     """Random weights; parameters of every convolution and of the last layer, float32."""
     torch.manual_seed(0)
     side, classes = (32, 10) if settings.quick else (224, 1000)
-    options = {"blocks": (1, 1, 1, 1), "width_per_group": 8} if settings.quick else {}
-    model = resnet50(classes, **options).eval().to(settings.device)
+    model = (
+        resnet50(classes, blocks=(1, 1, 1, 1), width_per_group=8)
+        if settings.quick
+        else resnet50(classes)
+    )
+    model = model.eval().to(settings.device)
     images = torch.randn(8, 3, side, side, device=settings.device)
     labels = torch.randint(classes, (8,), device=settings.device)
 

@@ -1,6 +1,6 @@
 """The debiasing study's fits: all methods' posteriors from one draw, and what they predict."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,10 +123,8 @@ class StudyFits:
         half, whole = (
             {
                 block: eigenbasis(
-                    *(
-                        sum(sums[block][side] for sums in of_folds[::step]) * step / len(hand)
-                        for side in (0, 1)
-                    )
+                    _summed(of_folds[::step], block, 0) * step / len(hand),
+                    _summed(of_folds[::step], block, 1) * step / len(hand),
                 )
                 for block in self._problem.blocks
             }
@@ -175,8 +173,11 @@ class StudyFits:
             bases = {}
             for block, (G, A) in factors.items():
                 basis = eigenbasis(G.double(), A.double())
-                parts = (basis.U_G, basis.U_A, basis.along_G, basis.along_A)
-                bases[block] = Eigenbasis(*(None if p is None else p.to(dtype) for p in parts))
+                bases[block] = Eigenbasis(
+                    *(None if U is None else U.to(dtype) for U in (basis.U_G, basis.U_A)),
+                    basis.along_G.to(dtype),
+                    basis.along_A.to(dtype),
+                )
             self._full = factors, bases
         return self._full
 
@@ -258,3 +259,8 @@ class StudyFits:
             "nll": metrics.nll(probs, labels).item(),
             "log_variance": variance.log().mean().item(),
         }
+
+
+def _summed(parts: Sequence[FactorSums], block: Block, side: int) -> Tensor:
+    """One factor of a block, summed over parts of the data."""
+    return torch.stack([sums[block][side] for sums in parts]).sum(0)

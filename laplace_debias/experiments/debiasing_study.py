@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from laplace_debias.curvature.blocks import curvature_blocks
-from laplace_debias.curvature.columns import Fisher
+from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
 from laplace_debias.curvature.kfac.backends import choose_backend
 from laplace_debias.curvature.kfac.fit import Problem
 from laplace_debias.curvature.likelihood import likelihood_from
@@ -84,12 +84,12 @@ def study(
     order = torch.randperm(len(train), generator=generator)
     chosen = torch.randperm(len(test), generator=generator)[: settings.test_examples]
     names = select_parameters(model, settings.params)
+    fisher = Fisher(settings.fisher, 1, settings.seed)
     problem = Problem(
         model,
-        likelihood_from("classification", None),
+        LikelihoodCotangents(likelihood_from("classification", None), fisher),
         curvature_blocks(model, names),
         choose_backend(model, "auto"),
-        Fisher(settings.fisher, 1, settings.seed),
         model.get_parameter(names[0]).dtype,
         MEMORY_BOUND,
     )

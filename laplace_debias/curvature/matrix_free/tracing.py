@@ -140,6 +140,7 @@ def _simplify(graph: fx.Graph) -> None:
         elif node.target is aten.add.Tensor and not node.kwargs:
             for term, other in (node.args, node.args[::-1]):
                 if term in zeros and _shape(other) == _shape(node):
+                    assert isinstance(other, fx.Node)
                     node.replace_all_uses_with(other)
                     break
 
