@@ -174,7 +174,8 @@ class StudyFits:
             for block, (G, A) in factors.items():
                 basis = eigenbasis(G.double(), A.double())
                 bases[block] = Eigenbasis(
-                    *(None if U is None else U.to(dtype) for U in (basis.U_G, basis.U_A)),
+                    None if basis.U_G is None else basis.U_G.to(dtype),
+                    None if basis.U_A is None else basis.U_A.to(dtype),
                     basis.along_G.to(dtype),
                     basis.along_A.to(dtype),
                 )
