@@ -1,7 +1,7 @@
 """Lazy sums, multiples, products and adjoints."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import cast
 
@@ -200,7 +200,8 @@ class Transpose(LinearOperator):
     """
 
     operator: LinearOperator
-    product: Callable[[Tensor], Tensor]
+    # One operator has one adjoint, whichever function computes it.
+    product: Callable[[Tensor], Tensor] = field(compare=False)
     layout: ParameterLayout | None = None
 
     @property

@@ -95,7 +95,8 @@ class ParameterLayout:
             raise ValueError(
                 "The parameters' tensors differ in dtype or device: convert them with `.to(...)`."
             )
-        return torch.cat([tensor.reshape(-1, *columns) for tensor in tensors])
+        sized = zip(tensors, self.sizes, strict=True)
+        return torch.cat([tensor.reshape((size, *columns)) for tensor, size in sized])
 
     def unflatten(
         self, tensor: Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]
@@ -112,7 +113,7 @@ class ParameterLayout:
             )
         parts = tensor.split(self.sizes)
         return {
-            name: part.reshape(*shape, *tensor.shape[1:])
+            name: part.reshape((*shape, *tensor.shape[1:]))
             for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
         }
 

@@ -56,7 +56,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping):
         return list(a) == list(b) and all(map(same, a.values(), b.values()))
     if is_dataclass(a):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)
     if isinstance(a, int | float | str | torch.dtype | torch.device):
         return a == b
     return False

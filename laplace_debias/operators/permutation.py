@@ -62,6 +62,11 @@ class Permutation(LinearOperator):
         return self.index.equal(self.index.argsort())
 
     @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it is the identity: any other has an eigenvalue of -1, or complex ones."""
+        return self.index.equal(torch.arange(len(self.index), device=self.device))
+
+    @property
     def T(self) -> "Permutation":  # noqa: N802
         """The inverse permutation."""
         return Permutation(self.index.argsort(), self._dtype)

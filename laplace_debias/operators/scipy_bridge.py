@@ -1,5 +1,6 @@
 """From operators to SciPy's and back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.compose import Transpose
 from laplace_debias.operators.dense import Dense
 
 _NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
@@ -76,13 +78,15 @@ class FromScipy(LinearOperator):
         return self._device
 
     @property
-    def T(self) -> "FromScipy":  # noqa: N802
+    def T(self) -> Transpose:  # noqa: N802
         """SciPy's adjoint."""
-        return FromScipy(self.operator.T, self.dtype, self.device)
+        return Transpose(self, lambda matrix: self._through(self.operator.rmatmat, matrix))
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        product = self.operator @ matrix.cpu().numpy()
-        return torch.as_tensor(product, dtype=self.dtype, device=self.device)
+        return self._through(self.operator.matmat, matrix)
+
+    def _through(self, product: Callable[[NDArray[Any]], NDArray[Any]], matrix: Tensor) -> Tensor:
+        return torch.as_tensor(product(matrix.cpu().numpy()), dtype=self.dtype, device=self.device)
 
 
 def from_scipy(

@@ -1,0 +1,359 @@
+"""Every operator, and every kind of composition, in the conformance suite."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.sparse
+import torch
+from conformance import NetworkConformance, OperatorConformance
+from matrices import Opaque, randn, rotation
+
+from laplace_debias.operators import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Identity,
+    Kronecker,
+    LinearOperator,
+    LowRankPlusDiagonal,
+    Permutation,
+    Scaled,
+    SubMatrix,
+    Sum,
+    Transpose,
+    assume,
+    from_scipy,
+)
+
+
+def as_numpy(*tensors):
+    return [tensor.numpy() for tensor in tensors]
+
+
+class TestIdentity(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    def make(self, dtype, device):
+        return Identity(5, dtype, device), torch.from_numpy(np.identity(5))
+
+
+class TestDiagonal(OperatorConformance):
+    symmetric, positive_semidefinite = True, False
+
+    def make(self, dtype, device):
+        values = randn(6)
+        return Diagonal(values.to(device, dtype)), torch.from_numpy(np.diag(values.numpy()))
+
+
+class TestDense(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        matrix = randn(4, 6)
+        return Dense(matrix.to(device, dtype)), matrix
+
+
+class TestKronecker(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        A, B, C = randn(2, 3), randn(3, 2), randn(2, 2)
+        operator = Kronecker(*(M.to(device, dtype) for M in (A, B)), Dense(C.to(device, dtype)))
+        a, b, c = as_numpy(A, B, C)
+        return operator, torch.from_numpy(np.kron(np.kron(a, b), c))
+
+
+class TestKroneckerOfGrams(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    def make(self, dtype, device):
+        X = randn(2, 3)
+        factor = Dense(X.to(device, dtype))
+        operator = Kronecker(factor.T @ factor, Identity(2))
+        return operator, torch.from_numpy(np.kron((X.T @ X).numpy(), np.identity(2)))
+
+
+@pytest.mark.parametrize("identities", ["", "U_G", "U_A", "U_G U_A"], scope="class")
+class TestEigenKronecker(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    @pytest.fixture
+    def case(self, dtype, device, identities):
+        self.identities = identities
+        return self.make(dtype, device)
+
+    def make(self, dtype, device):
+        U_G, U_A = rotation(3), rotation(4)
+        magnitudes = randn(3, 4).abs()
+        G = torch.eye(3, dtype=torch.float64) if "U_G" in self.identities else U_G
+        A = torch.eye(4, dtype=torch.float64) if "U_A" in self.identities else U_A
+        operator = EigenKronecker(
+            None if "U_G" in self.identities else U_G.to(device, dtype),
+            None if "U_A" in self.identities else U_A.to(device, dtype),
+            magnitudes.to(device, dtype),
+        )
+        basis = np.kron(*as_numpy(G, A))
+        return operator, torch.from_numpy(basis @ np.diag(magnitudes.numpy().ravel()) @ basis.T)
+
+
+class TestBlockDiagonal(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        A, d, B = randn(2, 2), randn(3), randn(1, 1)
+        blocks = {
+            "a": Dense(A.to(device, dtype)),
+            "b": Diagonal(d.to(device, dtype)),
+            "c": Opaque(B.to(device, dtype)),
+        }
+        dense = scipy.linalg.block_diag(A.numpy(), np.diag(d.numpy()), B.numpy())
+        return BlockDiagonal(blocks), torch.from_numpy(dense)
+
+
+class TestLowRankPlusDiagonal(OperatorConformance):
+    symmetric, positive_semidefinite = True, False
+
+    def make(self, dtype, device):
+        parts = randn(6, 2), randn(2), randn(6)
+        U, m, d = as_numpy(*parts)
+        operator = LowRankPlusDiagonal(*(part.to(device, dtype) for part in parts))
+        return operator, torch.from_numpy(U @ np.diag(m) @ U.T + np.diag(d))
+
+
+class TestLowRankPlusNumber(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    def make(self, dtype, device):
+        U, m = randn(5, 2), randn(2).abs()
+        operator = LowRankPlusDiagonal(U.to(device, dtype), m.to(device, dtype), 0.3)
+        return operator, U @ m.diag() @ U.T + 0.3 * torch.from_numpy(np.identity(5))
+
+
+class TestPermutation(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        index = torch.tensor([2, 0, 3, 1])
+        dense = torch.zeros(4, 4, dtype=torch.float64)
+        for row, column in enumerate(index.tolist()):
+            dense[row, column] = 1
+        return Permutation(index.to(device), dtype), dense
+
+
+class TestFromSciPy(OperatorConformance):
+    def make(self, dtype, device):
+        matrix = scipy.sparse.random(5, 4, density=0.5, random_state=0, format="csr")
+        operator = from_scipy(matrix, dtype, device)
+        return operator, torch.from_numpy(matrix.toarray())
+
+
+class TestOpaque(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        matrix = randn(4, 5)
+        return Opaque(matrix.to(device, dtype)), matrix
+
+
+class TestSum(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        A, d = randn(5, 5), randn(5)
+        operator = Opaque(A.to(device, dtype)) + Diagonal(d.to(device, dtype)) - Identity(5)
+        assert isinstance(operator, Sum)
+        assert len(operator.terms) == 2
+        return operator, A + torch.from_numpy(np.diag(d.numpy() - 1))
+
+
+class TestSumOfSemidefinite(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    def make(self, dtype, device):
+        X = randn(3, 5)
+        J = Opaque(X.to(device, dtype))
+        operator = J.T @ J + 2 * Identity(5)
+        return operator, X.T @ X + torch.from_numpy(2 * np.identity(5))
+
+
+class TestScaled(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        A = randn(3, 5)
+        operator = torch.tensor(-0.5) * Opaque(A.to(device, dtype)) * 3
+        assert isinstance(operator, Scaled)
+        return operator, -1.5 * A
+
+
+class TestProduct(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        A, B, C = randn(3, 5), randn(5, 2), randn(2, 4)
+        operator = Opaque(A.to(device, dtype)) @ Dense(B.to(device, dtype))
+        operator = operator @ (2 * Opaque(C.to(device, dtype)))
+        return operator, 2 * torch.linalg.multi_dot([A, B, C])
+
+
+class TestSandwich(OperatorConformance):
+    symmetric, positive_semidefinite = True, False
+
+    def make(self, dtype, device):
+        A, d = randn(3, 5), torch.tensor([1.0, -2, 3], dtype=torch.float64)
+        J = Opaque(A.to(device, dtype))
+        return J.T @ Diagonal(d.to(device, dtype)) @ J, A.T @ d.diag() @ A
+
+
+class TestSubMatrix(OperatorConformance):
+    symmetric = positive_semidefinite = False
+
+    def make(self, dtype, device):
+        A = randn(6, 7)
+        operator = Opaque(A.to(device, dtype))[[4, 0, 0, 5], 1:6][:, ::2]
+        assert isinstance(operator, SubMatrix)
+        assert isinstance(operator.operator, Opaque)
+        return operator, A[[4, 0, 0, 5]][:, [1, 3, 5]]
+
+
+class TestPrincipalSubMatrix(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    def make(self, dtype, device):
+        X = randn(4, 6)
+        J = Opaque(X.to(device, dtype))
+        return (J.T @ J)[1:5, 1:5], (X.T @ X)[1:5, 1:5]
+
+
+class TestAssumed(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    def make(self, dtype, device):
+        X = randn(4, 6)
+        G = X.T @ X
+        return assume(Opaque(G.to(device, dtype)), positive_semidefinite=True), G
+
+
+class OfANetwork(LinearOperator):
+    """The Jacobian of a network's summed outputs, in batches and chunks of columns."""
+
+    is_symmetric = is_positive_semidefinite = False
+    layout = None
+
+    def __init__(self, model, data, batch_size, chunk_size):
+        self.model, self.data = model, data
+        self.batch_size, self.chunk_size = batch_size, chunk_size
+
+    shape = property(lambda self: (2, self.model.weight.numel()))
+    dtype = property(lambda self: self.model.weight.dtype)
+    device = property(lambda self: self.model.weight.device)
+
+    def _matmat(self, matrix):
+        chunks = []
+        for chunk in matrix.split(self.chunk_size, dim=1):
+            V = chunk.T.unflatten(1, self.model.weight.shape)
+            batches = self.data.split(self.batch_size)
+            chunks.append(sum((x @ V.mT).sum(1) for x in batches).T)
+        return torch.cat(chunks, dim=1)
+
+    @property
+    def T(self):  # noqa: N802
+        total = self.data.sum(0)
+        return Transpose(self, lambda U: torch.einsum("ok,i->oik", U, total).flatten(0, 1))
+
+
+class TestNetworkConformance(NetworkConformance):
+    symmetric = False
+
+    def build(self, dtype, device, batch_size, chunk_size):
+        model = torch.nn.Linear(3, 2, bias=False).to(device, dtype)
+        model.weight.grad = torch.ones_like(model.weight)
+        return OfANetwork(model, randn(8, 3).to(device, dtype), batch_size, chunk_size)
+
+    def make(self, dtype, device):
+        sums = randn(8, 3).sum(0).numpy()
+        dense = torch.from_numpy(np.kron(np.identity(2), sums[None]))
+        return self.build(dtype, device, 8, 10), dense
+
+    def variants(self, dtype, device):
+        return [self.build(dtype, device, 3, 10), self.build(dtype, device, 8, 2)]
+
+    def model(self, operator):
+        return operator.model
+
+
+class Broken(Opaque):
+    """An operator with one fault."""
+
+    def __init__(self, fault):
+        super().__init__(randn(4, 4))
+        self.fault = fault
+
+    is_symmetric = property(lambda self: self.fault == "claim")
+    is_positive_semidefinite = is_symmetric
+
+    def _matmat(self, matrix):
+        if self.fault == "input":
+            return matrix.mul_(2)
+        if self.fault == "dtype":
+            return (self.matrix @ matrix).float()
+        if self.fault == "nonlinear":
+            return self.matrix @ matrix + 1
+        if self.fault == "columns":
+            return self.matrix @ matrix + matrix.flip(1)
+        if self.fault == "memory":
+            return self.matrix @ matrix.as_strided(matrix.shape, (matrix.shape[1], 1))
+        return self.matrix @ matrix
+
+    @property
+    def T(self):  # noqa: N802
+        matrix = self.matrix if self.fault == "adjoint" else self.matrix.T
+        return Transpose(self, lambda columns: matrix @ columns)
+
+
+@pytest.mark.parametrize(
+    ("fault", "test"),
+    [
+        ("adjoint", "test_adjoint"),
+        ("adjoint", "test_to_scipy"),
+        ("adjoint", "test_row_vectors_from_the_left"),
+        ("claim", "test_claims_hold"),
+        ("columns", "test_a_vector_is_a_column_of_a_matrix"),
+        ("columns", "test_dense"),
+        ("dtype", "test_products_with_vector_and_matrix"),
+        ("input", "test_nothing_given_is_modified"),
+        ("memory", "test_memory_order_does_not_matter"),
+        ("nonlinear", "test_linear"),
+        ("nonlinear", "test_compositions"),
+        ("nonlinear", "test_sub_matrices"),
+    ],
+)
+def test_the_conformance_suite_finds_faults(fault, test):
+    case = Broken(fault), randn(4, 4)
+    getattr(OperatorConformance(), test)((Broken(None), randn(4, 4)))
+    with pytest.raises(AssertionError):
+        getattr(OperatorConformance(), test)(case)
+
+
+@pytest.mark.parametrize("change", ["weight", "gradient", "flag", "mode", "hook"])
+def test_the_conformance_suite_finds_a_changed_model(change):
+    suite = TestNetworkConformance()
+    operator, dense = suite.make(torch.float64, "cpu")
+    suite.test_the_model_is_untouched((operator, dense))
+    product = operator._matmat
+
+    def spoil(matrix):
+        model = operator.model
+        {
+            "weight": lambda: model.weight.data.mul_(2),
+            "gradient": lambda: setattr(model.weight, "grad", None),
+            "flag": lambda: model.weight.requires_grad_(False),
+            "mode": model.eval,
+            "hook": lambda: model.register_forward_hook(lambda *_: None),
+        }[change]()
+        return product(matrix)
+
+    operator._matmat = spoil
+    with pytest.raises(AssertionError):
+        suite.test_the_model_is_untouched((operator, dense))
