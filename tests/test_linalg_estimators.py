@@ -47,17 +47,21 @@ def bare(estimator):
     return getattr(estimator, "func", estimator)
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_standard_error_covers_the_truth_in_about_95_percent_of_runs(estimator, spectrum):
     A = symmetric(SPECTRA[spectrum])
     function = bare(estimator)
     options = getattr(estimator, "keywords", {})
-    errors, standard_errors = repeated(function, A, num_matvecs=48, **options)
+    # A diagonal has as many entries that can be covered or not as the operator has columns.
+    runs = 60 if function is diagonal else RUNS
+    errors, standard_errors = repeated(function, A, runs, num_matvecs=48, **options)
     covered = (errors.abs() <= 2 * standard_errors).double().mean()
     assert 0.88 <= covered <= 0.995
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("estimator", ESTIMATORS[:-1])
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "spherical"])
 def test_estimates_are_unbiased_for_operators_that_are_not_symmetric(estimator, distribution):
@@ -69,6 +73,7 @@ def test_estimates_are_unbiased_for_operators_that_are_not_symmetric(estimator, 
     assert z.abs().max() < 4
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "spherical"])
 def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators(distribution):
     A = Matrix(torch.randn(30, 50, dtype=torch.float64, generator=generator(3)))
@@ -81,6 +86,7 @@ def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators(dist
     assert abs(error) < 4 * squares.std() / RUNS**0.5
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize(("method", "factor"), [("hutch++", 10), ("xtrace", 50)])
 def test_sketching_beats_hutchinson_on_a_decaying_spectrum(method, factor):
     A = symmetric(SPECTRA["decaying"])
@@ -89,6 +95,7 @@ def test_sketching_beats_hutchinson_on_a_decaying_spectrum(method, factor):
     assert better.square().mean().sqrt() * factor < plain.square().mean().sqrt()
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 def test_xdiag_beats_hutchinson_on_a_decaying_spectrum():
     A = symmetric(SPECTRA["decaying"])
     plain, _ = repeated(diagonal, A, runs=50, method="hutchinson", num_matvecs=60)
@@ -183,23 +190,25 @@ def test_products_are_counted_and_chunks_change_nothing(estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_tolerance_is_reached_with_more_products(estimator):
-    A = symmetric(torch.linspace(1, 3, 500))
-    first = estimator(A, num_matvecs=8, generator=generator())
-    tol = float(first.standard_error.norm() / first.value.norm()) / 3
-    estimate = estimator(A, num_matvecs=8, tol=tol, max_matvecs=400, generator=generator())
+    A = symmetric(1 / (1 + torch.arange(500.0)))
+    first = estimator(A, num_matvecs=30, generator=generator())
+    tol = float(first.standard_error.norm() / first.value.norm()) / 2
+    estimate = estimator(A, num_matvecs=30, tol=tol, max_matvecs=400, generator=generator())
     assert estimate.converged
-    assert 8 < estimate.num_matvecs <= 400
+    assert 30 < estimate.num_matvecs <= 400
     assert estimate.standard_error.norm() <= tol * estimate.value.norm()
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("method", TRACES)
-def test_estimators_grown_to_a_tolerance_stay_unbiased_and_calibrated(method):
+def test_estimators_grown_to_a_tolerance_stay_calibrated(method):
     A = symmetric(SPECTRA["polynomial"])
+    goals = {"hutchinson": 0.08, "hutch++": 0.0045, "xtrace": 0.003}
     errors, standard_errors = repeated(
-        trace, A, method=method, num_matvecs=12, tol=0.03, max_matvecs=60
+        trace, A, method=method, num_matvecs=60, tol=goals[method], max_matvecs=95
     )
-    assert errors.mean().abs() < 4 * errors.std() / RUNS**0.5
-    assert (errors.abs() <= 2 * standard_errors).double().mean() >= 0.85
+    assert errors.mean().abs() < goals[method] * A.matrix.trace() / 4
+    assert 0.88 <= (errors.abs() <= 2 * standard_errors).double().mean() <= 0.995
 
 
 def test_missed_tolerance_is_told():

@@ -37,7 +37,7 @@ FUNCTIONS = {
     "matrix_function_trace": lambda A, **options: matrix_function_trace(
         A, torch.exp, 2, 9, **options
     ),
-    "neumann": lambda A, **options: neumann(A, B, **options),
+    "neumann": lambda A, **options: neumann(A, B, scale=0.1, **options),
 }
 
 
@@ -105,7 +105,7 @@ A = symmetric(1 + uniform(60))
         (lambda: trace(A, max_matvecs=300), "`max_matvecs` is 300 without `tol`"),
         (lambda: trace(A, num_matvecs=50, tol=0.1, max_matvecs=20), "expected at least 50"),
         (lambda: trace(A, chunk=0), "`chunk` is 0"),
-        (lambda: diagonal(A, "xtrace"), "Did you mean 'xdiag'"),
+        (lambda: diagonal(A, "xdiagonal"), "Did you mean 'xdiag'"),
         (lambda: diagonal(A, "xdiag", 2), "expected at least 4"),
         (lambda: eigsh(A, 0), "`k` is 0; expected 1 … 60"),
         (lambda: eigsh(A, 61), "`k` is 61; expected 1 … 60"),

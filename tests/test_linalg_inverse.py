@@ -156,7 +156,7 @@ def test_divergence_is_detected_and_the_best_partial_sum_kept():
         assert solution.status == "diverged"
         assert not solution.converged
         assert "below 2 / λ_max" in solution.message
-        assert (solution.residual_norms.norm() <= B.norm()).all()
+        assert solution.residual_norms.norm() <= B.norm() * (1 + 1e-12)
         torch.testing.assert_close(solution.residual_norms, (B - A.matrix @ solution.x).norm(dim=0))
         assert solution.num_matvecs < 3 * 500
 

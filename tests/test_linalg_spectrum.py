@@ -77,7 +77,7 @@ def test_exhausted_krylov_spaces_keep_exact_moments():
         symmetric(values), num_probes=2, num_steps=20, width=0.1, generator=generator()
     )
     counting = density.nodes[density.weights > 1e-12]
-    assert torch.cdist(counting[:, None], values[:3, None].double()).min(dim=1).values.max() < 1e-10
+    assert (counting[:, None] - values[:3]).abs().min(dim=1).values.max() < 1e-10
     assert torch.trapezoid(density.density, density.grid) == pytest.approx(1, abs=1e-6)
 
 
@@ -131,7 +131,7 @@ def test_error_of_too_short_a_quadrature_is_part_of_the_standard_error():
     values = 10 ** (-6 * uniform(SIZE))
     A = symmetric(values)
     short = logdet(A, 10, 4, generator=generator())
-    assert abs(short.value - values.log().sum()) < 5 * short.standard_error
+    assert abs(short.value - values.log().sum()) < 4 * short.standard_error
     long = logdet(A, 10, 19, generator=generator())
     assert long.standard_error < short.standard_error / 2
 

@@ -34,7 +34,8 @@ def diagonal(
 
     - `"hutchinson"`: the mean of $\omega \odot A\omega$ over probes.
     - `"xdiag"`: exact on the range of a sketch, Hutchinson on the rest, every probe in turn left
-      out of the sketch. Half of its products are with the adjoint. Best on decaying spectra.
+      out of the sketch. Half of its products are with the adjoint. Best on decaying spectra. Its
+      standard errors allow for the dependence of the probes' estimates.
 
     A structured operator's diagonal is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).
@@ -44,7 +45,8 @@ def diagonal(
         method: `"hutchinson"` or `"xdiag"`.
         num_matvecs: Products to use; XDiag needs 4 and uses an even number.
         tol: If given, products are added until the norm of the standard errors is at most `tol`
-            times that of the estimates.
+            times that of the estimates. Start with some sixty (`num_matvecs`): standard errors of
+            fewer are too rough to stop by.
         max_matvecs: With `tol`, the greatest number of products; default `10 * num_matvecs`.
         distribution: Of the probes: `"rademacher"` (least variance), `"gaussian"`, `"spherical"`.
         generator: Source of randomness, on the operator's device.

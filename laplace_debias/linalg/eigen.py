@@ -90,8 +90,9 @@ def eigsh(
         k: How many pairs, 1 … D.
         method: `"lanczos"`, `"arpack"` or `"power"`.
         which: `"largest"` or `"smallest"` algebraically, or the largest in `"magnitude"`.
-        tol: Greatest residual norm, relative to the largest |eigenvalue| found. Eigenvalues are
-            then far more precise: their error is about the square of that over the gap.
+        tol: Greatest residual norm, relative to the largest |eigenvalue| found; at least ten times
+            the dtype's rounding. Eigenvalues are then far more precise: their error is about the
+            square of that over the gap.
         max_matvecs: Greatest number of products, up to the last block's; default
             `max(1000, 50 k)`, for `"power"` `max(10_000, 1000 k)`.
         generator: Source of the random start, on the operator's device.
@@ -312,6 +313,7 @@ def _subspace_iteration(
         )
     shift = 0.0 if which == "magnitude" else _far_end(products, which, generator)
     block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
+    rounding = 10 * torch.finfo(A.dtype).eps
     # The block may hold none of the largest eigenvalues, to which the tolerance is relative.
     scale = abs(shift)
     while True:
@@ -323,7 +325,7 @@ def _subspace_iteration(
         block, images = block @ rotation, images @ rotation
         residuals = (images - block * values).norm(dim=0)
         selected = _select(values, block, residuals, k, which)
-        goal = tol * max(scale, float(values.abs().max()))
+        goal = max(tol, rounding) * max(scale, float(values.abs().max()))
         if (selected[2] <= goal).all():
             return EigenPairs(*selected, products.count, True, "converged")
         if products.count + width > max_matvecs:

@@ -98,7 +98,8 @@ def refine(
         exact: Gives the exact result with `size` further products.
         size: How many products make the result exact.
         num_matvecs: The number of products, with `tol` the first at which to look.
-        tol: Where to stop: ‖standard error‖ ≤ `tol` · ‖value‖.
+        tol: Where to stop: ‖standard error‖ ≤ `tol` · ‖value‖. Stopping there favours standard
+            errors that happen to be too small, noticeably so after fewer than some sixty products.
         max_matvecs: The greatest number of products.
 
     Returns:

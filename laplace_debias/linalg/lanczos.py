@@ -88,7 +88,7 @@ def search(
         products: The books of products.
         k: How many pairs.
         which: `"largest"`, `"smallest"` or `"magnitude"`.
-        tol: Greatest residual norm, relative to the greatest |Ritz value|.
+        tol: Greatest residual norm, relative to the greatest |Ritz value|; not below rounding.
         max_matvecs: Where to give up, in products.
         inside: Numbers that are known to lie within the spectrum, or at most just outside.
         verify: Whether to look for missed copies.
@@ -98,13 +98,14 @@ def search(
     """
     check: _Check | None = None
     pairs: RitzPairs | None = None
+    rounding = 10 * torch.finfo(basis.vectors.dtype).eps
     low, high = min(inside, default=math.inf), max(inside, default=-math.inf)
     while True:
         if basis.size >= k:
             pairs = ritz_pairs(basis, which)
             # The basis may have dropped the ends of the spectrum.
             low, high = min(low, float(pairs.values.min())), max(high, float(pairs.values.max()))
-            goal = tol * max(basis.scale, abs(low), abs(high))
+            goal = max(tol, rounding) * max(basis.scale, abs(low), abs(high))
             has_converged = bool((pairs.residuals[:k] <= goal).all())
             if not has_converged or (check is not None and check.has_found(goal)):
                 check = None
@@ -116,8 +117,9 @@ def search(
             if has_converged and check is not None and check.has_missed_nothing(low, high, goal):
                 return SearchResult(pairs, goal, has_converged=True, was_verified=True)
             if has_converged and check is None:
-                if not verify:
-                    return SearchResult(pairs, goal, has_converged=True, was_verified=False)
+                is_complete = basis.size == basis.vectors.shape[1]
+                if is_complete or not verify:
+                    return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
                 check = _Check(basis, pairs, k, which)
                 if not basis.add_random():
                     pairs = ritz_pairs(basis, which)

@@ -41,7 +41,8 @@ def frobenius_norm(
         A: Operator of any shape.
         num_matvecs: Products to use.
         tol: If given, products are added until the standard error is at most `tol` times the
-            estimate.
+            estimate. Start with some sixty (`num_matvecs`): standard errors of fewer are
+            too rough to stop by.
         max_matvecs: With `tol`, the greatest number of products; default `10 * num_matvecs`.
         distribution: Of the probes: `"rademacher"`, `"gaussian"` or `"spherical"`.
         generator: Source of randomness, on the operator's device.

@@ -156,7 +156,7 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
     """
     if value in choices:
         return
-    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"`{name}` is {value!r}; expected one of {', '.join(map(repr, choices))}.{hint}"

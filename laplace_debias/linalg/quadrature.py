@@ -23,8 +23,9 @@ from laplace_debias.operators.exact.spectrum import eigenvalues
 _BASIS_ELEMENTS = 2**28
 """Entries of all Lanczos vectors that are held at once: 1 GiB in float32."""
 
-_FEWER_STEPS = 0.75
-"""The shorter rule that tells how far the full one is from its limit has so many of its steps."""
+_FEWER_STEPS = 0.5
+"""Steps of the shorter rule, relative to the full one: where errors fall as the inverse of the
+number of steps, the change from one to the other is the error of the full one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +124,8 @@ def matrix_function_trace(
     r"""The trace of a function of a symmetric operator, $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$.
 
     By stochastic Lanczos quadrature. The standard error joins, in squares, that of the mean over
-    probes and the bias of the quadrature, for which stands its change from three quarters of the
-    steps to all of them.
+    probes and the bias of the quadrature, for which stands its change from half of the steps to
+    all of them.
 
     Args:
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.

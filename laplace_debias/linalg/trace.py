@@ -43,8 +43,9 @@ def trace(
       the products makes the sketch, a third $AQ$, the rest are probes. Its standard error is that
       of the probes, and honest given the sketch.
     - `"xtrace"`: every probe in turn is left out of the sketch and used on what the others miss;
-      the mean over all of them. Best on decaying spectra. Its standard error is that of the mean of
-      exchangeable, weakly dependent estimates.
+      the mean over all of them. Best on decaying spectra. Its standard error
+      allows for the estimates' dependence, which the paper's leaves out; on nearly constant spectra
+      it is too large.
 
     A structured operator's trace is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).
@@ -54,7 +55,8 @@ def trace(
         method: `"hutchinson"`, `"hutch++"` or `"xtrace"`.
         num_matvecs: Products to use; Hutch++ needs 3, XTrace 4 and uses an even number.
         tol: If given, products are added until the standard error is at most `tol` times the
-            estimate.
+            estimate. Start with some sixty (`num_matvecs`): standard errors of fewer are
+            too rough to stop by.
         max_matvecs: With `tol`, the greatest number of products; default `10 * num_matvecs`.
         distribution: Of the probes: `"rademacher"` (default for Hutchinson and Hutch++),
             `"gaussian"` or `"spherical"` (default for XTrace, which then scales the part of each
