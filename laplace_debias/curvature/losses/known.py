@@ -1,114 +1,11 @@
-"""Losses as functions of the outputs: value, gradient, Hessian, gradients at drawn labels."""
-
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+"""The three losses with derivatives in closed form, every argument that torch has included."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_debias.curvature.columns import keyed_uniforms
 from laplace_debias.curvature.likelihood import Categorical
-
-LossFunction = Callable[[Any, Tensor], Tensor]
-# What the loss needs to know of a batch besides the outputs: targets, and weights of its rows.
-Labels = tuple[Tensor, ...]
-# A linear map of tangents at the outputs, [..., *outputs] to the same.
-OutputMap = Callable[[Tensor], Tensor]
-
-REDUCTIONS = ("mean", "sum")
-
-
-class OutputLoss(ABC):
-    """A loss as a function of the outputs `[B, ...]` of a batch, *summed*, with its count.
-
-    The loss of a data set is the sum of the batches' values, with `reduction="mean"` divided by the
-    sum of their counts. Working with sums makes everything built on them independent of how the
-    data is cut into batches.
-
-    Attributes:
-        reduction: `"mean"` or `"sum"`.
-        is_recordable: Whether `value` consists of operations known to be recorded safely.
-        is_convex: Whether it is convex in the outputs for certain, so that a generalised
-            Gauss-Newton matrix is positive semi-definite.
-    """
-
-    reduction: str
-    is_recordable: bool = True
-    is_convex: bool = True
-
-    def check(self, shape: torch.Size, targets: Tensor) -> None:  # noqa: B027 (any target fits)
-        """Raise a `ValueError` or `TypeError` if targets do not fit outputs of a shape."""
-
-    def labels(self, targets: Tensor, first: int) -> Labels:
-        """What the other methods need of a batch whose first example is the `first` of the data."""
-        return (targets,)
-
-    @abstractmethod
-    def count(self, targets: Tensor) -> float:
-        """What `reduction="mean"` divides by, for one batch."""
-
-    @abstractmethod
-    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The sum over the batch, a scalar; differentiable in the outputs."""
-
-    def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The gradient of `value` in the outputs."""
-        with torch.enable_grad():
-            f = outputs.detach().requires_grad_()
-            return torch.autograd.grad(self.value(f, labels), f)[0]
-
-    @abstractmethod
-    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """The Hessian of `value` in the outputs."""
-
-    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Columns `[K, B, ...]` whose outer products, example by example, add up to the `hessian`.
-
-        Raises:
-            TypeError: If it has no such root in closed form.
-        """
-        raise TypeError(
-            "The root of the loss Hessian is known for nn.CrossEntropyLoss, nn.MSELoss and "
-            'nn.BCEWithLogitsLoss only: use fisher="empirical" for other losses, or GGN.'
-        )
-
-    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: "Uniforms") -> Tensor:
-        """The gradient at labels drawn from the model's own distribution.
-
-        Its outer product is, in expectation and example by example, the `hessian`.
-
-        Raises:
-            TypeError: If the loss is no log-likelihood that labels could be drawn from.
-        """
-        raise TypeError(
-            "The Fisher needs a distribution of the labels, which only nn.CrossEntropyLoss, "
-            "nn.MSELoss and nn.BCEWithLogitsLoss give: use GGN or EmpiricalFisher for other losses."
-        )
-
-    @property
-    def has_distribution(self) -> bool:
-        """Whether labels can be drawn from the model."""
-        return type(self).drawn_gradient is not OutputLoss.drawn_gradient
-
-
-class Uniforms:
-    """Uniform numbers keyed by seed, sample and the example's place in the data.
-
-    Args:
-        seed: Any integer.
-        sample: Which of several independent tables.
-        first: Place of the batch's first example in the data.
-    """
-
-    def __init__(self, seed: int, sample: int, first: int) -> None:
-        self._key = (seed, sample, first)
-
-    def __call__(self, like: Tensor) -> Tensor:
-        """Numbers in (0, 1) of the shape, dtype and device of `like` `[B, ...]`."""
-        rows = like.reshape(like.shape[0], -1)
-        return keyed_uniforms(*self._key, rows).reshape(like.shape).to(like.dtype)
+from laplace_debias.curvature.losses.base import Labels, OutputLoss, OutputMap, Uniforms
 
 
 class CrossEntropy(OutputLoss):
@@ -238,7 +135,7 @@ class CrossEntropy(OutputLoss):
         """√T (p − e_y), y drawn from the softmax at every position."""
         p = outputs.softmax(1)
         cumulative = p.cumsum(1)
-        above = uniforms(p[:, :1]) * cumulative[:, -1:]
+        above = uniforms(p[:, :1]).to(p.dtype) * cumulative[:, -1:]
         drawn = (cumulative[:, :-1] <= above).sum(1, keepdim=True)
         root = self._weighted_targets(outputs, labels[0]).sum(1, keepdim=True).sqrt()
         return root * p.scatter_add(1, drawn, torch.full_like(p[:, :1], -1.0))
@@ -277,7 +174,8 @@ class SquaredError(OutputLoss):
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """√2 ε with standard normal ε."""
-        return 2**0.5 * torch.special.ndtri(uniforms(outputs))
+        # In float64: rounded to float32, a uniform can be 1.
+        return (2**0.5 * torch.special.ndtri(uniforms(outputs))).to(outputs.dtype)
 
 
 class BinaryCrossEntropy(OutputLoss):
@@ -360,114 +258,10 @@ class BinaryCrossEntropy(OutputLoss):
         return labels[1].to(outputs.dtype).sqrt() * (p - (uniforms(p) < p).to(p.dtype))
 
 
-class AnyLoss(OutputLoss):
-    """A callable `loss(outputs, targets) -> scalar`, differentiated by torch.
-
-    Args:
-        loss: Takes a batch's outputs `[B, ...]` and targets.
-        reduction: What the callable does over the examples of its batch; a mean is one over
-            examples, so that the data set's loss weighs every batch by its size.
-    """
-
-    # Nobody knows what is in it: see `SquaredError.value`.
-    is_recordable = False
-    is_convex = False
-
-    def __init__(self, loss: LossFunction, reduction: str) -> None:
-        self.reduction = reduction
-        self._loss = loss
-
-    def count(self, targets: Tensor) -> float:
-        """The number of examples."""
-        return float(targets.shape[0])
-
-    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The callable's value, times the number of examples if it is a mean."""
-        value = self._loss(outputs, labels[0])
-        if not isinstance(value, Tensor) or value.ndim != 0:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"The loss must return a scalar tensor for a batch, got {found}: reduce it with "
-                "`.mean()` or `.sum()` and say which with `reduction=`."
-            )
-        return value * outputs.shape[0] if self.reduction == "mean" else value
-
-    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """By differentiating the gradient once more."""
-        with torch.enable_grad():
-            f = outputs.detach().requires_grad_()
-            (g,) = torch.autograd.grad(self.value(f, labels), f, create_graph=True)
-
-        def product(v: Tensor) -> Tensor:
-            if not g.requires_grad:  # a loss that is linear in the outputs
-                return torch.zeros_like(v)
-            return torch.autograd.grad(
-                g, f, v, retain_graph=True, is_grads_batched=v.ndim > f.ndim, materialize_grads=True
-            )[0]
-
-        return product
-
-
-def output_loss(loss: LossFunction, reduction: str | None, num_data: int) -> OutputLoss:
-    """What the operators know of a loss.
-
-    Args:
-        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss` with any arguments, or
-            any callable `loss(outputs, targets) -> scalar`.
-        reduction: Of a callable that has no attribute `reduction`: `"mean"` or `"sum"`.
-        num_data: N, the number of examples in the data.
-
-    Raises:
-        TypeError: If the loss cannot be called.
-        ValueError: For a reduction that is missing, unknown, in contradiction with the loss's own,
-            or that this loss's arguments make depend on the batch.
-    """
-    if not callable(loss) or isinstance(loss, type):
-        raise TypeError(
-            f"loss must be an instance such as nn.CrossEntropyLoss() or a callable "
-            f"(outputs, targets) -> scalar, got {loss!r}."
-        )
-    own = getattr(loss, "reduction", None)
-    if own is not None and reduction is not None and own != reduction:
-        raise ValueError(
-            f"The loss has reduction={own!r}, the operator was given reduction={reduction!r}: "
-            "leave it out."
-        )
-    stated = own if own is not None else reduction
-    name = type(loss).__name__
-    if stated is None:
-        raise ValueError(
-            f"{name} does not say how it reduces over the examples of a batch: pass "
-            'reduction="mean" or reduction="sum".'
-        )
-    if stated not in REDUCTIONS:
-        raise ValueError(
-            f'{name} has reduction={stated!r}: an operator needs a scalar loss, "mean" or "sum".'
-        )
-    if _is(loss, nn.CrossEntropyLoss):
-        return CrossEntropy(loss)  # type: ignore[arg-type]
-    if _is(loss, nn.MSELoss):
-        return SquaredError(loss)  # type: ignore[arg-type]
-    if _is(loss, nn.BCEWithLogitsLoss):
-        return BinaryCrossEntropy(loss, num_data)  # type: ignore[arg-type]
-    for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
-        if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
-            raise ValueError(
-                f"{name} has {argument}=..., so that its mean over a batch divides by a number "
-                'that only it knows: give it reduction="sum".'
-            )
-    return AnyLoss(loss, stated)
-
-
 def _each_alone(values: Tensor) -> Tensor:
     """For values `[B, ...]` one column an output entry, zero elsewhere, `[K, B, ...]`."""
     columns = torch.diag_embed(values.flatten(1)).movedim(1, 0)
     return columns.unflatten(2, values.shape[1:])
-
-
-def _is(loss: LossFunction, kind: type[nn.Module]) -> bool:
-    """Whether a loss computes what torch's class does; a subclass may not."""
-    return isinstance(loss, kind) and type(loss).forward is kind.forward
 
 
 def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:

@@ -1,0 +1,12 @@
+"""Losses as functions of a network's outputs."""
+
+from laplace_debias.curvature.losses.base import (
+    Labels,
+    LossFunction,
+    OutputLoss,
+    OutputMap,
+    Uniforms,
+)
+from laplace_debias.curvature.losses.choose import output_loss
+
+__all__ = ["Labels", "LossFunction", "OutputLoss", "OutputMap", "Uniforms", "output_loss"]

@@ -1,0 +1,288 @@
+"""How network operators go about their data, memory and model; and what they refuse."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conformance import fingerprint
+from networks import (
+    LABELS,
+    ROWS,
+    Net,
+    W,
+    batches,
+    build,
+    close,
+    dense_ggn,
+    dense_hessian,
+    inputs,
+    probabilities,
+    random_labels,
+    zero_one,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian, Jacobian
+
+# Independence of how products are computed.
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"), [(Hessian, "mlp"), (GGN, "by value"), (EmpiricalFisher, "mlp")]
+)
+def test_memory_bound_and_chunks_do_not_matter(operator, name):
+    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    data = batches(x, y, 2)
+    whole = operator(model, loss, [(x, y)])
+    V = inputs(whole.shape[0]).T.contiguous()
+    expected = whole @ V
+    every = operator(model, loss, data)
+    every @ V
+    assert every.num_bytes_kept > 0
+    for bound, chunk in [(0, 1), (every.num_bytes_kept // 2, 2), (every.num_bytes_kept, 100)]:
+        some = operator(model, loss, data, memory_bound=bound, chunk_size=chunk)
+        torch.testing.assert_close(some @ V, expected)
+        assert some.num_bytes_kept <= bound
+        torch.testing.assert_close(some @ V[:, 0], expected[:, 0])
+    assert every.num_bytes_kept == some.num_bytes_kept
+
+
+def test_kept_batches_are_not_read_again():
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self):
+            Counted.passes += 1
+            return super().__iter__()
+
+    model, loss, x, y = build("mlp"), nn.CrossEntropyLoss(), inputs(3), LABELS
+    operator = GGN(model, loss, Counted(batches(x, y, 3)))
+    v = torch.ones(operator.shape[0], dtype=torch.float64)
+    first = operator @ v
+    before = Counted.passes
+    torch.testing.assert_close(operator @ v, first)
+    assert Counted.passes == before
+
+
+def test_a_changed_model_is_linearised_again():
+    model, loss, x, y = build("conv"), nn.CrossEntropyLoss(), inputs(3), LABELS
+    operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
+    before = [operator.to_dense() for operator in operators]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss(model(x), y).backward()
+    optimizer.step()
+    model[2].running_mean.add_(0.3)
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+    for operator, old in zip(operators, before, strict=True):
+        assert not torch.allclose(operator.to_dense(), old)
+
+
+def test_sequences_of_several_lengths():
+    torch.manual_seed(1)
+    model = nn.Conv1d(2, 3, 1).double()
+    x, y = inputs(2, 4), random_labels(4)
+    data = [(x[:3, :, :4], y[:3, :4]), (x[3:, :, :2], y[3:, :2])]
+    loss = nn.CrossEntropyLoss()
+    padded = y.clone()
+    padded[3:, 2:] = -100
+    close(GGN(model, loss, data), dense_ggn(model, loss, x, padded))
+    with pytest.raises(ValueError, match="one shape"):
+        Jacobian(model, data).to_dense()
+    wrong = [data[0], (x[3:, :, :2], y[3:, :3])]
+    with pytest.raises(ValueError, match="class indices of shape"):
+        GGN(model, loss, wrong).to_dense()
+
+
+def test_inference_tensors_and_no_grad():
+    model, loss, y = build("mlp"), nn.CrossEntropyLoss(), LABELS
+    with torch.inference_mode():
+        x = inputs(3) + 0
+    with torch.no_grad():
+        for name in ("mlp", "by value"):
+            model = build(name)
+            product = GGN(model, loss, [(x, y)]) @ torch.ones(31, dtype=torch.float64)
+            expected = dense_ggn(model, loss, inputs(3), y).sum(1)
+            torch.testing.assert_close(product, expected)
+
+
+# The model stays untouched.
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [(Hessian, "conv"), (GGN, "tied"), (EmpiricalFisher, "by value"), (Hessian, "by value")],
+)
+def test_the_model_is_untouched(operator, name):
+    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    before = fingerprint(model)
+
+    def unchanged():
+        after = fingerprint(model)
+        return before.keys() == after.keys() and all(
+            a.equal(after[k]) if isinstance(a, torch.Tensor) else a == after[k]
+            for k, a in before.items()
+        )
+
+    op = operator(model, loss, batches(x, y, 3))
+    op @ torch.ones(op.shape[0], dtype=torch.float64)
+    assert unchanged()
+    x[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        operator(model, loss, [(x, y)])
+    assert unchanged()
+
+
+# Bad input.
+
+
+def good():
+    return {
+        "model": build("mlp"),
+        "loss": nn.CrossEntropyLoss(),
+        "data": batches(inputs(3), LABELS, 3),
+    }
+
+
+def random_net():
+    return Net(
+        lambda self, x: self.one(x) + torch.rand(3, dtype=torch.float64), one=nn.Linear(3, 3)
+    ).double()
+
+
+BAD = {
+    "dropout": (
+        {"model": nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()},
+        ValueError,
+        "model.eval",
+    ),
+    "batch norm": (
+        {"model": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()},
+        ValueError,
+        "model.eval",
+    ),
+    "random": ({"model": random_net()}, ValueError, "deterministic"),
+    "model": ({"model": F.relu}, TypeError, "nn.Module"),
+    "iterator": ({"data": iter(batches(inputs(3), LABELS, 3))}, TypeError, "only once"),
+    "generator": ({"data": (b for b in batches(inputs(3), LABELS, 3))}, TypeError, "only once"),
+    "no iterable": ({"data": 3}, TypeError, "iterable"),
+    "empty": ({"data": []}, ValueError, "empty"),
+    "no pairs": ({"data": [inputs(3)]}, TypeError, "pairs"),
+    "sizes": ({"data": [(inputs(3), LABELS[:3])]}, ValueError, "targets of shape"),
+    "nan": ({"data": [(inputs(3) / 0 * 0, LABELS)]}, ValueError, "NaN"),
+    "dtype": ({"data": [(inputs(3).float(), LABELS)]}, TypeError, "convert"),
+    "shuffled": (
+        {
+            "data": DataLoader(
+                TensorDataset(inputs(3), LABELS),
+                3,
+                shuffle=True,
+                generator=torch.Generator().manual_seed(0),
+            )
+        },
+        ValueError,
+        "shuffle=False",
+    ),
+    "num_data": ({"num_data": 6}, ValueError, "holds 7"),
+    "loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "instance"),
+    "none": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "scalar loss"),
+    "no reduction": ({"loss": F.cross_entropy}, ValueError, "reduction="),
+    "two reductions": ({"reduction": "sum"}, ValueError, "leave it out"),
+    "weighted mean": ({"loss": nn.NLLLoss(weight=W)}, ValueError, 'reduction="sum"'),
+    "not scalar": ({"loss": lambda f, y: f, "reduction": "sum"}, TypeError, "scalar"),
+    "weight": ({"loss": nn.CrossEntropyLoss(weight=W[:2])}, ValueError, "weight of shape"),
+    "negative weight": ({"loss": nn.CrossEntropyLoss(weight=-W)}, ValueError, "weight must be"),
+    "pos_weight": (
+        {"loss": nn.BCEWithLogitsLoss(pos_weight=W[:2]), "data": [(inputs(3), zero_one(3))]},
+        ValueError,
+        "pos_weight of shape",
+    ),
+    "weight rows": (
+        {"loss": nn.BCEWithLogitsLoss(weight=ROWS[:3]), "data": batches(inputs(3), zero_one(3), 3)},
+        ValueError,
+        "7 rows",
+    ),
+    "ignore probabilities": (
+        {"loss": nn.CrossEntropyLoss(ignore_index=1), "data": [(inputs(3), probabilities(3))]},
+        ValueError,
+        "ignore_index=1",
+    ),
+    "all ignored": (
+        {"data": [(inputs(3), torch.full_like(LABELS, -100))]},
+        ValueError,
+        "ignore_index",
+    ),
+    "labels": ({"data": [(inputs(3), LABELS + 1)]}, ValueError, "0 … 2"),
+    "one-hot": ({"data": [(inputs(3), F.one_hot(LABELS))]}, ValueError, "class indices of shape"),
+    "bool": ({"data": [(inputs(3), LABELS > 0)]}, TypeError, "int64"),
+    "shape": (
+        {"loss": nn.MSELoss(), "data": [(inputs(3), inputs(1))]},
+        ValueError,
+        "outputs' shape",
+    ),
+    "integers": (
+        {"loss": nn.MSELoss(), "data": [(inputs(3), random_labels(3))]},
+        TypeError,
+        "float",
+    ),
+    "range": (
+        {"loss": nn.BCEWithLogitsLoss(), "data": [(inputs(3), inputs(3))]},
+        ValueError,
+        r"in \[0, 1\]",
+    ),
+    "params": ({"params": ["5.weight"]}, ValueError, "5.weight"),
+    "memory_bound": ({"memory_bound": -1}, ValueError, "memory_bound"),
+    "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_work(name):
+    change, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        GGN(**{**good(), **change})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_fisher_refuses_what_it_cannot_draw():
+    for change, kind, message in [
+        ({"fisher": "empirical"}, ValueError, "EmpiricalFisher"),
+        ({"mc_samples": 3}, ValueError, 'fisher="mc"'),
+        ({"generator": torch.Generator()}, ValueError, 'fisher="mc"'),
+        ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),
+        ({"loss": nn.L1Loss()}, TypeError, "distribution"),
+    ]:
+        with pytest.raises(kind, match=message):
+            Fisher(**{**good(), **change})
+
+
+def test_outputs_that_are_nan_name_the_remedy():
+    model = Net(lambda self, x: self.one(x).log(), one=nn.Linear(3, 3)).double()
+    with pytest.raises(ValueError, match="scale"):
+        GGN(model, nn.CrossEntropyLoss(), [(inputs(3), LABELS)])
+
+
+def test_data_that_changes_between_products_is_refused():
+    data = batches(inputs(3), LABELS, 3)
+    operator = GGN(build("mlp"), nn.CrossEntropyLoss(), data, memory_bound=0)
+    v = torch.ones(operator.shape[0], dtype=torch.float64)
+    operator @ v
+    data[1] = (data[1][0].flip(1), data[1][1])
+    with pytest.raises(ValueError, match="Batch 1 of the data"):
+        operator @ v
+    del data[1:]
+    with pytest.raises(ValueError, match="Batch 1 of the data"):
+        operator @ v
+
+
+def test_importing_the_package_is_cheap():
+    code = (
+        "import sys, laplace_debias.curvature as c; c.GGN; "
+        "print([m for m in ('torchvision', 'torchmetrics', 'backpack') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
