@@ -34,6 +34,7 @@ from laplace_debias.problems import (
 from laplace_debias.problems.problem import ProblemData
 from laplace_debias.report.costs import costs_figure
 from laplace_debias.report.figures import prior_precision_grid
+from laplace_debias.report.summary import summarise
 from laplace_debias.report.tables import read_csv
 from laplace_debias.report.trajectories import trajectory_figure
 
@@ -554,6 +555,16 @@ def test_a_metric_that_a_data_set_lacks_has_no_panel():
     assert [ax.axison for ax in figure.axes] == [True, False, True, True]
     with pytest.raises(ValueError, match="empty"):
         prior_precision_grid({}, ("nll",))
+
+
+def test_the_mean_of_equal_draws_is_no_less_than_the_least():
+    for value in torch.rand(200, dtype=torch.float64).tolist():
+        rows = [
+            {"method": "m", "draw": draw, "prior_precision": 1.0, "nll": value}
+            for draw in range(49)
+        ]
+        curve = summarise(rows, "prior_precision", "nll")["m"]
+        assert curve.low == curve.mean == curve.high
 
 
 def test_costs_that_are_not_known_have_no_panel():
