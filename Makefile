@@ -32,6 +32,7 @@ ON_DIGITS := $(filter-out $(ON_CHECKPOINT) $(ON_CIFAR),$(CONFIGS))
 SOURCE := --data=$(LAPLACE_DEBIAS_DATA) $(addprefix --cache=,$(LAPLACE_DEBIAS_CACHE))
 # Configs are called after their experiment, but for these.
 NAME_directional_curvature_digits := directional_curvature
+NAME_laplace_digits := laplace
 NAME_laplace_resnet_cifar10 := laplace
 NAME_laplace_vit_cifar10 := laplace
 stem = $(basename $(notdir $1))

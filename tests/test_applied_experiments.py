@@ -34,6 +34,7 @@ from laplace_debias.problems import (
 from laplace_debias.problems.problem import ProblemData
 from laplace_debias.report.costs import costs_figure
 from laplace_debias.report.figures import prior_precision_grid
+from laplace_debias.report.summary import summarise
 from laplace_debias.report.tables import read_csv
 from laplace_debias.report.trajectories import trajectory_figure
 
@@ -533,12 +534,13 @@ def test_more_examples_than_there_are_is_refused(trained):
 def test_trajectories_have_a_panel_a_metric_and_cut_off_what_diverges():
     rows = [
         {"method": method, "draw": 0, "iteration": i, "train_loss": v, "train_accuracy": 0.1 * i}
-        for method, values in (("a", (1.0, 0.5, 0.5)), ("b", (1.0, 40.0, math.nan)))
+        for method, values in (("a", (1.0, 0.5, 0.5)), ("b", (1.0, 4000.0, math.nan)))
         for i, v in enumerate(values)
     ]
     figure = trajectory_figure(rows, ("train_loss", "train_accuracy"))
     loss, accuracy = figure.axes
-    assert loss.get_ylim()[1] < 3
+    assert loss.get_yscale() == "log"
+    assert loss.get_ylim()[1] <= 100
     assert accuracy.get_ylim()[1] >= 0.2
     with pytest.raises(ValueError, match="rows and metrics"):
         trajectory_figure([], ("train_loss",))
@@ -553,6 +555,16 @@ def test_a_metric_that_a_data_set_lacks_has_no_panel():
     assert [ax.axison for ax in figure.axes] == [True, False, True, True]
     with pytest.raises(ValueError, match="empty"):
         prior_precision_grid({}, ("nll",))
+
+
+def test_the_mean_of_equal_draws_is_no_less_than_the_least():
+    for value in torch.rand(200, dtype=torch.float64).tolist():
+        rows = [
+            {"method": "m", "draw": draw, "prior_precision": 1.0, "nll": value}
+            for draw in range(49)
+        ]
+        curve = summarise(rows, "prior_precision", "nll")["m"]
+        assert curve.low == curve.mean == curve.high
 
 
 def test_costs_that_are_not_known_have_no_panel():

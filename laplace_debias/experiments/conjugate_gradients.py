@@ -278,7 +278,8 @@ def run_conjugate_gradients(
     store.table(rows)
     table = stability(rows)
     store.table(table, "stability")
-    print_table(table, "Regularised loss (nats) along the trajectories", console=console)
+    columns = ["method", "draw", "train best", "train end", "test best", "test end"]
+    print_table(table, "Regularised loss (nats) of the trajectories", columns, console=console)
     pictures = store.picture(trajectory_figure(rows, METRICS), NAME)
     for sentence in findings(rows):
         console.print(sentence)

@@ -84,10 +84,15 @@ def _curve(method: str, x_key: str, by_x: dict[float | None, dict[object, float]
     draws = [list(by_x[position].values()) for position in x] or [list(by_x[None].values())]
     return Curve(
         x=tuple(x),
-        mean=tuple(math.fsum(values) / len(values) for values in draws),
+        mean=tuple(map(_mean, draws)),
         low=tuple(min(values) for values in draws),
         high=tuple(max(values) for values in draws),
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Rounded, the mean of equal numbers may be another.
+    return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
 def _number(value: object, key: str) -> float:

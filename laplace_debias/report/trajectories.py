@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from laplace_debias.report.style import FONT_SIZE, INK, method_colours, metric_label, style_axes
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 3.6, 2.9
-_HEADROOM = 1.0
-"""How far above its start a lower-is-better axis reaches, in units of the greatest gain."""
+_DIVERGED, _SHOWN = 2, 100
+"""Multiples of the start: beyond the one a loss has a logarithmic axis, the other is its end."""
 
 
 def trajectory_figure(
@@ -24,7 +25,8 @@ def trajectory_figure(
     """Draws metrics along runs, as Figure 5 of the paper does.
 
     A thin line is a run, of its method's colour; a dot marks its best point and a dashed line the
-    start that all runs share. Of a run that diverges, what lies far above the start is cut off.
+    start that all runs share. Where a run diverges the loss has a logarithmic axis, cut off at a
+    hundred times the start.
 
     Args:
         rows: One row a step of a run, in order, with the keys `method`, `draw`, `x_key` and the
@@ -103,10 +105,13 @@ def _limit(ax: Axes, runs: list[np.ndarray], metric: str) -> None:
     if not _less_is_better(metric) or not starts:
         return
     finite = np.concatenate([y[np.isfinite(y)] for y in runs])
-    gain = max(max(starts) - finite.min(), 0.1 * abs(max(starts)))
-    top = max(starts) + _HEADROOM * gain
-    if finite.max() > top:
-        ax.set_ylim(finite.min() - 0.05 * gain, top)
+    start = max(starts)
+    if finite.min() > 0 and finite.max() > _DIVERGED * start:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.set_ylim(0.9 * finite.min(), min(1.1 * finite.max(), _SHOWN * start))
 
 
 def _less_is_better(metric: str) -> bool:
