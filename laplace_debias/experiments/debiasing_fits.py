@@ -120,18 +120,7 @@ class StudyFits:
         b, K = self._settings.batch_size, min(USUAL_FOLDS, self._settings.groups)
         hand, _ = self._examples(draw)
         of_folds = self._factor_parts([hand[k::K] for k in range(K)])
-        half, whole = (
-            {
-                block: eigenbasis(
-                    *(
-                        sum(sums[block][side] for sums in of_folds[::step]) * step / len(hand)
-                        for side in (0, 1)
-                    )
-                )
-                for block in self._problem.blocks
-            }
-            for step in (2, 1)
-        )
+        half, whole = self._bases_of(of_folds[::2], b), self._bases_of(of_folds, 2 * b)
         posteriors = {}
         for name, bases, indices in ((MINI, whole, hand), (split_name(b, b), half, hand[1::2])):
             batches = self._batches(indices, f"EKFAC {name}")
@@ -143,6 +132,17 @@ class StudyFits:
         exact = exact_crossfit(self._problem, folds, starts, of_folds, whole)
         posteriors[EKFAC + crossfit_name(K)] = self._posterior(whole, exact)
         return self._measured(posteriors, draw)
+
+    def _bases_of(self, parts: list[FactorSums], num_examples: int) -> dict[Block, Eigenbasis]:
+        """Eigenbases of the mean factors over all parts."""
+        bases = {}
+        for block in self._problem.blocks:
+            G, A = (
+                torch.stack([sums[block][side] for sums in parts]).sum(0) / num_examples
+                for side in (0, 1)
+            )
+            bases[block] = eigenbasis(G, A)
+        return bases
 
     def _examples(self, draw: int) -> tuple[Tensor, Tensor]:
         """Indices of a draw's 2b examples at hand, and of further ones."""
@@ -175,15 +175,21 @@ class StudyFits:
             bases = {}
             for block, (G, A) in factors.items():
                 basis = eigenbasis(G.double(), A.double())
-                parts = (basis.U_G, basis.U_A, basis.along_G, basis.along_A)
-                bases[block] = Eigenbasis(*(None if p is None else p.to(dtype) for p in parts))
+                assert basis.U_G is not None and basis.U_A is not None
+                bases[block] = Eigenbasis(
+                    basis.U_G.to(dtype),
+                    basis.U_A.to(dtype),
+                    basis.along_G.to(dtype),
+                    basis.along_A.to(dtype),
+                )
             self._full = factors, bases
         return self._full
 
     def _factor_parts(self, parts: list[Tensor]) -> list[FactorSums]:
         """Each part's factors, summed over its examples."""
         bar = tqdm(parts, desc="factors", disable=not self._settings.progress)
-        first, sums = 0, []
+        first = 0
+        sums: list[FactorSums] = []
         for indices in bar:
             sums.append(factor_sums(self._problem, [self._batch(indices)], first)[0])
             first += len(indices)
