@@ -175,7 +175,8 @@ class StudyFits:
             bases = {}
             for block, (G, A) in factors.items():
                 basis = eigenbasis(G.double(), A.double())
-                assert basis.U_G is not None and basis.U_A is not None
+                assert basis.U_G is not None
+                assert basis.U_A is not None
                 bases[block] = Eigenbasis(
                     basis.U_G.to(dtype),
                     basis.U_A.to(dtype),
