@@ -13,6 +13,7 @@ from laplace_debias.experiments.debiasing_report import report, summarise_study
 from laplace_debias.experiments.debiasing_schemes import Factors, magnitudes_of
 from laplace_debias.experiments.debiasing_study import DebiasingStudySettings, study
 from laplace_debias.problems import digits
+from laplace_debias.report.intervals import interval_figure
 from laplace_debias.report.tables import read_csv
 
 GRID = (0.1, 1.0, 10.0)
@@ -258,3 +259,25 @@ def test_the_report_writes_what_it_says(made, tmp_path):
     assert "crossfit, 8 folds" in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "crossfit, 8 folds" in (tmp_path / "console.txt").read_text(encoding="utf-8")
     assert result.picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_the_methods_from_top_to_bottom(tmp_path):
+    rows = [
+        {"method": "mini-batch", "nll": 0.3, "nll_error": 0.1},
+        {"method": "crossfit", "nll": 0.1, "nll_error": None},
+    ]
+    figure = interval_figure(rows, tmp_path / "a.pdf", {"nll": "NLL"}, highlight="mini-batch")
+    (ax,) = figure.axes
+    ticks = zip(ax.get_yticklabels(), ax.get_yticks(), strict=True)
+    heights = {label.get_text(): height for label, height in ticks}
+    assert heights["mini-batch"] > heights["crossfit"]
+    dots = {
+        container.lines[0].get_ydata()[0]: container.lines[0].get_xdata()[0]
+        for container in ax.containers
+    }
+    assert dots == {heights["mini-batch"]: 0.3, heights["crossfit"]: 0.1}
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(ValueError, match="no rows or columns"):
+        interval_figure([], tmp_path / "b.png", {"nll": "NLL"})
+    with pytest.raises(ValueError, match="suffix"):
+        interval_figure(rows, tmp_path / "b.gif", {"nll": "NLL"})

@@ -12,13 +12,8 @@ from laplace_debias.curvature.columns import FISHERS
 from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.kfac.backends import choose_backend
 from laplace_debias.curvature.kfac.fit import Fitted, Problem, fit_ekfac, fit_kfac
-from laplace_debias.curvature.losses import (
-    BinaryCrossEntropy,
-    LossFunction,
-    OutputLoss,
-    Uniforms,
-    output_loss,
-)
+from laplace_debias.curvature.losses import LossFunction, OutputLoss, Uniforms, output_loss
+from laplace_debias.curvature.losses.known import BinaryCrossEntropy
 from laplace_debias.curvature.matrix_free.data import Batches, Data
 from laplace_debias.curvature.matrix_free.network import Network
 from laplace_debias.curvature.selection import ParameterSelection

@@ -1,6 +1,6 @@
 """The debiasing study's fits: all methods' posteriors from one draw, and what they predict."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.kfac.crossfit import exact_crossfit
 from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.kfac.fit import FactorSums, Problem, exact_sums, factor_sums
+from laplace_debias.curvature.likelihood import Categorical
 from laplace_debias.experiments.debiasing_schemes import (
     EKFAC,
     FULL,
@@ -120,16 +121,7 @@ class StudyFits:
         b, K = self._settings.batch_size, min(USUAL_FOLDS, self._settings.groups)
         hand, _ = self._examples(draw)
         of_folds = self._factor_parts([hand[k::K] for k in range(K)])
-        half, whole = (
-            {
-                block: eigenbasis(
-                    _summed(of_folds[::step], block, 0) * step / len(hand),
-                    _summed(of_folds[::step], block, 1) * step / len(hand),
-                )
-                for block in self._problem.blocks
-            }
-            for step in (2, 1)
-        )
+        half, whole = self._bases_of(of_folds[::2], b), self._bases_of(of_folds, 2 * b)
         posteriors = {}
         for name, bases, indices in ((MINI, whole, hand), (split_name(b, b), half, hand[1::2])):
             batches = self._batches(indices, f"EKFAC {name}")
@@ -141,6 +133,17 @@ class StudyFits:
         exact = exact_crossfit(self._problem, folds, starts, of_folds, whole)
         posteriors[EKFAC + crossfit_name(K)] = self._posterior(whole, exact)
         return self._measured(posteriors, draw)
+
+    def _bases_of(self, parts: list[FactorSums], num_examples: int) -> dict[Block, Eigenbasis]:
+        """Eigenbases of the mean factors over all parts."""
+        bases = {}
+        for block in self._problem.blocks:
+            G, A = (
+                torch.stack([sums[block][side] for sums in parts]).sum(0) / num_examples
+                for side in (0, 1)
+            )
+            bases[block] = eigenbasis(G, A)
+        return bases
 
     def _examples(self, draw: int) -> tuple[Tensor, Tensor]:
         """Indices of a draw's 2b examples at hand, and of further ones."""
@@ -173,9 +176,11 @@ class StudyFits:
             bases = {}
             for block, (G, A) in factors.items():
                 basis = eigenbasis(G.double(), A.double())
+                assert basis.U_G is not None
+                assert basis.U_A is not None
                 bases[block] = Eigenbasis(
-                    None if basis.U_G is None else basis.U_G.to(dtype),
-                    None if basis.U_A is None else basis.U_A.to(dtype),
+                    basis.U_G.to(dtype),
+                    basis.U_A.to(dtype),
                     basis.along_G.to(dtype),
                     basis.along_A.to(dtype),
                 )
@@ -185,7 +190,8 @@ class StudyFits:
     def _factor_parts(self, parts: list[Tensor]) -> list[FactorSums]:
         """Each part's factors, summed over its examples."""
         bar = tqdm(parts, desc="factors", disable=not self._settings.progress)
-        first, sums = 0, []
+        first = 0
+        sums: list[FactorSums] = []
         for indices in bar:
             sums.append(factor_sums(self._problem, [self._batch(indices)], first)[0])
             first += len(indices)
@@ -255,13 +261,8 @@ class StudyFits:
         variance: Float[Tensor, "n classes"],
         labels: Tensor,
     ) -> dict[str, float]:
-        probs = self._problem.likelihood.predictive(mean, variance).probs  # type: ignore[attr-defined]
+        predictive = Categorical().predictive(mean, variance)
         return {
-            "nll": metrics.nll(probs, labels).item(),
+            "nll": metrics.nll(predictive.probs, labels).item(),
             "log_variance": variance.log().mean().item(),
         }
-
-
-def _summed(parts: Sequence[FactorSums], block: Block, side: int) -> Tensor:
-    """One factor of a block, summed over parts of the data."""
-    return torch.stack([sums[block][side] for sums in parts]).sum(0)

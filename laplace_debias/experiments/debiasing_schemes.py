@@ -144,7 +144,8 @@ def magnitudes_of(
     """
     b = plan.batch_size
     total = factors.groups.sum(0)
-    values, bases = {}, {}
+    values: dict[str, Tensor] = {}
+    bases: dict[str, Tensor] = {}
     values[MINI], bases["all"] = _eigh(total / (2 * b))
     for folds in plan.folds:
         values[crossfit_name(folds)] = crossfit_magnitudes(

@@ -53,7 +53,7 @@ def interval_figure(
             ax.errorbar(
                 [value],
                 [height],
-                xerr=None if error is None else [error],
+                xerr=[error] if isinstance(error, (int, float)) else None,
                 marker="o",
                 markersize=4.5,
                 linewidth=1.4,

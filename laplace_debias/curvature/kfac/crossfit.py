@@ -201,7 +201,8 @@ def exact_crossfit(
     totals = {block: _total(of_folds, block) for block in problem.blocks}
     table: Sums = {}
     for fold, first, own in zip(folds, starts, of_folds, strict=False):
-        bases, ranks = {}, {}
+        bases: dict[Block, Eigenbasis] = {}
+        ranks: dict[Block, list[int]] = {}
         for block in problem.blocks:
             sides = zip(totals[block], own[block], _eigenpairs(whole[block]), strict=True)
             (along_G, U_G), (along_A, U_A) = (
