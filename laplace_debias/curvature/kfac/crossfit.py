@@ -10,6 +10,7 @@ batches are the split-sample estimator (Lam, 2016, "Nonparametric eigenvalue-reg
 or covariance matrix estimator").
 """
 
+from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
 
@@ -179,8 +180,8 @@ class _Within:
 
 def exact_crossfit(
     problem: Problem,
-    folds: list[Fold],
-    starts: list[int],
+    folds: Sequence[Fold],
+    starts: Sequence[int],
     of_folds: list[FactorSums],
     whole: dict[Block, Eigenbasis],
 ) -> Sums:
