@@ -35,6 +35,8 @@ MEMORY_BOUND = 2**28
 """Bytes of working memory for output gradients."""
 
 Row = dict[str, Any]
+# U_G and U_A of every block; None for the coordinate axes.
+Directions = dict[Block, tuple[Tensor | None, Tensor | None]]
 
 
 class StudyFits:
@@ -68,7 +70,7 @@ class StudyFits:
         """What the full-batch posterior predicts."""
         _, bases = self.full
         own = {block: basis.magnitudes for block, basis in bases.items()}
-        return self._measured({FULL: self._posterior(bases, own)}, None)
+        return self._measured({FULL: self._posterior(_directions(bases), own)}, None)
 
     def draw_rows(self, draw: int) -> list[Row]:
         """What every K-FAC method's posterior predicts in a draw."""
@@ -77,7 +79,7 @@ class StudyFits:
         groups = self._factor_parts([hand[k :: plan.groups] for k in range(plan.groups)])
         extra = self._factor_parts([*further.split(plan.average_batch_size)])
         factors, full_bases = self.full
-        bases: dict[str, dict[Block, Eigenbasis]] = {"full": full_bases}
+        bases: dict[str, Directions] = {"full": _directions(full_bases)}
         table: dict[str, dict[Block, Tensor]] = {name: {} for name in plan.methods}
         for block in tqdm(self._problem.blocks, desc="decompose", disable=not settings.progress):
             sides = [
@@ -94,9 +96,7 @@ class StudyFits:
             ]
             (bases_G, along_G), (bases_A, along_A) = sides
             for name, U_G in bases_G.items():
-                empty = U_G.new_empty(0)
-                basis = Eigenbasis(U_G, bases_A[name], empty, empty)
-                bases.setdefault(name, {})[block] = basis
+                bases.setdefault(name, {})[block] = (U_G, bases_A[name])
             for name in table:
                 table[name][block] = torch.outer(along_G[name], along_A[name])
         return self._measured(
@@ -114,7 +114,7 @@ class StudyFits:
         indices = self._order[: min(settings.ekfac_full_examples, settings.full_examples)]
         squares, _ = exact_sums(self._problem, bases, self._batches(indices, "EKFAC"), 0)
         exact = {block: total / len(indices) for block, total in squares.items()}
-        return self._measured({EKFAC + FULL: self._posterior(bases, exact)}, None)
+        return self._measured({EKFAC + FULL: self._posterior(_directions(bases), exact)}, None)
 
     def ekfac_draw_rows(self, draw: int) -> list[Row]:
         """What EKFAC's posteriors predict in a draw."""
@@ -127,11 +127,11 @@ class StudyFits:
             batches = self._batches(indices, f"EKFAC {name}")
             sums, _ = exact_sums(self._problem, bases, batches, 0)
             exact = {block: total / len(indices) for block, total in sums.items()}
-            posteriors[EKFAC + name] = self._posterior(bases, exact)
+            posteriors[EKFAC + name] = self._posterior(_directions(bases), exact)
         folds = [self._batch(hand[k::K]) for k in range(K)]
         starts = [k * len(hand) // K for k in range(K)]
         exact = exact_crossfit(self._problem, folds, starts, of_folds, whole)
-        posteriors[EKFAC + crossfit_name(K)] = self._posterior(whole, exact)
+        posteriors[EKFAC + crossfit_name(K)] = self._posterior(_directions(whole), exact)
         return self._measured(posteriors, draw)
 
     def _bases_of(self, parts: list[FactorSums], num_examples: int) -> dict[Block, Eigenbasis]:
@@ -207,10 +207,10 @@ class StudyFits:
         return (self._batch(part) for part in bar)
 
     def _posterior(
-        self, bases: Mapping[Block, Eigenbasis], table: Mapping[Block, Tensor]
+        self, directions: Directions, table: Mapping[Block, Tensor]
     ) -> GaussianPosterior:
         blocks = {
-            block.name: EigenKronecker(bases[block].U_G, bases[block].U_A, table[block])
+            block.name: EigenKronecker(*directions[block], table[block])
             for block in self._problem.blocks
         }
         # Variances do not ask for the mean, nor for the prior precision, of which there is a grid.
@@ -266,3 +266,7 @@ class StudyFits:
             "nll": metrics.nll(predictive.probs, labels).item(),
             "log_variance": variance.log().mean().item(),
         }
+
+
+def _directions(bases: Mapping[Block, Eigenbasis]) -> Directions:
+    return {block: (basis.U_G, basis.U_A) for block, basis in bases.items()}

@@ -181,7 +181,7 @@ class _Within:
 def exact_crossfit(
     problem: Problem,
     folds: Sequence[Fold],
-    starts: list[int],
+    starts: Sequence[int],
     of_folds: list[FactorSums],
     whole: dict[Block, Eigenbasis],
 ) -> Sums:
