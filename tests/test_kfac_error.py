@@ -7,13 +7,16 @@ import torch
 from laplace_debias import Laplace
 from laplace_debias.experiments import kfac_error
 from laplace_debias.experiments.setup import Trained
-from laplace_debias.problems import get_problem
+from laplace_debias.problems import ImageDataset, ProblemData, get_problem
 
 
 @pytest.fixture
 def trained():
     model, *_ = oracle.SMALL_MODELS["conv2d"]()
-    return Trained(get_problem("allcnn-digits"), model, None, 0.0)
+    images = ImageDataset(torch.zeros(1, 1, 8, 8), torch.zeros(1).long(), 3)
+    nothing = torch.zeros(0).long()
+    data = ProblemData(images, images, images, nothing, nothing)
+    return Trained(get_problem("allcnn-digits"), model, data, 0.0)
 
 
 @pytest.fixture
