@@ -222,6 +222,9 @@ def _differentiable_kernels(network: Network) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if network.is_recurrent:
+                stack.enter_context(warnings.catch_warnings())
+                # It sets a flag of graphics cards along with the one that is meant.
+                warnings.filterwarnings("ignore", message="TF32 acceleration")
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
                 stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             yield
@@ -302,19 +305,23 @@ def _gradients(
     create_graph: bool = False,
 ) -> Tensors:
     """Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i; an output without a graph is a constant."""
+    lead = cotangents[0].shape[:1] if batched else ()
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
-    if not pairs:
-        lead = cotangents[0].shape[:1] if batched else ()
-        return [x.new_zeros(*lead, *x.shape) for x in inputs]
-    return torch.autograd.grad(
-        [f for f, _ in pairs],
-        inputs,
-        [c for _, c in pairs],
-        retain_graph=True,
-        create_graph=create_graph,
-        is_grads_batched=batched,
-        materialize_grads=True,
-    )
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    if pairs:
+        gradients = torch.autograd.grad(
+            [f for f, _ in pairs],
+            inputs,
+            [c for _, c in pairs],
+            retain_graph=True,
+            create_graph=create_graph,
+            is_grads_batched=batched,
+            allow_unused=True,
+        )
+    return [
+        x.new_zeros(*lead, *x.shape) if g is None else g
+        for x, g in zip(inputs, gradients, strict=True)
+    ]
 
 
 def _graph_bytes(roots: Tensors, not_counted: Tensors) -> int:
