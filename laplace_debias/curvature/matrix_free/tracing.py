@@ -149,7 +149,7 @@ def _simplify(graph: fx.Graph) -> None:
         elif node.target is aten.add.Tensor and not node.kwargs:
             for term, other in (node.args, node.args[::-1]):
                 if term in zeros and _kind(other) == _kind(node):
-                    node.replace_all_uses_with(other)
+                    node.replace_all_uses_with(other)  # type: ignore[arg-type]
                     break
 
 
