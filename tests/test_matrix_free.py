@@ -37,9 +37,13 @@ def test_every_argument_of_the_losses(name):
     model, loss, x, y = case(name)
     data = batches(x, y, 3)
     close(Hessian(model, loss, data), dense_hessian(model, loss, x, y))
-    G = dense_ggn(model, loss, x, y)
-    close(GGN(model, loss, data), G)
-    close(Fisher(model, loss, data), G)
+    close(GGN(model, loss, data), dense_ggn(model, loss, x, y))
+
+
+@pytest.mark.parametrize("name", ["ce", "mse", "bce", "ce positions everything", "bce both"])
+def test_the_exact_fisher_is_the_ggn(name):
+    model, loss, x, y = case(name)
+    close(Fisher(model, loss, batches(x, y, 3)), dense_ggn(model, loss, x, y))
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "bce weight rows"])
@@ -62,13 +66,20 @@ def cubic(outputs, targets):
     return ((outputs.sum(1) - targets.double()) ** 4 + outputs.exp().sum(1)).mean()
 
 
+class Tempered(nn.CrossEntropyLoss):
+    """A subclass that is not what its base class is."""
+
+    def forward(self, outputs, targets):
+        return super().forward(outputs**3, targets)
+
+
 @pytest.mark.parametrize(
     ("loss", "reduction"),
     [
         (cubic, "mean"),
         (lambda f, y: 5 * cubic(f, y) * len(y), "sum"),
         (lambda f, y: F.cross_entropy(f, y, reduction="sum"), "sum"),
-        (nn.MultiMarginLoss(p=2), None),
+        (Tempered(label_smoothing=0.1), None),
         (lambda f, y: f[y > 0].square().sum(), "sum"),
     ],
     ids=["mean", "sum", "function", "module", "masked"],
@@ -95,6 +106,7 @@ def test_a_linear_loss_has_no_ggn():
     close(H, dense_hessian(model, lambda f, y: f.sum(), inputs(3), LABELS))
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     model, x, y, loss = build(name), inputs(3), LABELS, nn.CrossEntropyLoss()
@@ -212,7 +224,7 @@ def test_the_monte_carlo_fisher_converges():
         return (drawn.to_dense() - truth).norm() / truth.norm()
 
     # The error falls with the root of the number of samples.
-    assert error(4000) < 0.05 < 0.2 < error(10)
+    assert error(1000) < 0.04 < 0.1 < error(10)
 
 
 def test_labels_belong_to_examples():
@@ -240,7 +252,7 @@ def test_empirical_fisher_is_the_ggn_where_residuals_have_the_models_variance():
     torch.manual_seed(1)
     model = nn.Linear(3, 1).double()
     x = inputs(3)
-    signs = torch.tensor([1, -1, 1, 1, -1, -1, 1], dtype=torch.float64)[:, None]
+    signs = torch.tensor([1, -1, 1, 1, -1, 1], dtype=torch.float64)[:, None]
     y = model(x).detach() + signs * 0.5**0.5
     loss = nn.MSELoss()
     G = GGN(model, loss, batches(x, y, 3)).to_dense()

@@ -186,7 +186,7 @@ BAD = {
         ValueError,
         "shuffle=False",
     ),
-    "num_data": ({"num_data": 6}, ValueError, "holds 7"),
+    "num_data": ({"num_data": 7}, ValueError, "holds 6"),
     "loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "instance"),
     "none": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "scalar loss"),
     "no reduction": ({"loss": F.cross_entropy}, ValueError, "reduction="),
@@ -203,7 +203,7 @@ BAD = {
     "weight rows": (
         {"loss": nn.BCEWithLogitsLoss(weight=ROWS[:3]), "data": batches(inputs(3), zero_one(3), 3)},
         ValueError,
-        "7 rows",
+        "6 rows",
     ),
     "ignore probabilities": (
         {"loss": nn.CrossEntropyLoss(ignore_index=1), "data": [(inputs(3), probabilities(3))]},

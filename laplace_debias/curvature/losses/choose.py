@@ -51,7 +51,7 @@ class AnyLoss(OutputLoss):
             if not g.requires_grad:  # a loss that is linear in the outputs
                 return torch.zeros_like(v)
             return torch.autograd.grad(
-                g, f, v, retain_graph=True, is_grads_batched=v.ndim > f.ndim, materialize_grads=True
+                g, f, v, retain_graph=True, is_grads_batched=v.ndim > f.ndim
             )[0]
 
         return product

@@ -66,8 +66,8 @@ class NetworkOperator(LinearOperator):
         self._kept = Kept(self._data, self._make, memory_bound)
         self._checked: set[int] = set()
         first = self._data.batch(0)
-        outputs = self._network.first_outputs(first.inputs, first.size)
-        self._output_shape = outputs.shape[1:]  # of one example of the first batch
+        self._first_outputs = self._network.first_outputs(first.inputs, first.size)
+        self._output_shape = self._first_outputs.shape[1:]  # of one example of the first batch
         self._lineariser = Lineariser(self._network)
 
     @property

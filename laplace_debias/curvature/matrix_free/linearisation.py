@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -61,54 +62,67 @@ class Lineariser:
     def first_order(self, inputs: Inputs) -> Linearisation:
         """Outputs, Jacobian and adjoint Jacobian in the parameters."""
         network = self._network
-        parameters = network.parameters
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
-            arguments = tuple(points[: len(parameters)])
-            fixed = with_tensors(inputs, points[len(parameters) :])
-
-            def forward(*p: Tensor) -> Tensor:
-                return network.outputs(p, fixed)
-
-            outputs, tangent = jvp(forward, arguments, tuple(tangents))  # type: ignore[misc]
-            _, pull = vjp(forward, *arguments)  # type: ignore[misc]
+            parameters, forward, _ = self._at(points, inputs)
+            outputs, tangent = jvp(forward, parameters, tuple(tangents))  # type: ignore[misc]
+            _, pull = vjp(forward, *parameters)  # type: ignore[misc]
             return (outputs,), (tangent,), pull(cotangents[0])
 
-        points = [*parameters, *tensors(inputs)]
+        points = self._points(inputs)
 
         def vectors() -> tuple[Tensors, Tensors]:
             with torch.no_grad():
-                return parameters, (network.outputs(parameters, inputs),)
+                return network.parameters, (network.outputs(network.parameters, inputs),)
 
         program = self._program(inputs, (), function, points, vectors)
         if program is not None:
-            return _evaluate(program, points, parameters)
+            return _evaluate(program, points, network.state)
         return _recorded_first_order(network, inputs)
 
     def second_order(self, inputs: Inputs, labels: Labels) -> Linearisation:
         """The Hessian, in the parameters, of the loss's sum over a batch."""
         network, loss = self._network, self._loss
         assert loss is not None
-        parameters = network.parameters
-        num_inputs = len(tensors(inputs))
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
-            arguments = tuple(points[: len(parameters)])
-            rest = points[len(parameters) :]
-            fixed = with_tensors(inputs, rest[:num_inputs])
+            parameters, forward, rest = self._at(points, inputs)
 
             def total(p: tuple[Tensor, ...]) -> Tensor:
-                return loss.value(network.outputs(p, fixed), tuple(rest[num_inputs:]))
+                return loss.value(forward(*p), rest)
 
-            outputs = network.outputs(arguments, fixed)  # recorded once with that of the total
-            return (outputs,), jvp(grad(total), (arguments,), (tuple(tangents),))[1]
+            outputs = forward(*parameters)  # recorded once with that of the total
+            return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
 
-        points = [*parameters, *tensors(inputs), *labels]
         if loss.is_recordable:
-            program = self._program(inputs, labels, function, points, lambda: (parameters,))
+            points = [*self._points(inputs), *labels]
+            program = self._program(inputs, labels, function, points, lambda: (network.parameters,))
             if program is not None:
-                return _evaluate(program, points, parameters)
+                return _evaluate(program, points, network.state)
         return _recorded_second_order(network, loss, inputs, labels)
+
+    def _points(self, inputs: Inputs) -> list[Tensor]:
+        """Everything that the outputs depend on.
+
+        The model's buffers too: what is left out becomes a constant of the program, and operations
+        on constants alone are recorded as they are, in place where they work in place.
+        """
+        return [*self._network.state, *tensors(inputs)]
+
+    def _at(
+        self, points: Tensors, inputs: Inputs
+    ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor], tuple[Tensor, ...]]:
+        """Of such points: the parameters, the outputs as their function, and what comes after."""
+        network = self._network
+        left = iter(points)
+        parameters = tuple(islice(left, len(network.parameters)))
+        fixed = tuple(islice(left, len(network.fixed)))
+        held = with_tensors(inputs, left)
+
+        def forward(*p: Tensor) -> Tensor:
+            return network.outputs(p, held, fixed)
+
+        return parameters, forward, tuple(left)
 
     def _program(
         self,
@@ -190,9 +204,8 @@ class Kept(Generic[Item]):
             yield item
 
 
-def with_tensors(inputs: Inputs, values: Tensors) -> Inputs:
-    """The same inputs with other tensors in the place of theirs."""
-    left = iter(values)
+def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:
+    """The same inputs with tensors taken from `left` in the place of theirs."""
     if isinstance(inputs, Tensor):
         return next(left)
     if isinstance(inputs, dict):
@@ -222,6 +235,9 @@ def _differentiable_kernels(network: Network) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if network.is_recurrent:
+                stack.enter_context(warnings.catch_warnings())
+                # It sets a flag of graphics cards along with the one that is meant.
+                warnings.filterwarnings("ignore", message="TF32 acceleration")
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
                 stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             yield
@@ -275,7 +291,7 @@ def _recorded_first_order(network: Network, inputs: Inputs) -> Linearisation:
     def pull(vector: Tensors, batched: bool) -> Tensors:
         return _gradients((outputs,), leaves, vector, batched=batched)
 
-    num_bytes = _graph_bytes([outputs, *adjoint], network.parameters)
+    num_bytes = _graph_bytes([outputs, *adjoint], network.state)
     return Linearisation(outputs.detach(), (push, pull), num_bytes)
 
 
@@ -291,7 +307,7 @@ def _recorded_second_order(
     def hessian(vector: Tensors, batched: bool) -> Tensors:
         return _gradients(gradient, leaves, vector, batched=batched)
 
-    return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.parameters))
+    return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
 
 
 def _gradients(
@@ -302,19 +318,23 @@ def _gradients(
     create_graph: bool = False,
 ) -> Tensors:
     """Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i; an output without a graph is a constant."""
+    lead = cotangents[0].shape[:1] if batched else ()
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
-    if not pairs:
-        lead = cotangents[0].shape[:1] if batched else ()
-        return [x.new_zeros(*lead, *x.shape) for x in inputs]
-    return torch.autograd.grad(
-        [f for f, _ in pairs],
-        inputs,
-        [c for _, c in pairs],
-        retain_graph=True,
-        create_graph=create_graph,
-        is_grads_batched=batched,
-        materialize_grads=True,
-    )
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    if pairs:
+        gradients = torch.autograd.grad(
+            [f for f, _ in pairs],
+            inputs,
+            [c for _, c in pairs],
+            retain_graph=True,
+            create_graph=create_graph,
+            is_grads_batched=batched,
+            allow_unused=True,
+        )
+    return [
+        x.new_zeros(*lead, *x.shape) if g is None else g
+        for x, g in zip(inputs, gradients, strict=True)
+    ]
 
 
 def _graph_bytes(roots: Tensors, not_counted: Tensors) -> int:

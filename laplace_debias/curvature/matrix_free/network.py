@@ -51,8 +51,17 @@ class Network:
         self._stamp = self._state_now()
         twin = shadow(self._model)
         self.parameters = tuple(twin.get_parameter(name).detach() for name in self.names)
+        everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
+        fixed = {name: x for name, x in everything if name not in self.names}
+        self._fixed_names = tuple(fixed)
+        self.fixed = tuple(x.detach() for x in fixed.values())
         self._call = _Call(twin)
         self.is_recurrent = any(isinstance(module, nn.RNNBase) for module in twin.modules())
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The selected parameters, then everything else that the model holds."""
+        return (*self.parameters, *self.fixed)
 
     def is_current(self) -> bool:
         """Whether the model's parameters and buffers are those that were copied."""
@@ -61,10 +70,23 @@ class Network:
     def _state_now(self) -> list[tuple[int, int]]:
         return [(x.data_ptr(), x._version) for x in self._state]
 
-    def outputs(self, parameters: tuple[Tensor, ...], inputs: Inputs) -> Tensor:
-        """The outputs `[B, ...]` as a pure function of the parameters."""
-        values = {f"model.{name}": p for name, p in zip(self.names, parameters, strict=True)}
-        return functional_call(self._call, values, (inputs,))
+    def outputs(
+        self,
+        parameters: tuple[Tensor, ...],
+        inputs: Inputs,
+        fixed: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """The outputs `[B, ...]` as a pure function of the parameters.
+
+        Args:
+            parameters: The selected parameters.
+            inputs: What the model is called with.
+            fixed: Its other parameters and its buffers, `self.fixed` if not given.
+        """
+        names = (*self.names, *self._fixed_names)
+        values = (*parameters, *(self.fixed if fixed is None else fixed))
+        state = {f"model.{name}": value for name, value in zip(names, values, strict=True)}
+        return functional_call(self._call, state, (inputs,))
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
         """The outputs for a batch, found to be the same twice, finite, and one row an example.

@@ -67,12 +67,25 @@ class CurvatureOperator(NetworkOperator):
             # Sequences of another length are checked when their outputs are there.
             if batch.targets.shape[1:] == like_first:
                 self._check_batch(torch.Size((batch.size, *self._output_shape)), batch.targets)
+            if batch.index == 0:
+                self._check_value(batch)
             total += self._loss.count(batch.targets)
         if total <= 0:
             raise ValueError(
                 "The loss counts no target: all are ignored (ignore_index) or have weight 0."
             )
         self._scale = 1 / total if self._loss.reduction == "mean" else 1.0
+
+    def _check_value(self, batch: Batch) -> None:
+        """Refuse a loss that is no finite scalar on the first batch."""
+        with torch.no_grad():
+            labels = self._loss.labels(batch.targets, batch.first)
+            value = self._loss.value(self._first_outputs, labels)
+        if not value.isfinite():
+            raise ValueError(
+                f"The loss is {float(value)} on the first batch: check targets and the outputs' "
+                "scale."
+            )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -76,13 +76,15 @@ def trace(
         groups[:] = [k for k, result in enumerate(results) for _ in result]
         return tuple(x for result in results for x in result)
 
+    # Recording tells tensors apart by identity: each argument must be an object of its own.
+    arguments = [x.detach() for x in points]
+    arguments += [torch.zeros_like(x) for vector in vectors for x in vector]
     with torch.no_grad():
-        # Without in-place operations, results can be shared and kept.
-        graph_module = make_fx(functionalize(flat))(
-            # Recording tells tensors apart by identity: each argument must be an object of its own.
-            *(x.detach() for x in points),
-            *(torch.zeros_like(x) for vector in vectors for x in vector),
-        )
+        graph_module = make_fx(flat)(*arguments)
+        if any(_writes(node) for node in graph_module.graph.nodes):
+            # Results can be shared and kept only where nothing is written to. Afterwards, because
+            # derivatives too are made in place.
+            graph_module = make_fx(functionalize(graph_module))(*arguments)
     graph = graph_module.graph
     for node in graph.nodes:
         _check_replayable(node)
@@ -107,14 +109,17 @@ def _check_replayable(node: fx.Node) -> None:
         raise UntraceableError(f"{node.target} makes shapes depend on values")
     if torch.Tag.nondeterministic_seeded in tags:
         raise UntraceableError(f"{node.target} is random")
-    if node.target._schema.is_mutable:
+    if _writes(node):
         raise UntraceableError(f"{node.target} writes to its argument")
 
 
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 aten = torch.ops.aten
-_SAME = (aten.alias.default, aten.detach.default)
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten._efficientzerotensor.default)
-_RESHAPES = (aten.expand.default, aten.view.default, aten.t.default, aten.permute.default)
+_RESHAPES = (aten.expand.default, aten.reshape.default, aten.t.default, aten.permute.default)
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mul.Tensor, aten.convolution.default)
 
 
@@ -129,8 +134,12 @@ def _simplify(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
-        if node.target in _SAME:
-            node.replace_all_uses_with(node.args[0])
+        if node.target is aten.view.default:
+            # Side by side, columns may lie in memory in another order.
+            node.target = aten.reshape.default
+        same = _same_as(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
             continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
         if seen.setdefault(key, node) is not node:
@@ -139,10 +148,19 @@ def _simplify(graph: fx.Graph) -> None:
             zeros.add(node)
         elif node.target is aten.add.Tensor and not node.kwargs:
             for term, other in (node.args, node.args[::-1]):
-                if term in zeros and _shape(other) == _shape(node):
-                    assert isinstance(other, fx.Node)
-                    node.replace_all_uses_with(other)
+                if term in zeros and _kind(other) == _kind(node):
+                    node.replace_all_uses_with(other)  # type: ignore[arg-type]
                     break
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The node that a node is a mere copy of."""
+    source: Any = None
+    if node.target in (aten.alias.default, aten.detach.default):
+        source = node.args[0]
+    elif node.target is aten.copy.default and _kind(node) == _kind(node.args[1]):
+        source = node.args[1]
+    return source
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
@@ -154,14 +172,13 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
 
 
 def _is_integer(node: fx.Node) -> bool:
-    meta = node.meta.get("tensor_meta")
-    return getattr(meta, "dtype", None) in (torch.int32, torch.int64)
+    return _kind(node)[1] in (torch.int32, torch.int64)
 
 
-def _shape(node: Any) -> torch.Size | None:
-    """The shape of a node's tensor; None of anything else."""
+def _kind(node: Any) -> tuple[torch.Size | None, torch.dtype | None]:
+    """Shape and dtype of a node's tensor; None of anything else."""
     meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
-    return getattr(meta, "shape", None)
+    return getattr(meta, "shape", None), getattr(meta, "dtype", None)
 
 
 def _dependencies(graph: fx.Graph, owners: Sequence[int]) -> dict[fx.Node, int]:
