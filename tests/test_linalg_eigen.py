@@ -50,6 +50,7 @@ def check(A, values, result, k, which):
     assert result.values.equal(result.values.sort(descending=True).values)
 
 
+@pytest.mark.usefixtures("unchecked")  # many products, of which the checks would take most time
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
@@ -90,6 +91,17 @@ def test_restarts_bound_the_number_of_vectors_and_reach_the_same_eigenvalues():
     result = eigsh(A, 5, generator=generator())
     assert result.num_matvecs > 256  # more products than vectors held, so there were restarts
     check(A, values, result, 5, "largest")
+
+
+@pytest.mark.parametrize("method", ["lanczos", "arpack"])
+def test_crowded_ends_of_small_operators_take_no_more_than_twice_their_columns(method):
+    values = SPECTRA["separated"]
+    A = symmetric(values)
+    result = eigsh(A, 7, method, "smallest", generator=generator())
+    check(A, values, result, 7, "smallest")
+    assert result.status == "converged"
+    if method == "lanczos":
+        assert A.columns <= 2 * SIZE
 
 
 def test_pairs_unpack():

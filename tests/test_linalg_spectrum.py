@@ -41,6 +41,7 @@ def test_density_integrates_to_one(scale):
     assert torch.trapezoid(density.density, grid) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 def test_density_covers_the_smoothed_truth_within_its_standard_error():
     covered = []
     for seed in range(40):
@@ -105,6 +106,7 @@ def test_width_is_respected_and_must_be_resolved():
         spectral_density(A, 20, width=0.01, num_steps=20)
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("function", [torch.exp, torch.sqrt, lambda x: x**3, lambda x: 1 / (1 + x)])
 def test_trace_of_a_function_is_within_its_calibrated_error(function):
     A, truth = symmetric(VALUES), function(VALUES).sum()
@@ -118,6 +120,7 @@ def test_trace_of_a_function_is_within_its_calibrated_error(function):
     assert estimates[0].num_matvecs == 8 * 15
 
 
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 def test_logdet_is_unbiased_and_calibrated():
     A, truth = symmetric(VALUES), VALUES.log().sum()
     estimates = [logdet(A, 10, 15, generator=generator(seed)) for seed in range(300)]
@@ -130,10 +133,10 @@ def test_logdet_is_unbiased_and_calibrated():
 def test_error_of_too_short_a_quadrature_is_part_of_the_standard_error():
     values = 10 ** (-6 * uniform(SIZE))
     A = symmetric(values)
-    short = logdet(A, 10, 4, generator=generator())
-    assert abs(short.value - values.log().sum()) < 4 * short.standard_error
-    long = logdet(A, 10, 19, generator=generator())
-    assert long.standard_error < short.standard_error / 2
+    for num_steps in (4, 8, 19):
+        estimate = logdet(A, 10, num_steps, generator=generator())
+        error = abs(estimate.value - values.log().sum())
+        assert error < 4 * estimate.standard_error
 
 
 def test_logdet_is_exact_where_there_are_products_enough_or_a_structure():

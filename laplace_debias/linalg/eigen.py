@@ -198,9 +198,13 @@ def _search(
     max_matvecs: int,
     inside: tuple[float, ...] = (),
 ) -> EigenPairs:
-    result = search(
-        basis, products, k=k, which=which, tol=tol, max_matvecs=max_matvecs, inside=inside
-    )
+    n, limit = basis.vectors.shape[1], max_matvecs
+    if basis.capacity == n and products.count + 2 * n <= max_matvecs:
+        # Where all columns fit, multiplying them out is the better way to end a long search.
+        limit = products.count + n
+    result = search(basis, products, k=k, which=which, tol=tol, max_matvecs=limit, inside=inside)
+    if limit < max_matvecs and not result.was_verified:
+        return _dense(products, k, which)
     status = "converged"
     if not result.has_converged:
         status = _unconverged(result.pairs, k, result.goal, products.count)
