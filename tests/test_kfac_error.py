@@ -13,7 +13,8 @@ from laplace_debias.problems import ImageDataset, ProblemData, get_problem
 @pytest.fixture
 def trained():
     model, *_ = oracle.SMALL_MODELS["conv2d"]()
-    images = ImageDataset(torch.zeros(1, 1, 8, 8), torch.zeros(1).long(), 3)
+    pixels = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    images = ImageDataset(pixels, torch.zeros(1).long(), (0.5,), (0.5,), ("one",))
     nothing = torch.zeros(0).long()
     data = ProblemData(images, images, images, nothing, nothing)
     return Trained(get_problem("allcnn-digits"), model, data, 0.0)
