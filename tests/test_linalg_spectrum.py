@@ -64,8 +64,7 @@ def test_moments_of_nodes_and_weights_are_those_of_the_probes():
     torch.testing.assert_close(density.weights.sum(dim=1), torch.ones(3, dtype=torch.float64))
     source = generator(4)
     for nodes, weights in zip(density.nodes, density.weights, strict=True):
-        probe = torch.randint(0, 2, (SIZE,), generator=source, dtype=torch.int8).double() * 2 - 1
-        power = probe
+        probe = power = torch.empty(SIZE).double().bernoulli_(generator=source) * 2 - 1
         for degree in range(24):
             expected = probe @ power / SIZE
             torch.testing.assert_close((weights * nodes**degree).sum(), expected, rtol=1e-9, atol=0)

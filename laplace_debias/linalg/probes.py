@@ -10,8 +10,8 @@ from laplace_debias.operators.base import LinearOperator
 
 
 def _rademacher(n: int, like: LinearOperator, generator: torch.Generator | None) -> Tensor:
-    bits = torch.randint(0, 2, (n,), generator=generator, device=like.device, dtype=torch.int8)
-    return bits.to(like.dtype).mul_(2).sub_(1)
+    signs = torch.empty(n, dtype=like.dtype, device=like.device)
+    return signs.bernoulli_(generator=generator).mul_(2).sub_(1)
 
 
 def _gaussian(n: int, like: LinearOperator, generator: torch.Generator | None) -> Tensor:

@@ -200,29 +200,32 @@ def _tridiagonal(products: Products, start: Tensor, num_steps: int) -> tuple[Ten
 
     Where a Krylov space is exhausted, the rest of the tridiagonal matrix is zero and apart.
     """
-    basis = start.new_zeros(num_steps, *start.shape)
-    alphas = start.new_zeros(start.shape[1], num_steps)
-    betas = start.new_zeros(start.shape[1], num_steps - 1)
-    current, scale = start, 0.0
-    eps = torch.finfo(start.dtype).eps
+    current = start.T
+    basis = start.new_zeros(len(current), num_steps, current.shape[1])
+    alphas = start.new_zeros(len(current), num_steps)
+    betas = start.new_zeros(len(current), num_steps - 1)
+    scale, eps = 0.0, torch.finfo(start.dtype).eps
     for step in range(num_steps):
-        basis[step] = current
-        vectors = products(current)
-        scale = max(scale, float(vectors.norm(dim=0).max()))
-        inside = (basis[: step + 1] * vectors).sum(dim=1)
+        basis[:, step] = current
+        so_far = basis[:, : step + 1]
+        vectors = products(current.T).T
+        scale = max(scale, float(vectors.norm(dim=1).max()))
+        inside = (so_far @ vectors[:, :, None])[:, :, 0]
         if step:
-            _check_symmetric(products.operator, inside[step - 1] - betas[:, step - 1], scale)
-        alphas[:, step] = inside[step]
+            difference = inside[:, step - 1] - betas[:, step - 1]
+            _check_symmetric(products.operator, difference, scale)
+        alphas[:, step] = inside[:, step]
         if step == num_steps - 1:
             break
-        vectors = vectors - (basis[: step + 1] * inside[:, None]).sum(dim=0)
+        vectors = vectors - (inside[:, None] @ so_far)[:, 0]
         for _ in range(2):
-            again = (basis[: step + 1] * vectors).sum(dim=1)
-            vectors = vectors - (basis[: step + 1] * again[:, None]).sum(dim=0)
-        norms = vectors.norm(dim=0)
+            again = so_far @ vectors[:, :, None]
+            vectors = vectors - (again.mT @ so_far)[:, 0]
+        norms = vectors.norm(dim=1)
         norms = torch.where(norms > 10 * eps * scale, norms, torch.zeros_like(norms))
         betas[:, step] = norms
-        current = torch.where(norms > 0, vectors / norms, torch.zeros_like(vectors))
+        unit = vectors / norms[:, None]
+        current = torch.where(norms[:, None] > 0, unit, torch.zeros_like(unit))
     return alphas, betas
 
 
