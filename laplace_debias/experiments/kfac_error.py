@@ -128,24 +128,26 @@ def _laplace(trained: Trained, curvature: str) -> Laplace:
 def _norms(trained: Trained, batches: Sequence[Batch], settings: KfacErrorSettings) -> Rows:
     """‖C‖_F² of every full-batch block, with its standard error."""
     la = _laplace(trained, "kfac")
+    problem = la._problem(None)
     generator = torch.Generator().manual_seed(settings.seed)
     probes = {
-        block: torch.randn(block.size, settings.probes, generator=generator).to(trained.device)
+        block: torch.randn(block.size, settings.probes, generator=generator).to(problem.dtype)
         for block in la._blocks
     }
+    probes = {block: Z.to(trained.device) for block, Z in probes.items()}
     products = {block: torch.zeros_like(Z) for block, Z in probes.items()}
 
     def multiply(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "d probes"]:
         total = torch.zeros_like(probes[block])
         for _, J, _ in rotated_jacobians(layer, block, uses, None, None):
             rows = J.flatten(2).flatten(0, 1)
-            total.addmm_(rows.T, rows @ probes[block].to(rows))
+            total.addmm_(rows.T, rows @ probes[block])
         return total
 
     def collect(block: Block, product: Tensor) -> None:
         products[block] += product
 
-    seen = sweep(la._problem(None), batches, multiply, collect)
+    seen = sweep(problem, batches, multiply, collect)
     rows = []
     for block, product in products.items():
         squares = (product.double() / seen.num_examples).square().sum(0)
