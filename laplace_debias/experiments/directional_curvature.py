@@ -146,7 +146,7 @@ def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str
     """
     draws = sorted({row["draw"] for row in rows})
     figure = Figure(
-        figsize=(max(4.2, 3.4 * len(draws)), 5.4), layout="constrained", facecolor="white"
+        figsize=(max(5.6, 3.4 * len(draws)), 5.4), layout="constrained", facecolor="white"
     )
     panels = figure.subplots(len(QUANTITIES), len(draws), squeeze=False, sharex=True, sharey="row")
     for column, draw in enumerate(draws):
