@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_operators import Opaque, randn, rotation
+from matrices import Opaque, randn, rotation
 
 from laplace_debias.operators import (
     BlockDiagonal,
