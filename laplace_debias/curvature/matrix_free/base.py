@@ -48,6 +48,8 @@ class NetworkOperator(LinearOperator):
         num_bytes_kept: What the linearised batches kept between products take, in bytes.
     """
 
+    # Under inference mode nothing could be differentiated.
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,

@@ -45,6 +45,7 @@ class CurvatureOperator(NetworkOperator):
             none.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -108,6 +109,7 @@ class CurvatureOperator(NetworkOperator):
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         return None, 0
 
+    @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
         total: Tensor | None = None
