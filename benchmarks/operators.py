@@ -1,6 +1,6 @@
 """Products with curvature operators against curvlinops: the same network, data and vectors.
 
-    python benchmarks/operators.py --network all_cnn_c
+    python benchmarks/operators.py --network all_cnn_c --operator GGN
 
 Runs of the two libraries alternate, so that a busy machine slows both; figures are medians and the
 ratios are those of the medians. Needs `curvlinops-for-pytorch`.
@@ -10,8 +10,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
-from operator import matmul
 
 import curvlinops
 import torch
@@ -51,6 +49,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", choices=("all_cnn_c", "mlp"), default="all_cnn_c")
+    parser.add_argument("--operator", choices=("GGN", "Hessian"), default="GGN")
     parser.add_argument("--columns", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60.0)
     arguments = parser.parse_args()
@@ -59,37 +58,32 @@ def main() -> None:
     model, inputs = problem(arguments.network)
     targets = torch.randint(0, 10, (BATCH,))
     loss = nn.CrossEntropyLoss()
-    parameters = dict(model.named_parameters())
+    parameters = list(model.parameters())
     data = [(inputs, targets)]
-    size = sum(p.numel() for p in parameters.values())
+    size = sum(p.numel() for p in parameters)
     vector, matrix = torch.randn(size), torch.randn(size, arguments.columns)
 
+    ours_class, peer_class = {
+        "GGN": (GGN, curvlinops.GGNLinearOperator),
+        "Hessian": (Hessian, curvlinops.HessianLinearOperator),
+    }[arguments.operator]
     began = time.perf_counter()
-    ours = {"GGN": GGN(model, loss, data), "Hessian": Hessian(model, loss, data)}
-    peers = {
-        "GGN": curvlinops.GGNLinearOperator(
-            model, loss, list(parameters.values()), data, check_deterministic=False
-        ),
-        "Hessian": curvlinops.HessianLinearOperator(
-            model, loss, list(parameters.values()), data, check_deterministic=False
-        ),
-    }
+    ours = ours_class(model, loss, data)
+    first = ours @ vector
+    set_up = time.perf_counter() - began
+    peer = peer_class(model, loss, parameters, data, check_deterministic=False)
+    torch.testing.assert_close(first, peer @ vector, rtol=1e-3, atol=1e-4)
     functions: dict[str, Callable[[], object]] = {
-        "gradient": lambda: torch.autograd.grad(
-            loss(model(inputs), targets), list(parameters.values())
-        )
+        "gradient": lambda: torch.autograd.grad(loss(model(inputs), targets), parameters),
+        "@ v": lambda: ours @ vector,
+        "@ v, curvlinops": lambda: peer @ vector,
+        "@ V": lambda: ours @ matrix,
+        "@ V, curvlinops": lambda: peer @ matrix,
     }
-    for name in ours:
-        mine, theirs = ours[name], peers[name]
-        torch.testing.assert_close(mine @ vector, theirs @ vector, rtol=1e-3, atol=1e-4)
-        functions[f"{name} @ v"] = partial(matmul, mine, vector)
-        functions[f"{name} @ v, curvlinops"] = partial(matmul, theirs, vector)
-        functions[f"{name} @ V"] = partial(matmul, mine, matrix)
-        functions[f"{name} @ V, curvlinops"] = partial(matmul, theirs, matrix)
     print(
-        f"{arguments.network}, {size:,} parameters, batch {BATCH}, {arguments.columns} columns, "
-        f"{torch.get_num_threads()} threads; set up in {time.perf_counter() - began:.1f} s, kept "
-        f"{', '.join(f'{name} {op.num_bytes_kept / 2**20:.0f} MiB' for name, op in ours.items())}"
+        f"{arguments.operator} of {arguments.network}, {size:,} parameters, batch {BATCH}, "
+        f"{arguments.columns} columns, {torch.get_num_threads()} threads; set-up and first product "
+        f"{set_up:.1f} s, kept {ours.num_bytes_kept / 2**20:.1f} MiB"
     )
     medians = interleaved(functions, arguments.seconds)
     for name, seconds in medians.items():

@@ -1,5 +1,7 @@
 """Small networks, losses and data, and dense matrices by reverse-mode differentiation alone."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.autograd.functional import hessian, jacobian
@@ -87,9 +89,9 @@ MODELS = {
         two=nn.Linear(6, 3),
     ),
     "recurrent": lambda: Net(
-        lambda self, x: self.two(self.one(x[:, :, None])[0][:, -1]),
-        one=nn.LSTM(1, 2, batch_first=True),
-        two=nn.Linear(2, 3),
+        lambda self, x: self.two(self.one(x[:, :2, None])[0][:, -1]),
+        one=nn.LSTM(1, 1, batch_first=True),
+        two=nn.Linear(1, 3),
     ),
     "tied": tied,
     "frozen": frozen,
@@ -139,7 +141,9 @@ def trainable(model):
 def dense_hessian(model, loss, x, y, names=None):
     names = names or trainable(model)
     f = function_of(model, names, x)
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    fused = torch.backends.mkldnn.flags(enabled=False) if recurrent else nullcontext()
+    with sdpa_kernel(SDPBackend.MATH), fused:  # kernels that can be differentiated twice
         return hessian(lambda v: loss(f(v), y), flatten(model, names))
 
 

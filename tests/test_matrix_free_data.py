@@ -97,16 +97,18 @@ def test_sequences_of_several_lengths():
         GGN(model, loss, wrong).to_dense()
 
 
-def test_inference_tensors_and_no_grad():
-    model, loss, y = build("mlp"), nn.CrossEntropyLoss(), LABELS
-    with torch.inference_mode():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["mlp", "by value"])
+def test_modes_that_switch_differentiation_off(mode, name):
+    model, loss, y = build(name), nn.CrossEntropyLoss(), LABELS
+    expected = dense_ggn(model, loss, inputs(3), y).sum(1)
+    H = dense_hessian(model, loss, inputs(3), y).sum(1)
+    with mode():
         x = inputs(3) + 0
-    with torch.no_grad():
-        for name in ("mlp", "by value"):
-            model = build(name)
-            product = GGN(model, loss, [(x, y)]) @ torch.ones(31, dtype=torch.float64)
-            expected = dense_ggn(model, loss, inputs(3), y).sum(1)
-            torch.testing.assert_close(product, expected)
+        v = torch.ones(31, dtype=torch.float64)
+        torch.testing.assert_close(GGN(model, loss, [(x, y)]) @ v, expected)
+        torch.testing.assert_close(Hessian(model, loss, [(x, y)]) @ v, H)
+    torch.testing.assert_close(GGN(model, loss, [(x, y)]) @ v, expected)
 
 
 # The model stays untouched.
@@ -254,7 +256,7 @@ def test_fisher_refuses_what_it_cannot_draw():
         ({"mc_samples": 3}, ValueError, 'fisher="mc"'),
         ({"generator": torch.Generator()}, ValueError, 'fisher="mc"'),
         ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),
-        ({"loss": nn.L1Loss()}, TypeError, "distribution"),
+        ({"loss": lambda f, y: f.exp().sum(), "reduction": "sum"}, TypeError, "distribution"),
     ]:
         with pytest.raises(kind, match=message):
             Fisher(**{**good(), **change})

@@ -18,6 +18,8 @@ MEMORY_BOUND = 2**31
 # Above this many bytes of activations, columns side by side gain nothing on a CPU: the arithmetic
 # fills it already, and the caches are left behind.
 CPU_CHUNK_BYTES = 2**22
+# Below this many columns, what torch.vmap spends on every operation outweighs what it saves.
+FEW_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class NetworkOperator(LinearOperator):
         num_bytes_kept: What the linearised batches kept between products take, in bytes.
     """
 
+    # Under inference mode nothing could be differentiated.
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -134,5 +138,7 @@ class NetworkOperator(LinearOperator):
         if size is None:
             each = item.num_bytes + self._network.num_parameters * self.dtype.itemsize
             on_cpu = self.device.type == "cpu"
-            size = max(1, (CPU_CHUNK_BYTES if on_cpu else self._memory_bound // 8) // each)
+            size = (CPU_CHUNK_BYTES if on_cpu else self._memory_bound // 8) // each
+            if min(size, num_columns) < FEW_COLUMNS:
+                size = 1
         return [slice(i, i + size) for i in range(0, num_columns, size)]

@@ -63,6 +63,7 @@ class Jacobian(NetworkOperator):
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         return None, 0
 
+    @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
         products = vectors.new_empty(len(vectors), self.shape[0])
@@ -75,6 +76,7 @@ class Jacobian(NetworkOperator):
                 products[chunk, item.rows] = tangent.reshape(len(part), -1)
         return products.T
 
+    @torch.inference_mode(False)
     def _adjoint_matmat(self, matrix: Float[Tensor, "rows k"]) -> Float[Tensor, "columns k"]:
         vectors = matrix.T.contiguous()
         products = vectors.new_zeros(len(vectors), self.shape[1])

@@ -45,6 +45,7 @@ class CurvatureOperator(NetworkOperator):
             none.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -108,19 +109,22 @@ class CurvatureOperator(NetworkOperator):
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         return None, 0
 
+    @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
-        products = torch.zeros_like(vectors)
+        total: Tensor | None = None
         for item in self._items():
-            for chunk in self._chunks(item, len(vectors)):
-                products[chunk] += self._product(item, vectors[chunk])
-        return products.mul_(self._scale).T
+            chunks = self._chunks(item, len(vectors))
+            product = torch.cat([self._product(item, vectors[chunk]) for chunk in chunks])
+            total = product if total is None else total.add_(product)
+        assert total is not None  # the data is not empty
+        return total.mul_(self._scale).T
 
     def _product(self, item: Item, vectors: Float[Tensor, "k columns"]) -> Tensor:
         """One batch's products, `[k, D]`, not scaled."""
         batched = len(vectors) > 1
         tensors = self._network.split(vectors if batched else vectors[0])
-        return self._network.join(self._apply(item, tensors, batched), batched)
+        return self._network.join(self._apply(item, tensors, batched), batched).view(vectors.shape)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
         """Jᵀ M J, with M at the outputs."""
