@@ -1,6 +1,7 @@
 """The command line: `laplace-debias demo | evaluate | spectrum | train | experiment`."""
 
 import argparse
+import dataclasses
 import difflib
 import re
 import sys
@@ -72,6 +73,10 @@ def _dispatch(
         if settings is not _Anything:
             subparser.add_argument("--config", action="config", help="YAML file of these options.")
             subparser.add_class_arguments(settings, as_group=False)
+            for field in dataclasses.fields(settings):
+                if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
+                    action = subparser._option_string_actions[f"--{field.name}"]
+                    action.nargs, action.const = "?", "true"
         subcommands.add_subcommand(name, subparser, help=help_)
         options += [f"--{key}" for key in subparser.get_defaults().keys(branches=True)]
     parsed = parser.parse_args(arguments)

@@ -1,7 +1,6 @@
 """The debiasing study: its posteriors are the front-end's, and it goes on where it stopped."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -11,8 +10,11 @@ from laplace_debias import Laplace, metrics
 from laplace_debias.experiments import debiasing_study
 from laplace_debias.experiments.debiasing_report import report, summarise_study
 from laplace_debias.experiments.debiasing_schemes import Factors, magnitudes_of
-from laplace_debias.experiments.debiasing_study import DebiasingStudySettings, study
-from laplace_debias.problems import digits
+from laplace_debias.experiments.debiasing_settings import DebiasingSettings
+from laplace_debias.experiments.debiasing_study import run_debiasing, study
+from laplace_debias.experiments.setup import Trained
+from laplace_debias.experiments.storage import Store
+from laplace_debias.problems import ProblemData, digits, get_problem
 from laplace_debias.report.intervals import interval_figure
 from laplace_debias.report.tables import read_csv
 
@@ -25,7 +27,7 @@ def made(tmp_path_factory):
     """A tiny study on an untrained network, and all that it was made from."""
     torch.manual_seed(0)
     split = digits(0)
-    settings = DebiasingStudySettings(
+    settings = DebiasingSettings(
         problem="allcnn-digits",
         output=tmp_path_factory.mktemp("study"),
         batch_size=16,
@@ -52,7 +54,8 @@ def made(tmp_path_factory):
         torch.nn.Flatten(),
     )
     model = model.double().eval()
-    return settings, model, split, study(model, split.train, split.test, settings)
+    rows = study(model, split.train, split.test, settings, Store(settings.output))
+    return settings, model, split, rows
 
 
 def posterior(made, method):
@@ -170,25 +173,36 @@ def test_a_run_goes_on_where_it_stopped_to_the_same_result(made, monkeypatch):
     monkeypatch.setattr(fits, "full_rows", never)
     monkeypatch.setattr(fits, "ekfac_full_rows", never)
     monkeypatch.setattr(fits, "ekfac_draw_rows", never)
-    assert study(model, split.train, split.test, settings) == rows
+    assert study(model, split.train, split.test, settings, Store(settings.output)) == rows
     assert fitted == [1]
 
 
-def test_results_of_other_settings_are_left_alone(made, tmp_path):
-    settings = dataclasses.replace(made[0], output=tmp_path)
-    debiasing_study._claim(settings)
-    before = (tmp_path / "settings.json").read_text()
-    debiasing_study._claim(dataclasses.replace(settings, draws=5))
-    with pytest.raises(ValueError, match="seed differ"):
-        debiasing_study._claim(dataclasses.replace(settings, seed=1))
-    assert (tmp_path / "settings.json").read_text() == before
-    assert json.loads(before)["batch_size"] == 16
+def test_a_run_takes_further_draws_but_no_other_settings(made, tmp_path, monkeypatch):
+    settings, model, split, _ = made
+    where = torch.arange(len(split.train)), torch.arange(len(split.val))
+    data = ProblemData(split.train, split.val, split.test, *where)
+    trained = Trained(get_problem(settings.problem), model, data, 0.0)
+    monkeypatch.setattr(debiasing_study, "load_trained", lambda *_: trained)
+    settings = dataclasses.replace(settings, output=tmp_path, resume=True, ekfac_draws=0)
+    first = run_debiasing(dataclasses.replace(settings, draws=1)).rows
+    kept = {path: path.read_bytes() for path in (tmp_path / "parts").iterdir()}
+    both = run_debiasing(settings).rows
+    assert [row for row in both if row["draw"] in (None, 0)] == first
+    assert {row["draw"] for row in both} == {None, 0, 1}
+    assert all(path.read_bytes() == data for path, data in kept.items())
+    with pytest.raises(ValueError, match="seed was 0, is 1"):
+        run_debiasing(dataclasses.replace(settings, seed=1))
+    with pytest.raises(FileExistsError, match="resume"):
+        run_debiasing(dataclasses.replace(settings, resume=False))
 
 
 def test_too_little_data_is_told_before_any_work(made):
     settings, model, split, _ = made
     with pytest.raises(ValueError, match="takes 2440 training"):
-        study(model, split.train, split.test, dataclasses.replace(settings, draws=50))
+        study(
+            *(model, split.train, split.test, dataclasses.replace(settings, draws=50)),
+            Store(settings.output),
+        )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +221,7 @@ def test_too_little_data_is_told_before_any_work(made):
 )
 def test_settings_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        DebiasingStudySettings(**changes)
+        DebiasingSettings(**changes)
 
 
 def measured(method, draw, delta, nll, log_variance):

@@ -24,12 +24,12 @@ from laplace_debias.experiments.debiasing_schemes import (
     magnitudes_of,
     split_name,
 )
-from laplace_debias.experiments.debiasing_settings import DebiasingStudySettings
+from laplace_debias.experiments.debiasing_settings import DebiasingSettings
+from laplace_debias.experiments.storage import Store
 from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.posterior import GaussianPosterior
 from laplace_debias.problems import Images
-from laplace_debias.problems.storage import read_tensors, write_tensors
 
 MEMORY_BOUND = 2**28
 """Bytes of working memory for output gradients."""
@@ -48,21 +48,24 @@ class StudyFits:
         train: Training images.
         order: In which order these are used.
         test: Test images and labels.
+        store: Where the full-batch factors are kept.
     """
 
     def __init__(
         self,
         problem: Problem,
-        settings: DebiasingStudySettings,
+        settings: DebiasingSettings,
         train: Images,
         order: Tensor,
         test: tuple[Tensor, Tensor],
+        store: Store,
     ) -> None:
         self._problem = problem
         self._settings = settings
         self._train = train
         self._order = order
         self._test = test
+        self._store = store
         self._device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
         self._full: tuple[FactorSums, dict[Block, Eigenbasis]] | None = None
 
@@ -157,17 +160,8 @@ class StudyFits:
     def full(self) -> tuple[FactorSums, dict[Block, Eigenbasis]]:
         """Mean factors of the full-batch examples and their eigenbases, computed once."""
         if self._full is None:
-            path = self._settings.output / "parts" / "full.safetensors"
-            if not path.exists():
-                indices = self._order[: self._settings.full_examples]
-                sums, _ = factor_sums(self._problem, self._batches(indices, "full-batch"))
-                tensors = {
-                    f"{block.name}/{side}": factor / len(indices)
-                    for block, of_block in sums.items()
-                    for side, factor in zip("GA", of_block, strict=True)
-                }
-                write_tensors(path, tensors)
-            found = {name: tensor.to(self._device) for name, tensor in read_tensors(path).items()}
+            stored = self._store.tensors("full", self._full_factors)
+            found = {name: tensor.to(self._device) for name, tensor in stored.items()}
             factors = {
                 block: (found[f"{block.name}/G"], found[f"{block.name}/A"])
                 for block in self._problem.blocks
@@ -186,6 +180,16 @@ class StudyFits:
                 )
             self._full = factors, bases
         return self._full
+
+    def _full_factors(self) -> dict[str, Tensor]:
+        """Mean factors of the full-batch examples, by block and side."""
+        indices = self._order[: self._settings.full_examples]
+        sums, _ = factor_sums(self._problem, self._batches(indices, "full-batch"))
+        return {
+            f"{block.name}/{side}": factor / len(indices)
+            for block, of_block in sums.items()
+            for side, factor in zip("GA", of_block, strict=True)
+        }
 
     def _factor_parts(self, parts: list[Tensor]) -> list[FactorSums]:
         """Each part's factors, summed over its examples."""

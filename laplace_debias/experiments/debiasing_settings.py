@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Literal
 
 from laplace_debias.experiments.debiasing_schemes import USUAL_FOLDS, Plan
+from laplace_debias.experiments.setup import ExperimentSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class DebiasingStudySettings:
+class DebiasingSettings(ExperimentSettings):
     """What is studied, and on how much data.
 
     Attributes:
-        problem: Name of the test problem.
-        data: Its data, as `DataSource` takes it; none for the digits.
-        checkpoint: The trained network, a file of `laplace-debias train`.
-        cache: Folder for decoded images.
-        output: Folder of the results. A run goes on where one of the same settings stopped.
+        output: Folder of the tables, the picture and what is kept to go on from. Draws may be added
+            to those that it holds.
         batch_size: b: every method sees 2b examples.
         draws: How many times these are drawn; no example comes twice, or in the reference.
         ekfac_draws: In how many of the draws EKFAC is fitted too.
@@ -34,19 +32,12 @@ class DebiasingStudySettings:
         fisher: How the curvature's columns are found.
         params: Which parameters are Bayesian.
         eval_batch_size: Images a batch.
-        seed: Seed of every choice.
-        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: If a number is out of range or does not divide another as it must.
     """
 
-    problem: str = "allcnnc-cifar10-one-cycle"
-    data: Path | None = None
-    checkpoint: Path | None = None
-    cache: Path | None = None
-    output: Path = Path("results/debiasing_study")
+    output: Path = Path("results/debiasing")
     batch_size: int = 64
     draws: int = 8
     ekfac_draws: int = 3
@@ -62,11 +53,9 @@ class DebiasingStudySettings:
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     params: Literal["all", "weights", "last_layer"] = "weights"
     eval_batch_size: int = 50
-    seed: int = 0
-    device: str = "auto"
-    progress: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (
             *("batch_size", "draws", "full_examples", "ekfac_full_examples", "test_examples"),
             *("further_batches", "eval_batch_size"),

@@ -4,9 +4,6 @@ Every method sees the same 2b training examples of a draw (some, told by their n
 One pass over them in small groups serves all K-FAC methods, whose factors are sums of the groups'.
 """
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -21,16 +18,14 @@ from laplace_debias.curvature.likelihood import likelihood_from
 from laplace_debias.curvature.selection import select_parameters
 from laplace_debias.experiments.debiasing_fits import MEMORY_BOUND, Row, StudyFits
 from laplace_debias.experiments.debiasing_report import StudyResult, report
-from laplace_debias.experiments.debiasing_settings import DebiasingStudySettings
-from laplace_debias.experiments.evaluation import device_from
-from laplace_debias.problems import DataSource, Images, get_problem, load_problem
-from laplace_debias.report.tables import read_csv, write_csv
-
-_PLACES = ("data", "checkpoint", "cache", "output", "device", "progress", "draws", "ekfac_draws")
-"""Settings that do not change what is found in a draw."""
+from laplace_debias.experiments.debiasing_settings import DebiasingSettings
+from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.setup import load_trained
+from laplace_debias.experiments.storage import Store, open_store
+from laplace_debias.problems import Images
 
 
-def run(settings: DebiasingStudySettings, console: Console | None = None) -> StudyResult:
+def run_debiasing(settings: DebiasingSettings, console: Console | None = None) -> StudyResult:
     """Fit, predict, print a table, write results and a picture.
 
     Args:
@@ -41,30 +36,28 @@ def run(settings: DebiasingStudySettings, console: Console | None = None) -> Stu
         What was measured.
 
     Raises:
-        ValueError: If data or checkpoint are missing or damaged, there is too little data, or the
-            folder holds results of other settings.
-        OSError: If the results cannot be written.
+        ValueError: If data, checkpoint or output folder are not as expected, or there is too little
+            data.
+        FileExistsError: If the output folder holds other results.
     """
     console = console or Console(highlight=False, markup=False)
-    source = DataSource(root=settings.data, cache=settings.cache, progress=settings.progress)
-    _claim(settings)
-    model, data = load_problem(
-        get_problem(settings.problem), source, settings.checkpoint, seed=settings.seed
-    )
-    rows = study(model.to(device_from(settings.device)), data.train, data.test, settings)
+    store = open_store("debiasing", settings, growing=("draws", "ekfac_draws"))
+    trained = load_trained(settings, store, console)
+    rows = study(trained.model, trained.data.train, trained.data.test, settings, store)
     return report(rows, settings.output, console)
 
 
 def study(
-    model: nn.Module, train: Images, test: Images, settings: DebiasingStudySettings
+    model: nn.Module, train: Images, test: Images, settings: DebiasingSettings, store: Store
 ) -> list[Row]:
-    """Measure every method in every draw; draws in the output folder are not made again.
+    """Measure every method in every draw; draws in the store are not made again.
 
     Args:
         model: The trained network, in evaluation mode.
         train: What it was trained on.
         test: Images to predict.
         settings: What to study.
+        store: Where draws are kept.
 
     Returns:
         Rows with `method`, `draw` (None for full-batch), `prior_precision`, `nll` (nats, mean over
@@ -93,41 +86,21 @@ def study(
         model.get_parameter(names[0]).dtype,
         MEMORY_BOUND,
     )
-    fits = StudyFits(problem, settings, train, order, test.batch(chosen))
-
-    def stored(name: str, compute: Callable[[], list[Row]]) -> list[Row]:
-        path = settings.output / "parts" / f"{name}.csv"
-        if not path.exists():
-            write_csv(compute(), path)
-        return read_csv(path)
-
-    rows = stored("full", fits.full_rows)
+    fits = StudyFits(problem, settings, train, order, test.batch(chosen), store)
+    rows = store.rows("full", fits.full_rows)
     for draw in range(settings.draws):
-        rows += stored(f"draw_{draw}", partial(fits.draw_rows, draw))
+        rows += store.rows(f"draw_{draw}", partial(fits.draw_rows, draw))
     if settings.ekfac_draws:
-        rows += stored("ekfac_full", fits.ekfac_full_rows)
+        rows += store.rows("ekfac_full", fits.ekfac_full_rows)
     for draw in range(settings.ekfac_draws):
-        rows += stored(f"ekfac_draw_{draw}", partial(fits.ekfac_draw_rows, draw))
+        rows += store.rows(f"ekfac_draw_{draw}", partial(fits.ekfac_draw_rows, draw))
     return rows
 
 
-def _claim(settings: DebiasingStudySettings) -> None:
-    """Make the folder that of these settings.
-
-    Raises:
-        ValueError: If it holds results of others.
-    """
-    described = {k: v for k, v in asdict(settings).items() if k not in _PLACES}
-    plain = json.loads(json.dumps(described, default=str))
-    path = settings.output / "settings.json"
-    if not path.exists():
-        settings.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-        return
-    found = json.loads(path.read_text(encoding="utf-8"))
-    differing = sorted(k for k in {**found, **plain} if found.get(k) != plain.get(k))
-    if differing:
-        raise ValueError(
-            f"{settings.output} holds results of other settings ({', '.join(differing)} differ): "
-            "choose another output, or go back to those to go on"
-        )
+DEBIASING = Experiment(
+    name="debiasing",
+    figure="beyond the paper",
+    help="Distance to full-batch of debiased, cross-fitted, shrunk and averaged K-FAC, equal data.",
+    settings=DebiasingSettings,
+    run=run_debiasing,
+)

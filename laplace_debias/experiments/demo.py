@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from laplace_debias.experiments.comparison import ComparisonResult, ComparisonSettings, compare
 from laplace_debias.experiments.comparison_report import (
@@ -13,7 +12,7 @@ from laplace_debias.experiments.comparison_report import (
     print_comparison,
     write_comparison,
 )
-from laplace_debias.problems import ImageDataset, Recipe, corrupt, digits, train
+from laplace_debias.problems import ImageDataset, Recipe, corrupt, digits, train, wide_digits_net
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> Comparis
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.comparison.seed)
-        model = demo_net(settings.width)
+        model = wide_digits_net(settings.width)
     history = train(
         model,
         training,
@@ -107,37 +106,6 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> Comparis
         console.print(sentence)
     console.print(f"Pictures: {', '.join(map(str, pictures))}", soft_wrap=True)
     return result
-
-
-def demo_net(width: int, num_classes: int = 10) -> nn.Sequential:
-    """A relative of All-CNN-C for images [B, 1, 8, 8], wider than `problems.digits_net`.
-
-    One batch's curvature is biased where its examples are few beside the inputs of a layer. So the
-    network is wide, and soon has a single position left: 16, 4, 1, 1 and 1 after its convolutions.
-    Weights start from He's normal initialisation, biases from zero.
-
-    Args:
-        width: Channels of the first convolution; the second has twice, the next two four times as
-            many.
-        num_classes: Number of classes, C.
-
-    Returns:
-        A network from float images [B, 1, 8, 8] to logits [B, C].
-    """
-    convolutions = [
-        nn.Conv2d(1, width, 3, stride=2, padding=1),
-        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
-        nn.Conv2d(2 * width, 4 * width, 2),
-        nn.Conv2d(4 * width, 4 * width, 1),
-        nn.Conv2d(4 * width, num_classes, 1),
-    ]
-    layers: list[nn.Module] = []
-    for convolution in convolutions:
-        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-        assert convolution.bias is not None
-        nn.init.zeros_(convolution.bias)
-        layers += [convolution, nn.ReLU()]
-    return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def _hard(data: ImageDataset, settings: DemoSettings, offset: int) -> ImageDataset:

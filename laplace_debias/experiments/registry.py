@@ -29,6 +29,7 @@ def experiments() -> tuple[Experiment, ...]:
     # Here, since the experiments' files take `Experiment` from this one.
     from laplace_debias.experiments.conjugate_gradients import CONJUGATE_GRADIENTS
     from laplace_debias.experiments.contours import CONTOURS
+    from laplace_debias.experiments.debiasing_study import DEBIASING
     from laplace_debias.experiments.directional_curvature import (
         DIRECTIONAL_CURVATURE,
         WIDE_RESNET,
@@ -54,5 +55,6 @@ def experiments() -> tuple[Experiment, ...]:
         KFAC_BATCH_SIZE,
         OVER_TRAINING,
         MODEL_SIZE,
+        DEBIASING,
         KFAC_ERROR,
     )

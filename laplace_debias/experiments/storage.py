@@ -91,7 +91,7 @@ class Store:
         return self.folder / "parts" / name
 
 
-def open_store(experiment: str, settings: Any) -> Store:
+def open_store(experiment: str, settings: Any, *, growing: Sequence[str] = ()) -> Store:
     """The store of a run: a new folder, or that of the same run when it is resumed.
 
     Args:
@@ -99,6 +99,8 @@ def open_store(experiment: str, settings: Any) -> Store:
         settings: Its settings, with `output`, `resume` and perhaps `checkpoint`. A run is the same
             where all settings but those of places and devices are the same, and the checkpoint's
             content is.
+        growing: Names of settings that only say how much is measured: a run may be resumed with
+            others, and uses what is there.
 
     Raises:
         FileExistsError: If the folder holds results and is not to be resumed, or other files.
@@ -109,7 +111,7 @@ def open_store(experiment: str, settings: Any) -> Store:
     described = _described(experiment, settings)
     path = folder / _SETTINGS
     if path.exists():
-        _check_same(path, described)
+        _check_same(path, described, growing)
         if not settings.resume:
             raise FileExistsError(
                 f"{folder} holds results of these settings already; --resume to go on with them, "
@@ -160,7 +162,7 @@ def _described(experiment: str, settings: Any) -> dict[str, Any]:
     return json.loads(plain)
 
 
-def _check_same(path: Path, described: dict[str, Any]) -> None:
+def _check_same(path: Path, described: dict[str, Any], growing: Sequence[str]) -> None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         there, name = found["settings"], found["experiment"]
@@ -172,7 +174,8 @@ def _check_same(path: Path, described: dict[str, Any]) -> None:
             f"{described['experiment']!r}; choose another --output"
         )
     here = described["settings"]
-    differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    keys = [key for key in {**there, **here} if key not in growing]
+    differing = [key for key in keys if there.get(key) != here.get(key)]
     if differing:
         listed = "; ".join(f"{k} was {there.get(k)}, is {here.get(k)}" for k in differing)
         raise ValueError(

@@ -19,6 +19,7 @@ from laplace_debias.problems.models import (
     load_checkpoint,
     resnet50,
     vit_little,
+    wide_digits_net,
     wide_resnet,
     with_lora,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "save_checkpoint",
     "train",
     "vit_little",
+    "wide_digits_net",
     "wide_resnet",
     "with_lora",
 ]

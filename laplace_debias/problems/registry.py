@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from laplace_debias.problems.corruptions import corrupt
 from laplace_debias.problems.data import cifar10, cifar100, digits
 from laplace_debias.problems.imagenet import imagenet
 from laplace_debias.problems.images import ImageDataset, Images
@@ -23,6 +24,7 @@ from laplace_debias.problems.models import (
     digits_net,
     resnet50,
     vit_little,
+    wide_digits_net,
     wide_resnet,
 )
 from laplace_debias.problems.problem import DataSource, TestProblem
@@ -35,7 +37,7 @@ CONVNET_WIDTHS = (16, 32, 64)
 """Widths of problem (D); the source lost them."""
 
 
-def _read_digits(source: DataSource) -> tuple[Images, Images]:
+def _digits() -> tuple[ImageDataset, ImageDataset]:
     parts = digits()
     training = ImageDataset(
         torch.cat([parts.train.images, parts.val.images]),
@@ -45,6 +47,19 @@ def _read_digits(source: DataSource) -> tuple[Images, Images]:
         parts.train.classes,
     )
     return training, parts.test
+
+
+def _read_digits(source: DataSource) -> tuple[Images, Images]:
+    return _digits()
+
+
+def _read_corrupted_digits(source: DataSource) -> tuple[Images, Images]:
+    """The digits at severity 5, each image with random numbers of its own."""
+    training, test = (
+        data.with_images(corrupt(data.images, 5, seed=0, offset=offset))
+        for data, offset in zip(_digits(), (0, 2000), strict=True)
+    )
+    return training, test
 
 
 def _read_cifar(
@@ -207,6 +222,16 @@ PROBLEMS: tuple[TestProblem, ...] = (
         model=digits_net,
         read=_read_digits,
         recipe=DIGITS_RECIPE,
+        num_validation=297,
+    ),
+    TestProblem(
+        name="wide-allcnn-corrupted-digits",
+        letter="B",
+        summary="a wider all-convolutional network on corrupted digits, soon over-confident",
+        is_reduced=True,
+        model=wide_digits_net,
+        read=_read_corrupted_digits,
+        recipe=Recipe(batch_size=50, cycles=((10, 0.05),), clip_norm=5.0),
         num_validation=297,
     ),
     TestProblem(

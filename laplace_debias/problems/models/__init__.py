@@ -1,6 +1,6 @@
 """Networks of the test problems, and their checkpoints."""
 
-from laplace_debias.problems.models.all_cnn import all_cnn_c, digits_net
+from laplace_debias.problems.models.all_cnn import all_cnn_c, digits_net, wide_digits_net
 from laplace_debias.problems.models.checkpoints import load_checkpoint
 from laplace_debias.problems.models.conv_net import conv_net
 from laplace_debias.problems.models.gpt import GPT, gpt
@@ -19,6 +19,7 @@ __all__ = [
     "load_checkpoint",
     "resnet50",
     "vit_little",
+    "wide_digits_net",
     "wide_resnet",
     "with_lora",
 ]
