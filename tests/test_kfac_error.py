@@ -53,8 +53,8 @@ def test_errors_are_those_of_dense_blocks(trained, batches, tmp_path):
     chosen = settings(tmp_path)
     dense = dense_blocks(trained, batches)
     norms = [{"block": name, "squared_norm": C.square().sum()} for name, C in dense.items()]
-    rows = kfac_error._draw(trained, batches, 1, norms, chosen)
-    x, y = batches[1]
+    x, y = torch.randn_like(batches[0][0]), batches[0][1]
+    rows = kfac_error._errors(trained, (x, y), batches, norms, chosen)
     for fit, (curvature, mode) in kfac_error._FITS.items():
         la = Laplace(trained.model, curvature=curvature, params="weights", backend="hooks")
         if mode == "debiased":
@@ -76,7 +76,8 @@ def test_errors_are_those_of_dense_blocks(trained, batches, tmp_path):
 def test_settings_out_of_range_are_refused(tmp_path):
     for changes, says in (
         ({"batch_size": 5}, "even"),
-        ({"draws": 3}, "1 to 2"),
+        ({"draws": 0}, "at least 1"),
+        ({"num_batches": 0}, "at least 1"),
         ({"folds": 7}, "2 to 6"),
         ({"probes": 1}, "at least 2"),
     ):

@@ -1,22 +1,21 @@
 """Table and picture of the debiasing study: distances to full-batch with confidence intervals."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from scipy import stats
 
+from laplace_debias.experiments.confidence import half_width
 from laplace_debias.experiments.debiasing_schemes import EKFAC, FULL, MINI
 from laplace_debias.report.files import written_atomically
 from laplace_debias.report.intervals import interval_figure
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 
 Row = dict[str, Any]
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,27 +143,16 @@ def _summary(
         method=method,
         draws=len(draws),
         nll=_mean([nll(gaps, draw) for draw in draws]),
-        nll_error=_half_width(draws, lambda chosen: _mean([nll(gaps, d) for d in chosen])),
+        nll_error=half_width(draws, lambda chosen: _mean([nll(gaps, d) for d in chosen])),
         signed_nll=_mean([gaps[draw][delta][0] for draw in draws for delta in grid]),
         ratio=ratio(draws),
-        ratio_error=_half_width(draws, ratio),
+        ratio_error=half_width(draws, ratio),
         worst_ratio=max(ratio(draws, [delta]) for delta in grid),
         log_variance=tuple(map(_mean, variances)),
         log_variance_error=tuple(
-            _half_width(list(range(len(draws))), partial(_mean_of, values)) for values in variances
+            half_width(list(range(len(draws))), partial(_mean_of, values)) for values in variances
         ),
     )
-
-
-def _half_width(draws: list[int], statistic: Callable[[list[int]], float]) -> float | None:
-    """Half of Student's confidence interval of a statistic of draws, by the jackknife."""
-    n = len(draws)
-    if n < 2:
-        return None
-    left_out = [statistic([*draws[:i], *draws[i + 1 :]]) for i in range(n)]
-    centre = _mean(left_out)
-    error = math.sqrt((n - 1) / n * math.fsum((value - centre) ** 2 for value in left_out))
-    return float(stats.t.ppf((1 + _CONFIDENCE) / 2, n - 1)) * error
 
 
 def _flat(summary: Summary) -> Row:

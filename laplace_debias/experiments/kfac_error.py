@@ -1,6 +1,7 @@
 """Beyond the paper: how far mini-batch K-FAC and EKFAC are from the full-batch GGN."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.kfac.fit import sweep
 from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import ekfac_magnitudes, rotated_jacobians
+from laplace_debias.experiments.confidence import half_width
 from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import Batch, ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import Rows, open_store
@@ -44,8 +46,9 @@ class KfacErrorSettings(ExperimentSettings):
         output: Folder of the table, the picture and what is kept to go on from.
         batch_size: Examples of a mini-batch, even: all of them for mini-batch and cross-fitted
             fits, halves for debiased ones.
-        num_batches: How many mini-batches; their union is the full batch.
-        draws: How many of them are fitted.
+        draws: How many mini-batches are fitted, each in every way.
+        num_batches: How many further ones stand for the full batch: their union. None of them is
+            fitted, as a mini-batch's own share in the full set is small.
         folds: Folds of the cross-fitted fits.
         probes: Random vectors for the norm of the full-batch blocks.
 
@@ -55,17 +58,18 @@ class KfacErrorSettings(ExperimentSettings):
 
     output: Path = Path("results/kfac_error")
     batch_size: int = 128
-    num_batches: int = 6
     draws: int = 3
+    num_batches: int = 6
     folds: int = 8
-    probes: int = 32
+    probes: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size < 2 or self.batch_size % 2:
             raise ValueError(f"batch_size is {self.batch_size}; expected an even number")
-        if not 1 <= self.draws <= self.num_batches:
-            raise ValueError(f"draws is {self.draws}; expected 1 to {self.num_batches}")
+        for name in ("draws", "num_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if not 2 <= self.folds <= self.batch_size:
             raise ValueError(f"folds is {self.folds}; expected 2 to {self.batch_size}")
         if self.probes < 2:
@@ -85,7 +89,8 @@ def run_kfac_error(settings: KfacErrorSettings, console: Console | None = None) 
         console: Where to print; the standard output if None.
 
     Returns:
-        For every draw, fit and block the relative error, `‖C' − C‖ / ‖C‖`.
+        For every draw, fit and block the relative error, `‖C' − C‖ / ‖C‖`; NaN where the estimated
+        norm is too small to tell.
 
     Raises:
         ValueError: If data, checkpoint or output folder are not as expected.
@@ -94,15 +99,16 @@ def run_kfac_error(settings: KfacErrorSettings, console: Console | None = None) 
     console = console or Console(highlight=False, markup=False)
     store = open_store("kfac_error", settings)
     trained = load_trained(settings, store, console)
-    batches = trained.batches(
-        trained.data.train, settings.batch_size, settings.num_batches, settings.seed
-    )
-    norms = store.rows("norms", lambda: _norms(trained, batches, settings))
+    number = settings.draws + settings.num_batches
+    batches = trained.batches(trained.data.train, settings.batch_size, number, settings.seed)
+    fitted, full = batches[: settings.draws], batches[settings.draws :]
+    norms = store.rows("norms", lambda: _norms(trained, full, settings))
     rows: Rows = []
     for draw in tqdm(range(settings.draws), "draws", disable=not settings.progress):
 
         def measured(draw: int = draw) -> Rows:
-            return _draw(trained, batches, draw, norms, settings)
+            found = _errors(trained, fitted[draw], full, norms, settings)
+            return [{"draw": draw} | row for row in found]
 
         rows += store.rows(f"draw-{draw}", measured)
     summary = _summary(rows)
@@ -114,7 +120,7 @@ def run_kfac_error(settings: KfacErrorSettings, console: Console | None = None) 
     print_table(
         [row for row in summary if row["block"] == _OVERALL],
         f"Relative error of {settings.batch_size} examples' curvature, mean over "
-        f"{settings.draws} draws",
+        f"{settings.draws} draws ± half a 95 % confidence interval",
         console=console,
     )
     console.print(f"Files: {', '.join(map(str, paths))}", soft_wrap=True)
@@ -161,14 +167,15 @@ def _norms(trained: Trained, batches: Sequence[Batch], settings: KfacErrorSettin
     return rows
 
 
-def _draw(
+def _errors(
     trained: Trained,
-    batches: Sequence[Batch],
-    draw: int,
+    batch: Batch,
+    full: Sequence[Batch],
     norms: Rows,
     settings: KfacErrorSettings,
 ) -> Rows:
-    x, y = batches[draw]
+    """The errors of all fits of one mini-batch, against the batches that stand for all data."""
+    x, y = batch
     half = settings.batch_size // 2
     fitted: dict[str, dict[str, EigenKronecker]] = {}
     for name, (curvature, mode) in _FITS.items():
@@ -178,7 +185,7 @@ def _draw(
         else:
             la.fit_batches([(x, y)], folds=settings.folds if mode == "crossfit" else None)
         fitted[name] = dict(la.posterior.curvature.blocks)
-    along = _along(la, batches, fitted)
+    along = _along(la, full, fitted)
     squared_norms = {row["block"]: float(row["squared_norm"]) for row in norms}
     rows = []
     for name, blocks in fitted.items():
@@ -186,15 +193,14 @@ def _draw(
         for key, block in blocks.items():
             magnitudes, M = block.magnitudes.double(), along[name][key].double()
             square = (magnitudes.square() - 2 * magnitudes * M).sum().item() + squared_norms[key]
-            errors[key] = max(square, 0.0)
+            errors[key] = square
         errors[_OVERALL] = sum(errors.values())
         totals = {**squared_norms, _OVERALL: sum(squared_norms.values())}
         rows += [
             {
-                "draw": draw,
                 "fit": name,
                 "block": key,
-                "relative_error": math.sqrt(error / totals[key]),
+                "relative_error": math.sqrt(error / totals[key]) if error >= 0 else math.nan,
             }
             for key, error in errors.items()
         ]
@@ -247,24 +253,21 @@ def _same_directions(one: EigenKronecker, two: EigenKronecker) -> bool:
 
 
 def _summary(rows: Rows) -> Rows:
-    """Mean and standard error over the draws, by fit and block."""
+    """Means over the draws by fit and block, with their 95 % confidence intervals."""
     summary: Rows = []
     for fit in dict.fromkeys(row["fit"] for row in rows):
         for block in dict.fromkeys(row["block"] for row in rows):
-            errors = torch.tensor(
-                [
-                    float(row["relative_error"])
-                    for row in rows
-                    if (row["fit"], row["block"]) == (fit, block)
-                ]
-            )
-            spread = errors.std() / math.sqrt(len(errors)) if len(errors) > 1 else torch.nan
+            errors = [
+                float(row["relative_error"])
+                for row in rows
+                if (row["fit"], row["block"]) == (fit, block)
+            ]
             summary.append(
                 {
                     "fit": fit,
                     "block": block,
-                    "relative_error": float(errors.mean()),
-                    "standard_error": float(spread),
+                    "relative_error": statistics.fmean(errors),
+                    "half_width": half_width(errors, statistics.fmean),
                 }
             )
     return summary

@@ -147,11 +147,13 @@ def run_spectrum(settings: SpectrumSettings, console: Console | None = None) -> 
             f"examples is {settings.examples}; expected at most {len(data)}, the training images"
         )
     device = device_from(settings.device)
-    model.to(device)
+    # Convolutions are a fifth faster with the channels of a pixel side by side.
+    last = torch.channels_last
+    model.to(device, memory_format=last)
     batches = [
         data.batch(some) for some in torch.arange(settings.examples).split(settings.batch_size)
     ]
-    batches = [(images.to(device), labels.to(device)) for images, labels in batches]
+    batches = [(x.to(device, memory_format=last), y.to(device)) for x, y in batches]
     kind = GGN if settings.matrix == "ggn" else Hessian
     A = kind(model, nn.CrossEntropyLoss(), batches, memory_bound=settings.memory_bound)
     console.print(
