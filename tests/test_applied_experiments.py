@@ -224,6 +224,23 @@ def test_measuring_less_often_keeps_start_and_end():
     assert rows[2] == [rows[1][i] for i in (0, 2, 4, 5)]
 
 
+@pytest.mark.parametrize("method", [cgs.SINGLE, cgs.DEBIASED])
+def test_the_end_of_a_run_that_ends_early_is_measured(method):
+    trained, data = tiny()
+    judge = Judge(trained.model, data, data, 0.0, 100)
+    second = torch.arange(12, 24) if method == cgs.DEBIASED else None
+    run = cgs.Run(method, 0, torch.arange(12), second)
+    options = CG | {"iterations": 30, "curvature": "hessian"}
+    every, some = (
+        cgs.trajectory(
+            trained, run, judge, 0.0, cgs.ConjugateGradientsSettings(**options, evaluate_every=n)
+        )
+        for n in (1, 25)
+    )
+    assert 0 < every[-1]["iteration"] < 25  # the Hessian is indefinite
+    assert some == [every[0], every[-1]]
+
+
 def test_stability_tells_start_best_and_end():
     losses = [1.0, 0.5, math.nan]
     rows = [
@@ -392,6 +409,53 @@ def test_cost_sees_memory_that_is_freed_again():
     assert found["seconds"] > 0
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="measures memory through Linux's /proc"
+)
+def test_cost_sees_memory_that_the_heap_would_have_kept():
+    def fit():
+        # Many small pieces, which the C library keeps when they are freed below one that is held.
+        return [torch.ones(300_000) for _ in range(60)][-1]  # 69 MB
+
+    held = [fit()]
+    for _ in range(3):
+        assert 60 < runtime.cost(fit, torch.device("cpu"))["peak"] < 90
+    del held
+
+
+@pytest.mark.parametrize("changed", [{"threads": 3}, {"device": "cpu: an abacus"}])
+def test_times_of_two_machines_are_never_mixed(checkpoint, tmp_path, monkeypatch, changed):
+    output = tmp_path / "runtime"
+    options = {**RUNTIME, "repeats": 1, "checkpoint": checkpoint, "output": output}
+    runtime.run_runtime(runtime.RuntimeSettings(**options), silent())
+    before = (output / "results.csv").read_bytes()
+    here = runtime.machine_of(torch.device("cpu"))
+    assert here["threads"] == torch.get_num_threads()
+    monkeypatch.setattr(runtime, "machine_of", lambda device: here | changed)
+    with pytest.raises(ValueError, match="another machine"):
+        runtime.run_runtime(runtime.RuntimeSettings(**options, resume=True), silent())
+    assert (output / "results.csv").read_bytes() == before
+
+
+def test_a_resumed_timing_is_warmed_up_too(checkpoint, tmp_path, monkeypatch):
+    fitted = []
+    of_settings = runtime.timed_fits
+
+    def counted(*arguments):
+        fits = of_settings(*arguments)
+        return {name: lambda n=name, f=fit: fitted.append(n) or f() for name, fit in fits.items()}
+
+    monkeypatch.setattr(runtime, "timed_fits", counted)
+    options = {**RUNTIME, "folds": 0, "checkpoint": checkpoint, "output": tmp_path / "runtime"}
+    runtime.run_runtime(runtime.RuntimeSettings(**options), silent())
+    once = [tables.MINI, tables.DEBIASED, runtime.NAIVE]
+    assert fitted[:7] == [tables.MINI, *once, *once]
+    fitted.clear()
+    (tmp_path / "runtime" / "parts" / "repeat-1.csv").unlink()
+    runtime.run_runtime(runtime.RuntimeSettings(**options, resume=True), silent())
+    assert fitted == [tables.MINI, *once]
+
+
 def test_sizes_of_factors_are_those_of_the_layers(trained):
     fits = runtime.timed_fits(trained, runtime.RuntimeSettings(**RUNTIME))
     sizes = runtime.factor_sizes(fits[runtime.MINI]())
@@ -489,6 +553,36 @@ def test_ends_average_over_runs():
     (end,) = hf.ends(rows)
     assert (end["runs"], end["train_loss"], end["greatest loss"]) == (2, 4.5, 4.0)
     assert (end["refused"], end["reduction ratio"]) == (0.5, 0.5)
+
+
+def test_a_loss_that_is_no_number_counts_as_infinite():
+    def row(step, loss):
+        common = {"variant": "bare", "method": "m", "draw": 0, "step": step}
+        return {**common, **dict.fromkeys(METRICS, loss), "step_size": 1.0, "reduction_ratio": 0.5}
+
+    # Python's max depends on where NaN stands.
+    for losses in ((2.0, 5.0, math.nan), (2.0, math.nan, 5.0)):
+        (end,) = hf.ends([row(step, loss) for step, loss in enumerate(losses)])
+        assert end["greatest loss"] == math.inf
+        assert end["train_loss"] == (math.inf if math.isnan(losses[-1]) else 5.0)
+    assert "inf times" in hf.findings([end])[0]
+
+
+def test_a_run_that_breaks_ends_with_infinite_losses(monkeypatch):
+    step = DebiasedHessianFree.step
+
+    def overflowing(self, *closures):
+        if self.last_step is not None:
+            raise ValueError("The loss is NaN or Inf before the step")
+        return step(self, *closures)
+
+    monkeypatch.setattr(DebiasedHessianFree, "step", overflowing)
+    settings = hf.HessianFreeSettings(**HESSIAN_FREE, evaluate_every=4)
+    rows = hf.train_run(DIGITS, DIGITS.data(), settings, hf.BARE, hf.SINGLE, 0)
+    assert [row["step"] for row in rows] == [0, 2]
+    assert rows[-1]["train_loss"] == rows[-1]["test_loss"] == math.inf
+    (end,) = hf.ends(rows)
+    assert end["train_loss"] == end["greatest loss"] == math.inf
 
 
 # --- bad input -----------------------------------------------------------------------------------

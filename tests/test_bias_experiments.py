@@ -14,7 +14,6 @@ from laplace_debias.experiments.contours import ContoursSettings, run_contours
 from laplace_debias.experiments.cuts import (
     BiasSettings,
     cut_along,
-    decayed,
     find_directions,
     mean_cut,
     quadratic_on,
@@ -35,6 +34,7 @@ from laplace_debias.experiments.setup import Trained
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import get_problem, log_epochs
+from laplace_debias.weight_decay import decay_mask
 
 DECAY = 0.3
 TINY = {
@@ -154,7 +154,7 @@ def test_slopes_along_cg_directions_are_those_at_its_iterates(trained, batches):
 
 def test_biases_are_not_decayed(trained):
     expected = torch.cat([torch.ones(12), torch.zeros(4), torch.ones(12), torch.zeros(3)]).bool()
-    assert torch.equal(decayed(trained.model), expected)
+    assert torch.equal(decay_mask(trained.model.parameters()), expected)
 
 
 def test_rows_hold_every_batch_and_their_mean(trained, batches):

@@ -13,6 +13,7 @@ from laplace_debias.curvature.matrix_free.data import Batches, Data
 from laplace_debias.curvature.matrix_free.network import Network, check_outputs
 from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.quadratic import Quadratic
+from laplace_debias.weight_decay import decay_mask
 
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
 
@@ -46,11 +47,8 @@ def loss_quadratic(
     quadratic = Quadratic(value, gradient, matrix, position)
     if weight_decay == 0:
         return quadratic
-    decayed = [
-        torch.full((size,), decay_biases or name.rpartition(".")[2] != "bias")
-        for name, size in zip(network.names, network.layout.sizes, strict=True)
-    ]
-    return quadratic.regularized(weight_decay, torch.cat(decayed).to(network.device))
+    decayed = None if decay_biases else decay_mask(network.parameters)
+    return quadratic.regularized(weight_decay, decayed)
 
 
 def _loss_and_gradient(

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.experiments.judge import METRICS, Chunks, Judge
+from laplace_debias.experiments.judge import METRICS, Chunks, Judge, worst_if_nan
 from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import open_store
@@ -44,9 +44,9 @@ class ConjugateGradientsSettings(ExperimentSettings):
         draws: How many times the batches are drawn; both methods share the examples of a draw.
         iterations: Steps of each run.
         evaluate_every: Steps from one measurement of the network to the next; start and end are
-            always measured.
+            always measured, the end also of a run that ends before all iterations.
         curvature: The quadratic's matrix.
-        weight_decay: β of ½ β ‖weights‖²; the problem's own if None.
+        weight_decay: β of ½ β ‖weights‖²; that of the training if None (see `Trained`).
         full_examples: Training examples of the full-batch runs (0: there are none; None: all).
         train_examples: Training images that loss and accuracy are measured on; all if None.
         test_examples: Test images, likewise.
@@ -201,11 +201,16 @@ def trajectory(
         )
 
     rows: list[Row] = []
+    last: Iterate | None = None
 
     def record(iterate: Iterate) -> None:
+        nonlocal last
+        last = iterate
+        if iterate.iteration % settings.evaluate_every == 0:
+            measure(iterate)
+
+    def measure(iterate: Iterate) -> None:
         step = iterate.iteration
-        if step % settings.evaluate_every and step != settings.iterations:
-            return
         rows.append(
             {
                 "method": run.method,
@@ -222,16 +227,19 @@ def trajectory(
     limits = {"tol": 0.0, "max_iter": settings.iterations, "progress": settings.progress}
     if run.second is None:
         cg(first.matrix, -first.gradient, callback=record, **limits)  # type: ignore[arg-type]
-        return rows
-    second = quadratic(run.second)
-    debiased_cg(
-        first.matrix,
-        second.matrix,
-        -first.gradient,
-        -second.gradient,
-        callback=lambda _, debiased: record(debiased),
-        **limits,  # type: ignore[arg-type]
-    )
+    else:
+        second = quadratic(run.second)
+        debiased_cg(
+            first.matrix,
+            second.matrix,
+            -first.gradient,
+            -second.gradient,
+            callback=lambda _, debiased: record(debiased),
+            **limits,  # type: ignore[arg-type]
+        )
+    # CG may end before the settings' last iteration, where the curvature is not positive.
+    if last is not None and last.iteration != rows[-1]["iteration"]:
+        measure(last)
     return rows
 
 
@@ -301,7 +309,7 @@ def stability(rows: Sequence[Row]) -> list[Row]:
     for of_run in _by_run(rows):
         found: Row = {"method": of_run[0]["method"], "draw": of_run[0]["draw"]}
         for part in ("train", "test"):
-            values = [_loss(row, f"{part}_loss") for row in of_run]
+            values = [worst_if_nan(row[f"{part}_loss"]) for row in of_run]
             best = min(range(len(values)), key=values.__getitem__)
             found |= {
                 f"{part} start": values[0],
@@ -344,11 +352,6 @@ def _by_run(rows: Sequence[Row]) -> list[list[Row]]:
     for row in rows:
         found.setdefault((row["method"], row["draw"]), []).append(row)
     return list(found.values())
-
-
-def _loss(row: Row, metric: str) -> float:
-    # An overflowed loss is the worst of all.
-    return math.inf if math.isnan(row[metric]) else row[metric]
 
 
 CONJUGATE_GRADIENTS = Experiment(

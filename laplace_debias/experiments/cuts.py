@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
@@ -19,6 +19,7 @@ from laplace_debias.experiments.setup import Batch, ExperimentSettings, Trained
 from laplace_debias.experiments.storage import Store
 from laplace_debias.linalg import cg, eigsh
 from laplace_debias.quadratic import Cut, Quadratic
+from laplace_debias.weight_decay import decay_mask
 
 Kind = Literal["eigenvectors", "cg"]
 
@@ -32,8 +33,8 @@ class BiasSettings(ExperimentSettings):
         draws: On how many mini-batches directions are computed, the first ones of the full set.
         num_directions: How many directions each.
         curvature: `ggn` or `hessian`.
-        weight_decay: β of the regulariser, which acts on weights and not on biases; that of the
-            problem's recipe if None.
+        weight_decay: β of the regulariser, which acts on weights alone, as in training; that of
+            the training if None (see `Trained`).
         tol: Greatest residual of an eigenpair, relative to the largest eigenvalue.
 
     Raises:
@@ -99,15 +100,6 @@ class Directions:
         return cut.slopes + (cut.curvatures * self.coefficients).sum(0)
 
 
-def decayed(model: torch.nn.Module) -> Bool[Tensor, " dim"]:
-    """Which parameters the regulariser acts on: all but biases."""
-    parts = [
-        torch.full((p.numel(),), name.rpartition(".")[2] != "bias", device=p.device)
-        for name, p in model.named_parameters()
-    ]
-    return torch.cat(parts)
-
-
 def quadratic_on(trained: Trained, batch: Batch, curvature: str, decay: float) -> Quadratic:
     """The regularised quadratic of one mini-batch (Eq. 2)."""
     return Quadratic.from_data(
@@ -168,7 +160,7 @@ def cut_along(
     else:
         cut = quadratic.cut(V)
         value, slopes, curvatures = cut.value, cut.slopes, cut.curvatures
-    mask = decayed(trained.model)
+    mask = decay_mask(trained.model.parameters())
     theta = quadratic.position * mask
     return Cut(
         value + decay / 2 * theta @ theta,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.experiments.evaluation import device_from
-from laplace_debias.experiments.judge import METRICS, Judge
+from laplace_debias.experiments.judge import METRICS, Judge, worst_if_nan
 from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.storage import open_store
@@ -27,6 +27,7 @@ from laplace_debias.optim import DebiasedHessianFree
 from laplace_debias.problems import ProblemData, TestProblem, get_problem, load_checkpoint
 from laplace_debias.report.tables import print_table
 from laplace_debias.report.trajectories import trajectory_figure
+from laplace_debias.weight_decay import decay_groups
 
 NAME = "hessian_free"
 SINGLE, DEBIASED = "single-batch", "debiased"
@@ -153,7 +154,8 @@ def train_run(
     """Train one network, and measure it on all training and test images on the way.
 
     The single-batch and the debiased run of a draw start from the same weights and see the same
-    examples at every step. A run ends early when its loss is no longer finite.
+    examples at every step. A run ends early when its loss is no longer finite, on all images or
+    on the batch of a step; then its last row has infinite losses.
 
     Args:
         problem: The problem.
@@ -166,14 +168,16 @@ def train_run(
     Returns:
         A row a measured step, the start included: regularised losses (nats), accuracies, and of
         the step damping, line search factor, reduction ratio on the batch that judges it, and the
-        number of curvature products, each of so many `examples`.
+        number of curvature products, each of so many `examples`; None for the start and for a
+        step that could not be taken.
     """
     device = device_from(settings.device)
     model = _start(problem, settings, draw).to(device)
-    decay = settings.recipe.applied_to(problem.recipe).weight_decay
+    given = settings.recipe.weight_decay
+    decay = problem.recipe.penalty if given is None else given
     damped = variant == DAMPED
     optimizer = DebiasedHessianFree(
-        _groups(model, decay),
+        decay_groups(model.parameters(), decay),
         damping=settings.damping if damped else 0.0,
         max_iter=settings.max_iter,
         adapt_damping=damped,
@@ -193,9 +197,11 @@ def train_run(
 
     rows: list[Row] = []
 
-    def record(step: int) -> bool:
-        report = optimizer.last_step
+    def record(step: int, broken: bool = False) -> bool:
+        report = None if broken else optimizer.last_step
         found = Judge(model, data.train, data.test, decay, settings.chunk_size)()
+        if broken:
+            found |= {"train_loss": math.inf, "test_loss": math.inf}
         rows.append(
             {
                 "variant": variant,
@@ -225,6 +231,7 @@ def train_run(
             # The loss has overflowed: what a bare run may come to.
             if "NaN or Inf" not in str(error):
                 raise
+            record(step, broken=True)
             break
         due = step % settings.evaluate_every == 0 or step == settings.steps
         if due and not record(step):
@@ -241,15 +248,6 @@ def _start(problem: TestProblem, settings: HessianFreeSettings, draw: int) -> nn
     return model.train()
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    named = [(name.rpartition(".")[2], p) for name, p in model.named_parameters()]
-    groups = [
-        {"params": [p for name, p in named if name != "bias"], "weight_decay": weight_decay},
-        {"params": [p for name, p in named if name == "bias"], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
 def ends(rows: Sequence[Row]) -> list[Row]:
     """Where the runs end: means over draws.
 
@@ -258,8 +256,8 @@ def ends(rows: Sequence[Row]) -> list[Row]:
 
     Returns:
         A row a variant and method: the metrics at the last measured step and the greatest training
-        loss on the way, relative to the start's; the share of steps that were refused (step size
-        0); and the mean reduction ratio.
+        loss on the way, relative to the start's (a loss that is not a number counts as infinite);
+        the share of steps that were refused (step size 0); and the mean reduction ratio.
     """
     table = []
     for variant, method in dict.fromkeys((row["variant"], row["method"]) for row in rows):
@@ -268,9 +266,11 @@ def ends(rows: Sequence[Row]) -> list[Row]:
             [r for r in of_kind if r["draw"] == draw]
             for draw in dict.fromkeys(r["draw"] for r in of_kind)
         ]
-        steps = [row for run in runs for row in run[1:]]
-        means = {m: sum(run[-1][m] for run in runs) / len(runs) for m in METRICS}
-        worst = max(row["train_loss"] / run[0]["train_loss"] for run in runs for row in run)
+        taken = [row for run in runs for row in run[1:] if row["step_size"] is not None]
+        means = {m: sum(worst_if_nan(run[-1][m]) for run in runs) / len(runs) for m in METRICS}
+        worst = max(
+            worst_if_nan(row["train_loss"] / run[0]["train_loss"]) for run in runs for row in run
+        )
         table.append(
             {
                 "variant": variant,
@@ -278,8 +278,8 @@ def ends(rows: Sequence[Row]) -> list[Row]:
                 "runs": len(runs),
                 **means,
                 "greatest loss": worst,
-                "refused": _mean([float(row["step_size"] == 0) for row in steps]),
-                "reduction ratio": _mean([row["reduction_ratio"] for row in steps]),
+                "refused": _mean([float(row["step_size"] == 0) for row in taken]),
+                "reduction ratio": _mean([row["reduction_ratio"] for row in taken]),
             }
         )
     return table

@@ -1,12 +1,14 @@
 """What a network is worth anywhere in parameter space: regularised loss and accuracy."""
 
 import copy
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.problems import Images
+from laplace_debias.weight_decay import is_decayed
 
 METRICS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
 
@@ -31,6 +33,11 @@ class Chunks:
             yield x.to(self._dtype), y
 
 
+def worst_if_nan(loss: float) -> float:
+    """A loss; infinity where it is not a number, since it has overflowed."""
+    return math.inf if math.isnan(loss) else loss
+
+
 class Judge:
     """Regularised loss and accuracy of a network anywhere on a trajectory (Eq. 1).
 
@@ -38,7 +45,7 @@ class Judge:
         model: The trained network, from which steps are measured; a copy is moved.
         train: Training images to measure on.
         test: Test images.
-        weight_decay: β, of all parameters but biases, as in `Quadratic.from_data`.
+        weight_decay: β, of weights alone, as in `Quadratic.from_data`.
         chunk_size: Images that go through the network at a time.
     """
 
@@ -70,6 +77,6 @@ class Judge:
     def _squared_weights(self) -> float:
         return sum(
             float(parameter.double().square().sum())
-            for name, parameter in self._model.named_parameters()
-            if name.rpartition(".")[2] != "bias"
+            for parameter in self._model.parameters()
+            if is_decayed(parameter)
         )

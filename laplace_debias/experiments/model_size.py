@@ -81,7 +81,7 @@ def run_model_size(settings: ModelSizeSettings, console: Console | None = None) 
     base = get_problem(settings.problem)
     data = base.data(settings.source, seed=settings.seed)
     check_data(data, settings, store)
-    decay = settings.recipe.applied_to(base.recipe).weight_decay
+    decay = settings.recipe.applied_to(base.recipe).penalty
     table: Rows = []
     summary: Rows = []
     for depth, width in settings.models:

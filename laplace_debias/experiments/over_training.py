@@ -78,11 +78,11 @@ def run_over_training(settings: OverTrainingSettings, console: Console | None = 
     data = problem.data(settings.source, seed=settings.seed)
     networks = _trained_here(settings, store, data, console) if given is None else given
     digests = [{"epoch": epoch, "file": file_digest(networks[epoch])} for epoch in networks]
-    if store.rows("checkpoints", lambda: digests) != digests:
+    if not store.matches("checkpoints", digests):
         raise ValueError(
             f"{store.folder} holds results of other checkpoints; choose another --output"
         )
-    decay = settings.recipe.applied_to(problem.recipe).weight_decay
+    decay = settings.recipe.applied_to(problem.recipe).penalty
     table: Rows = []
     summary: Rows = []
     for epoch, path in networks.items():

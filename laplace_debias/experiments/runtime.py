@@ -5,7 +5,9 @@ by block: two blocks' factors at a time are enough. The naive way, two entire K-
 side and then projected, is measured beside it; it comes to the same posterior.
 """
 
+import ctypes
 import gc
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_debias.experiments.evaluation import device_from
 from laplace_debias.experiments.laplace_tables import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
@@ -30,6 +33,7 @@ from laplace_debias.report.tables import print_table
 NAME = "runtime"
 NAIVE = "debiased, naive"
 _MB = 2**20
+_CPU = Path("/proc/cpuinfo")
 
 Row = dict[str, Any]
 # Fits a posterior and gives its curvature.
@@ -88,7 +92,8 @@ def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> li
         where it cannot be measured), the posterior it returns included.
 
     Raises:
-        ValueError: If there are too few examples; as `load_trained` and `open_store`.
+        ValueError: If there are too few examples, or the run that is resumed was timed on another
+            device or with another number of threads; as `load_trained` and `open_store`.
         FileExistsError: If the output holds results and is not to be resumed.
 
     Reference:
@@ -97,15 +102,25 @@ def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> li
     """
     console = console or Console(highlight=False, markup=False)
     store = open_store(NAME, settings)
+    machine = machine_of(device_from(settings.device))
+    if not store.matches("machine", [machine]):
+        raise ValueError(
+            f"{store.folder} holds times of another machine or of another number of threads; now "
+            f"it is {machine['device']}, {machine['threads']} threads: resume there, or choose "
+            "another --output"
+        )
     trained = load_trained(settings, store, console)
     fits = timed_fits(trained, settings)
     rows: list[Row] = []
+    is_warm = False
     for repeat in tqdm(range(settings.repeats), desc="repeats", disable=not settings.progress):
 
         def compute(repeat: int = repeat) -> list[Row]:
-            if repeat == 0:
+            nonlocal is_warm
+            if not is_warm:
                 # The first fit of a process also sets up threads and buffers.
                 fits[MINI]()
+                is_warm = True
             return [
                 {"method": name, "repeat": repeat, **cost(fit, trained.device)}
                 for name, fit in fits.items()
@@ -117,13 +132,29 @@ def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> li
     store.table(table, "summary")
     (sizes,) = store.rows("sizes", lambda: [factor_sizes(fits[MINI]())])
     store.table([sizes], "sizes")
-    where = f"{trained.device}, {torch.get_num_threads()} threads"
+    where = f"{machine['device']}, {machine['threads']} threads"
     print_table(table, f"Fits of {trained.problem.name} on {where}", console=console)
     pictures = store.picture(costs_figure(rows, ("seconds", "peak")), NAME)
     for sentence in findings(table, sizes):
         console.print(sentence)
     console.print(f"Pictures: {', '.join(map(str, pictures))}", soft_wrap=True)
     return rows
+
+
+def machine_of(device: torch.device) -> Row:
+    """What times depend on: the name of the device's model, and torch's number of threads.
+
+    Args:
+        device: Where the fits run.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        # Linux knows the processor's model, other systems the family.
+        lines = _CPU.read_text().splitlines() if _CPU.exists() else []
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = next(iter(models), platform.processor() or platform.machine())
+    return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads()}
 
 
 def timed_fits(trained: Trained, settings: RuntimeSettings) -> dict[str, Fit]:
@@ -239,6 +270,7 @@ class _PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device) / _MB
         elif device.type == "cpu" and self._FORGET.exists():
+            _give_back_freed_memory()
             try:
                 # 5: the peak so far is forgotten (Linux, proc(5)).
                 self._FORGET.write_text("5")
@@ -257,6 +289,16 @@ class _PeakMemory:
     def _status(self, key: str) -> float:
         lines = self._STATUS.read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+
+def _give_back_freed_memory() -> None:
+    """Has glibc return what was freed: kept, it would be counted as held before, and hide a peak.
+
+    Other C libraries have no such call, and keep less.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def factor_sizes(curvature: BlockDiagonal) -> Row:

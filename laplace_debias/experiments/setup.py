@@ -81,7 +81,8 @@ class Trained:
         problem: The test problem.
         model: The network, in evaluation mode, on the device of the run.
         data: The problem's data, on the CPU.
-        weight_decay: β of its training (Eq. 1).
+        weight_decay: β of its training (Eq. 1); 0 where that decays weights by a factor beside
+            the gradient (`nadamw`), which minimises no regularised loss.
     """
 
     problem: TestProblem
@@ -146,7 +147,7 @@ def load_trained(
         data = problem.data(settings.source, seed=settings.seed)
         model = trained_model(problem, data, settings, store, console)
     check_data(data, settings, store)
-    return Trained(problem, model.eval().to(device, dtype), data, recipe.weight_decay)
+    return Trained(problem, model.eval().to(device, dtype), data, recipe.penalty)
 
 
 def check_data(data: ProblemData, settings: ExperimentSettings, store: Store) -> None:
@@ -157,7 +158,7 @@ def check_data(data: ProblemData, settings: ExperimentSettings, store: Store) ->
     """
     x, y = data.train.batch(torch.arange(min(8, len(data.train))))
     found = [{"first_images": tensor_digest(x, y)}]
-    if store.rows("data", lambda: found) != found:
+    if not store.matches("data", found):
         raise ValueError(
             f"{store.folder} holds results on other data than that of {settings.data or 'now'}; "
             "give that data, or choose another --output"

@@ -69,6 +69,18 @@ class Store:
             write_csv(compute(), path)
         return read_csv(path)
 
+    def matches(self, name: str, found: Rows) -> bool:
+        """Whether what a run is made of is what it was made of when it began.
+
+        Args:
+            name: One of `data`, `machine`, `checkpoints`.
+            found: What it is now; the first call stores it.
+
+        Raises:
+            ValueError: If the stored part is damaged.
+        """
+        return self.rows(name, lambda: found) == found
+
     def has(self, name: str) -> bool:
         """Whether a part, rows or tensors, is stored."""
         return any(self.part(name + suffix).exists() for suffix in (".csv", ".safetensors"))

@@ -15,6 +15,7 @@ from laplace_debias.problems.images import Images
 from laplace_debias.problems.models.checkpoints import parameter_like
 from laplace_debias.problems.resume import restore_state, store_state
 from laplace_debias.problems.storage import write_tensors
+from laplace_debias.weight_decay import decay_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,11 @@ class Recipe:
             )
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm {self.clip_norm}; expected a positive number, or None")
+
+    @property
+    def penalty(self) -> float:
+        """β of the loss that is trained on (Eq. 1); 0 for decoupled decay, which is of no loss."""
+        return 0.0 if self.optimizer == "nadamw" else self.weight_decay
 
     @property
     def schedule(self) -> tuple[tuple[int, float], ...]:
@@ -266,13 +272,7 @@ def train(
 
 
 def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    groups = [
-        {
-            "params": [p for p in parameters if p.dim() > 1],
-            "weight_decay": recipe.weight_decay,
-        },
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = decay_groups(parameters, recipe.weight_decay)
     if recipe.optimizer == "nadamw":
         return torch.optim.NAdam(
             groups, betas=(recipe.momentum, 0.999), decoupled_weight_decay=True
