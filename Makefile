@@ -24,33 +24,38 @@ examples: .venv/.installed
 
 # The paper's experiments, reduced: those on the digits; with LAPLACE_DEBIAS_DATA (CIFAR-10) those on
 # small networks trained first; with LAPLACE_DEBIAS_CHECKPOINT too those on a trained All-CNN-C.
-# A run that was broken off goes on where it stopped.
+# A run that was broken off goes on where it stopped. `OMP_NUM_THREADS=1 make -j2 experiments` makes
+# two at a time, and `make experiment-NAME` one.
 CONFIGS := $(wildcard configs/experiments/*.yaml)
 ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS))
 ON_CIFAR := $(filter-out $(ON_CHECKPOINT),$(shell grep -l '^problem: .*cifar' $(CONFIGS)))
 ON_DIGITS := $(filter-out $(ON_CHECKPOINT) $(ON_CIFAR),$(CONFIGS))
-SOURCE := --data=$(LAPLACE_DEBIAS_DATA) $(addprefix --cache=,$(LAPLACE_DEBIAS_CACHE))
+HAS_CIFAR := $(LAPLACE_DEBIAS_DATA)
+HAS_CHECKPOINT := $(and $(LAPLACE_DEBIAS_DATA),$(LAPLACE_DEBIAS_CHECKPOINT))
+CHOSEN := $(ON_DIGITS) $(if $(HAS_CIFAR),$(ON_CIFAR)) $(if $(HAS_CHECKPOINT),$(ON_CHECKPOINT))
+targets = $(patsubst configs/experiments/%.yaml,experiment-%,$1)
 # Configs are called after their experiment, but for these.
 NAME_directional_curvature_digits := directional_curvature
 NAME_laplace_digits := laplace
 NAME_laplace_resnet_cifar10 := laplace
 NAME_laplace_vit_cifar10 := laplace
-stem = $(basename $(notdir $1))
-define experiment
-	$(BIN)/laplace-debias experiment $(or $(NAME_$(call stem,$1)),$(call stem,$1)) \
-	  --config $1 --resume=true $2
 
-endef
+.PHONY: $(call targets,$(CONFIGS))
+experiments: $(call targets,$(CHOSEN))
+	@echo "Made: $(patsubst experiment-%,%,$^)"
+	@$(if $(HAS_CIFAR),,echo "Left out, for want of LAPLACE_DEBIAS_DATA: $(notdir $(ON_CIFAR))")
+	@$(if $(HAS_CHECKPOINT),,echo "Left out, for want of it or of LAPLACE_DEBIAS_CHECKPOINT: \
+	$(notdir $(ON_CHECKPOINT))")
 
-experiments: .venv/.installed
-	$(foreach config,$(ON_DIGITS),$(call experiment,$(config),))
-ifdef LAPLACE_DEBIAS_DATA
-	$(foreach config,$(ON_CIFAR),$(call experiment,$(config),$(SOURCE)))
-ifdef LAPLACE_DEBIAS_CHECKPOINT
-	$(foreach config,$(ON_CHECKPOINT),$(call experiment,$(config),$(SOURCE) \
-	--checkpoint=$(LAPLACE_DEBIAS_CHECKPOINT)))
+$(call targets,$(ON_CIFAR) $(ON_CHECKPOINT)): SOURCE = --data=$(LAPLACE_DEBIAS_DATA) \
+  $(addprefix --cache=,$(LAPLACE_DEBIAS_CACHE))
+$(call targets,$(ON_CHECKPOINT)): SOURCE += --checkpoint=$(LAPLACE_DEBIAS_CHECKPOINT)
+ifneq ($(filter experiments,$(MAKECMDGOALS)),)  # it takes times, so it comes last
+experiment-runtime: | $(filter-out experiment-runtime,$(call targets,$(CHOSEN)))
 endif
-endif
+$(call targets,$(CONFIGS)): experiment-%: .venv/.installed
+	$(BIN)/laplace-debias experiment $(or $(NAME_$*),$*) --config configs/experiments/$*.yaml \
+	  --resume $(SOURCE)
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n auto
