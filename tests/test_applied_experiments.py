@@ -543,6 +543,24 @@ def test_a_debiased_step_is_the_optimizers_on_two_halves(hessian_free_run):
     assert row["examples"] == 30
 
 
+def test_training_from_a_checkpoint_goes_on_in_its_split(tmp_path, monkeypatch):
+    data = DIGITS.data(seed=5)
+    split = {"split.train": data.train_indices, "split.val": data.val_indices}
+    save_checkpoint(DIGITS.model(), tmp_path / "a.safetensors", split)
+    seen = []
+
+    def run(problem, data, *_):
+        seen.append(data.train_indices)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf, "train_run", run)
+    options = {**HESSIAN_FREE, "checkpoint": tmp_path / "a.safetensors", "output": tmp_path / "out"}
+    with pytest.raises(KeyboardInterrupt):
+        hf.run_hessian_free(hf.HessianFreeSettings(**options), silent())
+    assert torch.equal(seen[0], data.train_indices)
+    assert not torch.equal(seen[0], DIGITS.data(seed=0).train_indices)
+
+
 def test_ends_average_over_runs():
     def row(draw, step, loss, size):
         common = {"variant": "bare", "method": "m", "draw": draw, "step": step}

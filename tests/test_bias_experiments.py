@@ -20,6 +20,7 @@ from laplace_debias.experiments.cuts import (
 )
 from laplace_debias.experiments.directional_curvature import (
     DirectionalCurvatureSettings,
+    bias_figure,
     run_directional_curvature,
 )
 from laplace_debias.experiments.kfac_batch_size import (
@@ -267,6 +268,19 @@ def test_directional_curvature_of_every_kind(tmp_path, curvature, directions, si
         if directions == "cg":
             assert max(slopes) < 0
     assert len(read(tmp_path / "out" / "results.csv")) == len(rows)
+
+
+@pytest.mark.parametrize("draws", [(1.0, -1.0), (-1.0, 1.0), (1.0, 2.0)])
+def test_a_negative_curvature_is_seen_in_every_panel(draws):
+    rows = [
+        {"draw": draw, "index": 1, "measured_on": name, "batch": batch, "slope": 0.1}
+        | {"curvature": value}
+        for draw, value in enumerate(draws)
+        for name, batch in ((SAME, draw), (OTHER, 1 - draw), (FULL, None))
+    ]
+    panels = bias_figure(rows, 10, "eigenvectors").axes[2:]
+    scale = "log" if min(draws) > 0 else "linear"
+    assert [ax.get_yscale() for ax in panels] == [scale, scale]
 
 
 def test_overlaps_are_those_of_the_stored_eigenvectors(tmp_path):

@@ -4,17 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from laplace_debias.cli import main
-from laplace_debias.experiments import cuts
+from laplace_debias.experiments import cuts, setup
 from laplace_debias.experiments.contours import ContoursSettings, run_contours
 from laplace_debias.experiments.directional_curvature import (
     DirectionalCurvatureSettings,
     run_directional_curvature,
 )
+from laplace_debias.experiments.over_training import OverTrainingSettings, run_over_training
 from laplace_debias.experiments.registry import experiments
-from laplace_debias.experiments.storage import Store
+from laplace_debias.experiments.setup import ExperimentSettings, check_data
+from laplace_debias.experiments.storage import Store, open_store
 from laplace_debias.experiments.training import RecipeChanges
+from laplace_debias.problems import ImageDataset, ProblemData, get_problem
+from laplace_debias.report.tables import read_csv, write_csv
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "experiments"
 NAMES = [entry.name for entry in experiments()]
@@ -207,16 +212,122 @@ def test_another_checkpoint_is_refused(finished, tmp_path):
         run_directional_curvature(again)
 
 
-def test_other_data_is_refused(finished, monkeypatch):
-    rows = [{"first_images": "sha256:of other images"}]
-    stored = Store.rows
-    monkeypatch.setattr(
-        Store,
-        "rows",
-        lambda self, name, compute: rows if name == "data" else stored(self, name, compute),
-    )
+def small_data(number: int = 200) -> ProblemData:
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        ImageDataset(
+            torch.randint(256, (number, 1, 4, 4), generator=generator, dtype=torch.uint8),
+            torch.arange(number) % 2,
+            *((0.5,), (0.5,), ("a", "b")),
+        )
+        for _ in range(2)
+    ]
+    return ProblemData(parts[0], parts[1], parts[1], torch.arange(number), torch.arange(0))
+
+
+def changed(data: ProblemData, what: str) -> ProblemData:
+    part = what.split()[0]
+    images = getattr(data, part)
+    if what.endswith("labels"):
+        images = replace(images, labels=torch.cat([images.labels[:-1], 1 - images.labels[-1:]]))
+    elif what.endswith("images"):
+        pixels = images.images.clone()
+        pixels[len(pixels) // 3 :] = 255 - pixels[len(pixels) // 3 :]
+        images = replace(images, images=pixels)
+    else:
+        images = images.subset(torch.arange(len(images) - 1))
+    return replace(data, **{part: images})
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("what", ["labels", "images", "length"])
+def test_other_data_is_refused(tmp_path, part, what):
+    store, settings = Store(tmp_path), ExperimentSettings(output=tmp_path)
+    check_data(small_data(), settings, store)
+    check_data(small_data(), settings, store)
     with pytest.raises(ValueError, match="other data"):
-        run_directional_curvature(tiny(finished, resume=True))
+        check_data(changed(small_data(), f"{part} {what}"), settings, store)
+    check_data(small_data(), settings, store)
+
+
+def test_a_resumed_run_on_other_data_is_refused_before_any_training(tmp_path, monkeypatch):
+    run_directional_curvature(tiny(tmp_path / "out"))
+    (tmp_path / "out" / "parts" / "network.safetensors").unlink()
+    problem = get_problem("allcnn-digits")
+    read = problem.read
+
+    def other(source):
+        training, test = read(source)
+        return training, test.subset(torch.arange(10, len(test)))
+
+    monkeypatch.setattr(setup, "get_problem", lambda name: replace(problem, read=other))
+    monkeypatch.setattr(setup, "train", None)  # not called
+    with pytest.raises(ValueError, match="other data"):
+        run_directional_curvature(tiny(tmp_path / "out", resume=True))
+
+
+def test_other_data_is_refused_before_the_training_that_is_followed(tmp_path, monkeypatch):
+    options = {**TINY, "output": tmp_path / "out", "batch_size": 20, "num_checkpoints": 1}
+    settings = OverTrainingSettings(**options, draws=1, resume=True)
+    run_over_training(settings)
+    (tmp_path / "out" / "parts" / "network.safetensors").unlink()
+    rows = read_csv(tmp_path / "out" / "parts" / "data.csv")
+    write_csv([{**rows[0], "images": 7}, rows[1]], tmp_path / "out" / "parts" / "data.csv")
+    monkeypatch.setattr(setup, "train", None)  # not called
+    with pytest.raises(ValueError, match="other data"):
+        run_over_training(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("contours", {"full_examples": 40_000, "batch_size": 100}, "full_examples is 40000"),
+        ("kfac_batch_size", {"full_examples": 2**20, "batch_sizes": (4,)}, "full_examples is"),
+        ("kfac_error", {"num_batches": 100}, "num_batches=100 of batch_size=128"),
+        ("laplace", {"test_examples": 10_000}, "test_examples is 10000"),
+        ("conjugate_gradients", {"batch_size": 5000}, "batch_size is 5000"),
+        ("runtime", {"full_examples": 10_000}, "full_examples 10000"),
+        ("hessian_free", {"batch_size": 5000}, "batch_size is 5000"),
+        ("debiasing", {"full_examples": 5000}, "takes"),
+        ("model_size", {"full_examples": 4096, "models": ((0, 1),)}, "full_examples is 4096"),
+        ("over_training", {"full_examples": 4096}, "full_examples is 4096"),
+    ],
+)
+def test_too_few_images_are_told_before_training_and_claim_no_folder(
+    name, changes, says, tmp_path, monkeypatch
+):
+    entry = next(entry for entry in experiments() if entry.name == name)
+    problem = "convnet-digits" if name == "model_size" else "allcnn-digits"
+    common = {"problem": problem, "progress": False, "output": tmp_path / "out", "device": "cpu"}
+    monkeypatch.setattr(setup, "train", None)  # not called
+    with pytest.raises(ValueError, match=says):
+        entry.run(entry.settings(**common | changes))
+    # Neither these settings nor this experiment has the folder for itself.
+    store = open_store("another", entry.settings(**common, seed=3))
+    assert set(contents(store.folder)) == {"settings.json"}
+
+
+def test_a_device_that_is_not_there_claims_no_folder(tmp_path):
+    for draws in (1, 2):
+        with pytest.raises(ValueError, match="no device 'cudaa'"):
+            run_directional_curvature(tiny(tmp_path / "out", draws=draws, device="cudaa"))
+    run_directional_curvature(tiny(tmp_path / "out", draws=1))
+
+
+def test_a_training_that_has_begun_claims_its_folder(tmp_path):
+    store = open_store("contours", tiny(tmp_path))
+    store.matches("data", [{"part": "train", "images": 3}])
+    state = store.part("network.state.safetensors")
+    state.write_bytes(b"half a training")
+    with pytest.raises(ValueError, match="seed was 0, is 1"):
+        open_store("contours", tiny(tmp_path, seed=1))
+    assert state.exists()
+
+
+def test_only_what_differs_is_told(finished):
+    recipe = RecipeChanges(cycles=((1, 0.1),), weight_decay=0.5)
+    with pytest.raises(ValueError, match=r"\(recipe\.weight_decay was None, is 0\.5\)"):
+        run_directional_curvature(tiny(finished, recipe=recipe, resume=True))
 
 
 def test_a_missing_checkpoint_is_refused_before_anything_is_written(tmp_path):

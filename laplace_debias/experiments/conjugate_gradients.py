@@ -87,6 +87,18 @@ class ConjugateGradientsSettings(ExperimentSettings):
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0")
 
+    def check_counts(self, num_train: int, num_test: int) -> None:
+        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
+        for name, there in (
+            ("batch_size", num_train),
+            ("full_examples", num_train),
+            ("train_examples", num_train),
+            ("test_examples", num_test),
+        ):
+            wanted = getattr(self, name)
+            if wanted is not None and wanted > there:
+                raise ValueError(f"{name} is {wanted}; there are {there} examples")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -139,14 +151,7 @@ def plan(settings: ConjugateGradientsSettings, num_train: int, num_test: int) ->
     size, full = settings.batch_size, settings.full_examples
     if full is None:
         full = num_train - num_train % 2
-    for name, wanted, there in (
-        ("batch_size", size, num_train),
-        ("full_examples", full, num_train),
-        ("train_examples", settings.train_examples or 0, num_train),
-        ("test_examples", settings.test_examples or 0, num_test),
-    ):
-        if wanted > there:
-            raise ValueError(f"{name} is {wanted}; there are {there} examples")
+    settings.check_counts(num_train, num_test)
     generator = torch.Generator().manual_seed(settings.seed)
     train = torch.randperm(num_train, generator=generator)[: settings.train_examples]
     test = torch.randperm(num_test, generator=generator)[: settings.test_examples]

@@ -90,6 +90,16 @@ class DebiasingSettings(ExperimentSettings):
         if not grid or list(grid) != sorted(set(grid)) or not 0 < grid[0] <= grid[-1] < math.inf:
             raise ValueError(f"prior_precisions is {grid}; expected positive numbers, ascending")
 
+    def check_counts(self, num_train: int, num_test: int) -> None:
+        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
+        a_draw = (2 + self.further_batches) * self.batch_size
+        needed = self.full_examples + self.draws * a_draw
+        if needed > num_train or self.test_examples > num_test:
+            raise ValueError(
+                f"the study takes {needed} training and {self.test_examples} test images; there "
+                f"are {num_train} and {num_test}: lower draws, full_examples or test_examples"
+            )
+
     @property
     def plan(self) -> Plan:
         """How a draw's examples are cut."""

@@ -66,13 +66,7 @@ def study(
     Raises:
         ValueError: If there are too few images.
     """
-    a_draw = (2 + settings.further_batches) * settings.batch_size
-    needed = settings.full_examples + settings.draws * a_draw
-    if needed > len(train) or settings.test_examples > len(test):
-        raise ValueError(
-            f"the study takes {needed} training and {settings.test_examples} test images; there "
-            f"are {len(train)} and {len(test)}: lower draws, full_examples or test_examples"
-        )
+    settings.check_counts(len(train), len(test))
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(train), generator=generator)
     chosen = torch.randperm(len(test), generator=generator)[: settings.test_examples]

@@ -148,6 +148,8 @@ def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str
     figure = Figure(
         figsize=(max(5.6, 3.4 * len(draws)), 5.4), layout="constrained", facecolor="white"
     )
+    # The panels of a row share their axis: a negative curvature in any is to be seen.
+    is_log = min(row["curvature"] for row in rows) > 0
     panels = figure.subplots(len(QUANTITIES), len(draws), squeeze=False, sharex=True, sharey="row")
     for column, draw in enumerate(draws):
         of_draw = [row for row in rows if row["draw"] == draw]
@@ -157,7 +159,7 @@ def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str
                 count = max(row["index"] for row in of_draw)
                 x = [1 + i % count for i in range(len(values))]
                 ax.scatter(x, values, s=size, marker=marker, color=COLOURS[name], zorder=2.5)
-            if quantity == "curvature" and min(row[quantity] for row in of_draw) > 0:
+            if quantity == "curvature" and is_log:
                 ax.set_yscale("log")
             style_axes(ax)
         panels[0, column].axhline(0, color="black", linewidth=0.8)

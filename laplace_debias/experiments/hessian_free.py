@@ -24,7 +24,13 @@ from laplace_debias.experiments.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.storage import open_store
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.optim import DebiasedHessianFree
-from laplace_debias.problems import ProblemData, TestProblem, get_problem, load_checkpoint
+from laplace_debias.problems import (
+    ProblemData,
+    TestProblem,
+    get_problem,
+    load_checkpoint,
+    load_problem,
+)
 from laplace_debias.report.tables import print_table
 from laplace_debias.report.trajectories import trajectory_figure
 from laplace_debias.weight_decay import decay_groups
@@ -87,6 +93,13 @@ class HessianFreeSettings(ExperimentSettings):
                 "this experiment's own"
             )
 
+    def check_counts(self, num_train: int, num_test: int) -> None:
+        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
+        if self.batch_size > num_train:
+            raise ValueError(
+                f"batch_size is {self.batch_size}; there are {num_train} training examples"
+            )
+
 
 def run_hessian_free(settings: HessianFreeSettings, console: Console | None = None) -> list[Row]:
     """Train; write `results.csv`, `ends.csv` and the pictures.
@@ -106,14 +119,15 @@ def run_hessian_free(settings: HessianFreeSettings, console: Console | None = No
         Martens (2010), Deep learning via Hessian-free optimization.
     """
     console = console or Console(highlight=False, markup=False)
+    device_from(settings.device)
     store = open_store(NAME, settings)
     problem = get_problem(settings.problem)
-    data = problem.data(settings.source, seed=settings.seed)
+    if settings.checkpoint is None:
+        data = problem.data(settings.source, seed=settings.seed)
+    else:
+        # In the checkpoint's split: none of its validation images are to be trained on.
+        _, data = load_problem(problem, settings.source, settings.checkpoint, seed=settings.seed)
     check_data(data, settings, store)
-    if settings.batch_size > len(data.train):
-        raise ValueError(
-            f"batch_size is {settings.batch_size}; there are {len(data.train)} training examples"
-        )
     variants = (DAMPED, BARE) if settings.bare else (DAMPED,)
     kinds = [
         (variant, method, draw)

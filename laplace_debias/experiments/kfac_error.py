@@ -75,6 +75,14 @@ class KfacErrorSettings(ExperimentSettings):
         if self.probes < 2:
             raise ValueError(f"probes is {self.probes}; expected at least 2")
 
+    def check_counts(self, num_train: int, num_test: int) -> None:
+        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
+        if self.batch_size * self.num_batches > num_train:
+            raise ValueError(
+                f"num_batches={self.num_batches} of batch_size={self.batch_size}; there are "
+                f"{num_train} training images"
+            )
+
 
 def run_kfac_error(settings: KfacErrorSettings, console: Console | None = None) -> Rows:
     r"""Fit each mini-batch in every way, and measure the distance to the full-batch GGN's blocks.

@@ -77,6 +77,7 @@ def run_model_size(settings: ModelSizeSettings, console: Console | None = None) 
         FloatingPointError: If training diverges.
     """
     console = console or Console(highlight=False, markup=False)
+    device = device_from(settings.device)
     store = open_store("model_size", settings)
     base = get_problem(settings.problem)
     data = base.data(settings.source, seed=settings.seed)
@@ -88,7 +89,7 @@ def run_model_size(settings: ModelSizeSettings, console: Console | None = None) 
         problem = sized(base, data, depth, width)
         name = f"{depth}-{width}"
         model = trained_model(problem, data, settings, store, console, name=f"network-{name}")
-        trained = Trained(problem, model.to(device_from(settings.device)), data, decay)
+        trained = Trained(problem, model.to(device), data, decay)
         size = {
             "depth": depth,
             "width": width,

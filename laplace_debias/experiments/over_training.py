@@ -73,10 +73,16 @@ def run_over_training(settings: OverTrainingSettings, console: Console | None = 
     """
     console = console or Console(highlight=False, markup=False)
     given = None if settings.checkpoints is None else checkpoints_in(settings.checkpoints)
+    device = device_from(settings.device)
     store = open_store("over_training", settings)
     problem = get_problem(settings.problem)
     data = problem.data(settings.source, seed=settings.seed)
-    networks = _trained_here(settings, store, data, console) if given is None else given
+    if given is None:
+        check_data(data, settings, store)
+        networks = _trained_here(settings, store, data, console)
+    else:
+        # Their data is known when they are read, since they hold its split.
+        networks = given
     digests = [{"epoch": epoch, "file": file_digest(networks[epoch])} for epoch in networks]
     if not store.matches("checkpoints", digests):
         raise ValueError(
@@ -92,7 +98,7 @@ def run_over_training(settings: OverTrainingSettings, console: Console | None = 
             split = extra["split.train"], extra["split.val"]
             data = problem.data(settings.source, split=split)
         check_data(data, settings, store)
-        trained = Trained(problem, model.eval().to(device_from(settings.device)), data, decay)
+        trained = Trained(problem, model.eval().to(device), data, decay)
         rows = measure_bias(
             store, f"epoch-{epoch}", trained, settings.batch_size, "eigenvectors", settings
         )

@@ -79,6 +79,14 @@ class RuntimeSettings(ExperimentSettings):
         if self.full_examples < 0:
             raise ValueError(f"full_examples is {self.full_examples}; expected at least 0")
 
+    def check_counts(self, num_train: int, num_test: int) -> None:
+        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
+        if max(self.batch_size, self.full_examples) > num_train:
+            raise ValueError(
+                f"batch_size {self.batch_size} and full_examples {self.full_examples} ask for more "
+                f"than the {num_train} training examples"
+            )
+
 
 def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> list[Row]:
     """Time every fit and measure its memory; write `results.csv`, `summary.csv` and the picture.
@@ -168,11 +176,7 @@ def timed_fits(trained: Trained, settings: RuntimeSettings) -> dict[str, Fit]:
         ValueError: If there are too few examples.
     """
     size, train = settings.batch_size, trained.data.train
-    if max(size, settings.full_examples) > len(train):
-        raise ValueError(
-            f"batch_size {size} and full_examples {settings.full_examples} ask for more than the "
-            f"{len(train)} training examples"
-        )
+    settings.check_counts(len(train), len(trained.data.test))
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(train), generator=generator)
     dtype = next(trained.model.parameters()).dtype

@@ -25,6 +25,9 @@ from laplace_debias.problems import (
 
 Batch = tuple[Tensor, Tensor]
 
+_COMPARED = 64
+"""How many images of a data set tell it from another."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentSettings:
@@ -64,6 +67,17 @@ class ExperimentSettings:
 
     def __post_init__(self) -> None:
         self.recipe.applied_to(get_problem(self.problem).recipe)
+
+    def check_counts(self, num_train: int, num_test: int) -> None:
+        """Refuse to ask for more images than there are, before any work.
+
+        Args:
+            num_train: How many training images there are.
+            num_test: How many test images.
+
+        Raises:
+            ValueError: If there are too few; never for these settings, which ask for none.
+        """
 
     @property
     def source(self) -> DataSource:
@@ -132,7 +146,7 @@ def load_trained(
 
     Raises:
         ValueError: If data or checkpoint are missing, damaged, not of this problem, or not those
-            of the run that is resumed.
+            of the run that is resumed; if there are too few images.
         ConnectionError: If a download fails.
         FloatingPointError: If training diverges.
     """
@@ -143,26 +157,39 @@ def load_trained(
         model, data = load_problem(
             problem, settings.source, settings.checkpoint, seed=settings.seed
         )
+        check_data(data, settings, store)
     else:
         data = problem.data(settings.source, seed=settings.seed)
+        check_data(data, settings, store)
         model = trained_model(problem, data, settings, store, console)
-    check_data(data, settings, store)
     return Trained(problem, model.eval().to(device, dtype), data, recipe.penalty)
 
 
 def check_data(data: ProblemData, settings: ExperimentSettings, store: Store) -> None:
-    """Refuse to go on with a run on other data; notes on the first call what the data is.
+    """Refuse data that is too small, or not a run's own; notes on the first call what that is.
+
+    To be called before any work. Images are on disk perhaps: of each part all labels and some
+    images, from its beginning to its end, are compared.
 
     Raises:
-        ValueError: If the first training images are not those of the run that is resumed.
+        ValueError: If there are too few images, or they are not those of the run that is resumed.
     """
-    x, y = data.train.batch(torch.arange(min(8, len(data.train))))
-    found = [{"first_images": tensor_digest(x, y)}]
+    settings.check_counts(len(data.train), len(data.test))
+    found = [
+        {"part": part, "images": len(images), **_digests(images)}
+        for part, images in (("train", data.train), ("test", data.test))
+    ]
     if not store.matches("data", found):
         raise ValueError(
             f"{store.folder} holds results on other data than that of {settings.data or 'now'}; "
             "give that data, or choose another --output"
         )
+
+
+def _digests(images: Images) -> dict[str, str]:
+    count = min(len(images), _COMPARED)
+    x, _ = images.batch(torch.arange(count) * len(images) // max(count, 1))
+    return {"labels": tensor_digest(images.labels), "some_images": tensor_digest(x)}
 
 
 def trained_model(

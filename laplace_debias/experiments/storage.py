@@ -19,6 +19,8 @@ from laplace_debias.report.tables import read_csv, write_csv
 Rows = list[dict[str, Any]]
 
 _SETTINGS = "settings.json"
+_INPUTS = ("data", "machine", "checkpoints")
+"""Parts that say what a run is made of, and are no results."""
 _PLACES = {
     *("output", "data", "cache", "download", "checkpoint", "checkpoints"),
     *("device", "resume", "progress"),
@@ -106,6 +108,8 @@ class Store:
 def open_store(experiment: str, settings: Any, *, growing: Sequence[str] = ()) -> Store:
     """The store of a run: a new folder, or that of the same run when it is resumed.
 
+    A folder that a run of whatever settings left without any result counts as new.
+
     Args:
         experiment: Name of the experiment.
         settings: Its settings, with `output`, `resume` and perhaps `checkpoint`. A run is the same
@@ -123,7 +127,13 @@ def open_store(experiment: str, settings: Any, *, growing: Sequence[str] = ()) -
     described = _described(experiment, settings)
     path = folder / _SETTINGS
     if path.exists():
-        _check_same(path, described, growing)
+        found = _read_settings(path)
+        if _is_fresh(folder):
+            for name in _INPUTS:
+                (folder / "parts" / f"{name}.csv").unlink(missing_ok=True)
+            _write_settings(path, described)
+            return Store(folder)
+        _check_same(folder, found, described, growing)
         if not settings.resume:
             raise FileExistsError(
                 f"{folder} holds results of these settings already; --resume to go on with them, "
@@ -137,9 +147,22 @@ def open_store(experiment: str, settings: Any, *, growing: Sequence[str] = ()) -
                 f"{folder} holds other files ({', '.join(others[:3])}"
                 f"{', …' if len(others) > 3 else ''}); choose an --output of its own"
             )
+    _write_settings(path, described)
+    return Store(folder)
+
+
+def _is_fresh(folder: Path) -> bool:
+    """Whether a run in the folder came to nothing: it failed before its first result."""
+    inputs = {f"{name}.csv" for name in _INPUTS}
+    parts = folder / "parts"
+    entries = {entry.name for entry in folder.iterdir()} - {_SETTINGS, parts.name}
+    inner = {entry.name for entry in parts.iterdir()} - inputs if parts.is_dir() else set()
+    return not entries and not inner
+
+
+def _write_settings(path: Path, described: dict[str, Any]) -> None:
     with written_atomically(path) as temporary:
         temporary.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    return Store(folder)
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
@@ -174,23 +197,37 @@ def _described(experiment: str, settings: Any) -> dict[str, Any]:
     return json.loads(plain)
 
 
-def _check_same(path: Path, described: dict[str, Any], growing: Sequence[str]) -> None:
+def _read_settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        there, name = found["settings"], found["experiment"]
-    except (ValueError, KeyError, TypeError) as error:
+        return {"experiment": found["experiment"], "settings": _leaves(found["settings"])}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}); choose another --output") from error
-    if name != described["experiment"]:
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings within settings by their names on the command line, e.g. `recipe.epochs`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict)
+        found |= _leaves(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
+def _check_same(
+    folder: Path, found: dict[str, Any], described: dict[str, Any], growing: Sequence[str]
+) -> None:
+    if found["experiment"] != described["experiment"]:
         raise ValueError(
-            f"{path.parent} holds results of the experiment {name!r}, not of "
+            f"{folder} holds results of the experiment {found['experiment']!r}, not of "
             f"{described['experiment']!r}; choose another --output"
         )
-    here = described["settings"]
+    there, here = found["settings"], _leaves(described["settings"])
     keys = [key for key in {**there, **here} if key not in growing]
     differing = [key for key in keys if there.get(key) != here.get(key)]
     if differing:
         listed = "; ".join(f"{k} was {there.get(k)}, is {here.get(k)}" for k in differing)
         raise ValueError(
-            f"{path.parent} holds results of other settings ({listed}); choose another --output, "
+            f"{folder} holds results of other settings ({listed}); choose another --output, "
             "or go back to those settings to resume"
         )
