@@ -77,10 +77,11 @@ class KfacErrorSettings(ExperimentSettings):
 
     def check_counts(self, num_train: int, num_test: int) -> None:
         """Refuse to ask for more images than there are; see `ExperimentSettings`."""
-        if self.batch_size * self.num_batches > num_train:
+        needed = self.batch_size * (self.draws + self.num_batches)
+        if needed > num_train:
             raise ValueError(
-                f"num_batches={self.num_batches} of batch_size={self.batch_size}; there are "
-                f"{num_train} training images"
+                f"draws={self.draws} and num_batches={self.num_batches} of {self.batch_size} take "
+                f"{needed} training images; there are {num_train}"
             )
 
 
