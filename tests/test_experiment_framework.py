@@ -283,7 +283,7 @@ def test_other_data_is_refused_before_the_training_that_is_followed(tmp_path, mo
     [
         ("contours", {"full_examples": 40_000, "batch_size": 100}, "full_examples is 40000"),
         ("kfac_batch_size", {"full_examples": 2**20, "batch_sizes": (4,)}, "full_examples is"),
-        ("kfac_error", {"num_batches": 100}, "num_batches=100 of batch_size=128"),
+        ("kfac_error", {"num_batches": 100}, "num_batches=100 of 128"),
         ("laplace", {"test_examples": 10_000}, "test_examples is 10000"),
         ("conjugate_gradients", {"batch_size": 5000}, "batch_size is 5000"),
         ("runtime", {"full_examples": 10_000}, "full_examples 10000"),
