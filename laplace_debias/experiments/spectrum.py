@@ -1,13 +1,14 @@
 """The spectrum of a trained network's curvature: leading eigenpairs, trace, spectral density."""
 
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -164,7 +165,7 @@ def run_spectrum(settings: SpectrumSettings, console: Console | None = None) -> 
     _print(result, A, console)
     _write(result, settings)
     picture = settings.output / "spectrum.png"
-    save(draw(result, settings.matrix), picture)
+    save(draw(result, kind.__name__), picture)
     console.print(f"Picture: {picture}", soft_wrap=True)
     return result
 
@@ -192,14 +193,16 @@ def measure(
     """
     generator = torch.Generator(A.device).manual_seed(settings.seed)
     clock = _Clock(seconds or {})
-    pairs = eigsh(
-        A,
-        k=settings.eigenpairs,
-        tol=settings.tolerance,
-        max_matvecs=settings.max_matvecs,
-        generator=generator,
-        progress=settings.progress,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the status is printed
+        pairs = eigsh(
+            A,
+            k=settings.eigenpairs,
+            tol=settings.tolerance,
+            max_matvecs=settings.max_matvecs,
+            generator=generator,
+            progress=settings.progress,
+        )
     clock.stop("eigenpairs")
     rest = A - LowRankPlusDiagonal(pairs.vectors, pairs.values, 0.0)
     rest_trace = trace(
@@ -239,7 +242,11 @@ def draw(result: SpectrumResult, matrix: str) -> Figure:
     by_rank, by_value = figure.subplots(1, 2)
     values = result.eigenpairs.values.cpu()
     by_rank.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=OKABE_ITO["blue"])
-    by_rank.set_yscale("log" if bool((values > 0).all()) else "linear")
+    if bool((values > 0).all()):
+        by_rank.set_yscale("log")
+        by_rank.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        by_rank.yaxis.set_major_formatter("{x:g}")
+        by_rank.yaxis.set_minor_formatter(NullFormatter())
     by_rank.xaxis.set_major_locator(MaxNLocator(integer=True))
     by_rank.set_xlabel("Rank")
     by_rank.set_ylabel("Eigenvalue")
