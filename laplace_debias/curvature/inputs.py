@@ -70,8 +70,8 @@ def num_examples(inputs: Inputs) -> int:
     return sizes.pop()
 
 
-def take(inputs: Inputs, examples: slice) -> Inputs:
-    """Some of the examples."""
+def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
+    """Some of the examples, by a slice or their numbers."""
     return _map(inputs, lambda x: x[examples])
 
 

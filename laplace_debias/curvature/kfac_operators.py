@@ -133,7 +133,7 @@ class KFAC(Permuted):
             )
         network = Network(model, "all" if params is None else params)
         blocks = curvature_blocks(model, network.names, joint, sharing)
-        of_loss = _Data(data, network, loss, reduction, num_data)
+        of_loss = LossData(data, network, loss, reduction, num_data)
         measured = of_loss
         if magnitudes is not None:
             if of_loss.has_example_weights:
@@ -141,7 +141,7 @@ class KFAC(Permuted):
                     "The loss's weight has a row for every example of `data`, none for those of "
                     "`magnitudes`: leave `magnitudes` out, or weigh classes instead of examples."
                 )
-            measured = _Data(magnitudes, network, loss, reduction, None)
+            measured = LossData(magnitudes, network, loss, reduction, None)
         cotangents = LossCotangents(
             of_loss.loss,
             fisher,
@@ -239,7 +239,7 @@ class LossCotangents:
         return torch.stack(drawn) / self.mc_samples**0.5, value
 
 
-class _Data:
+class LossData:
     """Batches as pairs, with what the loss says of all of them; targets are checked at once."""
 
     def __init__(

@@ -130,7 +130,7 @@ def _summary(
     def nll(of_method: dict[int, dict[float, tuple[float, float]]], draw: int) -> float:
         return _mean([abs(of_method[draw][delta][0]) for delta in grid])
 
-    def ratio(chosen: list[int], deltas: Sequence[float] = grid) -> float:
+    def ratio(chosen: Sequence[int], deltas: Sequence[float] = grid) -> float:
         own, others = (
             math.fsum(abs(of_method[draw][delta][0]) for draw in chosen for delta in deltas)
             for of_method in (gaps, mini)

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.curvature.matrix_free import CurvatureOperator
+from laplace_debias.curvature.row_spectrum import ggn_spectrum
 from laplace_debias.experiments.evaluation import device_from
 from laplace_debias.linalg import (
     EigenPairs,
@@ -23,7 +24,7 @@ from laplace_debias.linalg import (
     spectral_density,
     trace,
 )
-from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
+from laplace_debias.operators import Diagonal, LinearOperator, LowRankPlusDiagonal
 from laplace_debias.problems import DataSource, Images, get_problem, load_problem, train
 from laplace_debias.report.spectrum import plot_spectral_density
 from laplace_debias.report.style import OKABE_ITO, save, style_axes
@@ -41,10 +42,15 @@ class SpectrumSettings:
             first, another takes its published weights.
         cache: Folder for decoded images; see `problems.cifar10`.
         matrix: `ggn` or `hessian`, of the mean cross-entropy.
+        method: `lanczos`: iterations, estimates of trace and density. `rows`, for the GGN of some
+            hundred examples: all eigenvalues through the products of its rows, without estimates.
         examples: How many of the training images the loss is taken over: the first ones.
         batch_size: Images a batch. Results do not depend on it.
         eigenpairs: How many eigenpairs, the largest.
-        tolerance: Greatest residual norm of a pair, relative to the largest eigenvalue.
+        left_out: For `rows`: share of the trace that the least rows may have to be left out, and
+            what eigenvalues may be too small by at most.
+        tolerance: For `lanczos`, as the next four: greatest residual norm of a pair, relative to
+            the largest eigenvalue.
         max_matvecs: Greatest number of products for the eigenpairs.
         trace_matvecs: Products for the rest of the trace, which the eigenpairs do not explain.
         density_probes: Probes of the spectral density of that rest.
@@ -52,8 +58,8 @@ class SpectrumSettings:
         density_width: Width of the density's smoothing, in decades.
         density_floor: Eigenvalues count as zero up to so much of the largest one. A few Lanczos
             steps do not tell smaller ones apart.
-        memory_bound: Bytes that linearised batches may take between products. Those that do not fit
-            are linearised anew in every product.
+        memory_bound: Bytes that linearised batches or rows may take. What does not fit is computed
+            again.
         seed: Seed of all random vectors, and of the training.
         device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
         output: Folder of the tables and the picture.
@@ -68,9 +74,11 @@ class SpectrumSettings:
     checkpoint: Path | None = None
     cache: Path | None = None
     matrix: Literal["ggn", "hessian"] = "ggn"
+    method: Literal["lanczos", "rows"] = "lanczos"
     examples: int = 500
     batch_size: int = 50
     eigenpairs: int = 50
+    left_out: float = 1e-4
     tolerance: float = 1e-3
     max_matvecs: int = 150
     trace_matvecs: int = 10
@@ -98,6 +106,10 @@ class SpectrumSettings:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        if self.method == "rows" and self.matrix != "ggn":
+            raise ValueError(f"method rows is for the GGN, not for {self.matrix}: use lanczos")
+        if not 0 <= self.left_out < 1:
+            raise ValueError(f"left_out is {self.left_out}; expected a share, from 0 to below 1")
         for name in ("tolerance", "density_width", "density_floor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
@@ -150,19 +162,23 @@ def run_spectrum(settings: SpectrumSettings, console: Console | None = None) -> 
     device = device_from(settings.device)
     # Convolutions are a fifth faster with the channels of a pixel side by side.
     last = torch.channels_last
-    model.to(device, memory_format=last)
+    model.to(device).to(memory_format=last)
     batches = [
         data.batch(some) for some in torch.arange(settings.examples).split(settings.batch_size)
     ]
     batches = [(x.to(device, memory_format=last), y.to(device)) for x, y in batches]
     kind = GGN if settings.matrix == "ggn" else Hessian
-    A = kind(model, nn.CrossEntropyLoss(), batches, memory_bound=settings.memory_bound)
     console.print(
         f"{kind.__name__} of the mean cross-entropy of {settings.examples:,} training images, "
-        f"{settings.problem}, {A.shape[0]:,} parameters"
+        f"{settings.problem}, {sum(p.numel() for p in model.parameters()):,} parameters"
     )
-    result = measure(A, settings, {"loading": time.perf_counter() - began})
-    _print(result, A, console)
+    loading = {"loading": time.perf_counter() - began}
+    if settings.method == "rows":
+        result = decompose(model, batches, settings, loading)
+    else:
+        A = kind(model, nn.CrossEntropyLoss(), batches, memory_bound=settings.memory_bound)
+        result = measure(A, settings, loading)
+    _print(result, console)
     _write(result, settings)
     picture = settings.output / "spectrum.png"
     save(draw(result, kind.__name__), picture)
@@ -231,6 +247,64 @@ def measure(
     return SpectrumResult(pairs, whole, rest_trace, density, A.shape[0], clock.seconds)
 
 
+def decompose(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    settings: SpectrumSettings,
+    seconds: dict[str, float] | None = None,
+) -> SpectrumResult:
+    """The same of the GGN of few examples, through the products of its rows: no estimates.
+
+    Args:
+        model: The network, in evaluation mode.
+        batches: Images and labels.
+        settings: How many eigenpairs, what may be left out, and the density's width and floor.
+        seconds: What was spent before, by name.
+
+    Returns:
+        What was measured. Residuals are their bound by what was left out.
+    """
+    clock = _Clock(seconds or {})
+    spectrum = ggn_spectrum(
+        model,
+        nn.CrossEntropyLoss(),
+        batches,
+        settings.eigenpairs,
+        tol=settings.left_out,
+        memory_bound=settings.memory_bound,
+    )
+    clock.stop("all eigenvalues")
+    k = spectrum.vectors.shape[1]
+    leading, others = spectrum.values[:k], spectrum.values[k:]
+    pairs = EigenPairs(
+        leading,
+        spectrum.vectors,
+        torch.full_like(leading, spectrum.left_out),
+        num_matvecs=0,
+        converged=True,
+        status=f"from {len(spectrum.values):,} rows of the Jacobian, exact but for the trace of "
+        f"{spectrum.left_out:.2g} of those left out",
+    )
+    trace = torch.tensor(spectrum.trace, dtype=leading.dtype, device=leading.device)
+    size = len(spectrum.vectors)
+    rest = torch.cat([others, others.new_zeros(size - len(others))])
+    density = spectral_density(
+        Diagonal(rest),
+        scale="log",
+        width=settings.density_width,
+        floor=settings.density_floor * float(leading.max()),
+    )
+    clock.stop("density")
+    return SpectrumResult(
+        pairs,
+        Estimate.exact(trace),
+        Estimate.exact(trace - leading.sum()),
+        density,
+        size,
+        clock.seconds,
+    )
+
+
 def draw(result: SpectrumResult, matrix: str) -> Figure:
     """The eigenvalues one by one, and the density of all.
 
@@ -251,8 +325,9 @@ def draw(result: SpectrumResult, matrix: str) -> Figure:
     by_rank.set_xlabel("Rank")
     by_rank.set_ylabel("Eigenvalue")
     total, error = float(result.trace.value), float(result.trace.standard_error)
+    told = f"{total:.4g} ± {error:.2g}" if error else f"{total:.4g}"
     by_rank.set_title(
-        f"trace of the {matrix}: {total:.4g} ± {error:.2g}, of which the leading {len(values)} "
+        f"trace of the {matrix}: {told}, of which the leading {len(values)} "
         f"are {float(values.sum()) / total:.0%}",
         fontsize=9,
         loc="left",
@@ -301,31 +376,28 @@ def _trained(settings: SpectrumSettings) -> tuple[nn.Module, Images]:
     return model, data.train
 
 
-def _print(result: SpectrumResult, A: CurvatureOperator, console: Console) -> None:
+def _print(result: SpectrumResult, console: Console) -> None:
     pairs, total = result.eigenpairs, result.trace
     values = pairs.values.tolist()
     shown = ", ".join(f"{value:.4g}" for value in values[:12])
     console.print(f"Leading {len(values)} eigenvalues: {shown}, … {values[-1]:.4g}")
     console.print(
-        f"  {pairs.num_matvecs} products, greatest residual {float(pairs.residuals.max()):.2g}: "
+        f"  greatest residual {float(pairs.residuals.max()):.2g}, {pairs.num_matvecs} products: "
         f"{pairs.status}"
     )
     share = float(pairs.values.sum() / total.value)
     console.print(
         f"Trace: {float(total.value):.5g} ± {float(total.standard_error):.2g} (standard error); "
-        f"the leading {len(values)} are {share:.1%} of it, the rest was estimated with "
-        f"{result.rest.num_matvecs} products"
+        f"the leading {len(values)} are {share:.1%} of it; {result.rest.num_matvecs} products for "
+        "the rest"
     )
     console.print(
         f"Density of the rest: {result.density.num_matvecs} products; "
-        f"{result.density.null_fraction:.1%} of its eigenvalues are within "
+        f"{result.density.null_fraction:.2%} of its eigenvalues are within "
         f"±{result.density.floor:.1g}"
     )
     parts = ", ".join(f"{name} {value:.0f} s" for name, value in result.seconds.items())
-    console.print(
-        f"Time: {sum(result.seconds.values()):.0f} s ({parts}); linearised batches take "
-        f"{A.num_bytes_kept / 2**20:,.0f} MiB"
-    )
+    console.print(f"Time: {sum(result.seconds.values()):.0f} s ({parts})")
 
 
 def _write(result: SpectrumResult, settings: SpectrumSettings) -> None:
