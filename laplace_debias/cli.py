@@ -58,18 +58,20 @@ def _dispatch(
 ) -> int:
     from jsonargparse import ArgumentParser
 
-    options: list[str] = []
+    options: dict[str, list[str]] = {}
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise ValueError(_explained(message, commands, options)) from ex
+            chosen = next((options[word] for word in arguments if word in options), [])
+            raise ValueError(_explained(message, commands, chosen)) from ex
 
-    parser = Parser(prog=prog, description=description)
+    # A cut off option is a mistyped one, not whatever begins like it.
+    parser = Parser(prog=prog, description=description, allow_abbrev=False)
     if lists:
         parser.add_argument("--list", action=_List, help="List the experiments and exit.")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, (settings, _, help_) in commands.items():
-        subparser = Parser(description=help_)
+        subparser = Parser(description=help_, allow_abbrev=False)
         if settings is not _Anything:
             subparser.add_argument("--config", action="config", help="YAML file of these options.")
             subparser.add_class_arguments(settings, as_group=False)
@@ -78,7 +80,7 @@ def _dispatch(
                     action = subparser._option_string_actions[f"--{field.name}"]
                     action.nargs, action.const = "?", "true"
         subcommands.add_subcommand(name, subparser, help=help_)
-        options += [f"--{key}" for key in subparser.get_defaults().keys(branches=True)]
+        options[name] = list(subparser.get_defaults().keys(branches=True))
     parsed = parser.parse_args(arguments)
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
@@ -150,12 +152,20 @@ def _commands() -> dict[str, Command]:
 
 
 def _explained(message: str, commands: Iterable[str], options: Iterable[str]) -> str:
-    """The parser's message, with options called as on the command line and the nearest ones."""
+    """The parser's message, with options called as on the command line and the nearest ones.
+
+    Args:
+        message: The parser's.
+        commands: All commands.
+        options: Options of the one that was chosen, without dashes.
+    """
     message = re.sub(rf"(?<![\w/.-])({'|'.join(commands)})\.(?=\w)", "--", message)
     unknown: list[str] = []
     known = list(options)
     if message.startswith("unrecognized arguments"):
-        unknown = re.findall(r"--[\w.-]+", message)
+        unknown, known = re.findall(r"--[\w.-]+", message), [f"--{option}" for option in options]
+    elif key := re.search(r"does not accept option '([^']*)'", message):
+        unknown = [key[1]]
     elif choice := re.search(r"invalid choice: '([^']*)'", message):
         unknown, known = [choice[1]], list(commands)
     near = [close for name in unknown for close in difflib.get_close_matches(name, known, n=1)]

@@ -1,5 +1,6 @@
 """Hessian-free optimisation with step sizes from a second batch."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,8 @@ class StepReport:
         loss: The loss of the batch that sets step sizes, weight decay included, before the step.
         new_loss: The same after it.
         predicted: The change that the undamped quadratic of that batch predicts for the full step.
-        reduction_ratio: The full step's change of the loss over the predicted one.
+        reduction_ratio: The full step's change of the loss over the predicted one; 0 where that
+            is no decrease.
         step_size: The line search's factor; 0 if no factor decreased the loss.
         damping: The damping that the step was computed with.
         solution: Conjugate gradients on the step (the debiased trajectory where there are two
@@ -122,16 +124,31 @@ class DebiasedHessianFree(Optimizer):
             "line_search": line_search,
         }
         super().__init__(params, {**options, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            if not group["weight_decay"] >= 0:
-                raise ValueError(f"weight_decay must be at least 0, got {group['weight_decay']}.")
-            for name, value in options.items():
-                if group[name] != value:
-                    raise ValueError(
-                        f"{name} belongs to the whole step and cannot differ between groups: pass "
-                        "it to the optimizer."
-                    )
         self.last_step: StepReport | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with a weight decay of their own; all else is the whole step's.
+
+        Args:
+            param_group: `params`, and perhaps `weight_decay`.
+
+        Raises:
+            ValueError: If the weight decay is negative or not finite, or another option differs
+                from the other groups'.
+        """
+        first = self.param_groups[0] if self.param_groups else self.defaults
+        # The damping of the moment, not that of the start.
+        shared = {name: first[name] for name in self.defaults if name != "weight_decay"}
+        for name, value in shared.items():
+            if param_group.get(name, value) != value:
+                raise ValueError(
+                    f"{name} belongs to the whole step and cannot differ between groups: pass "
+                    "it to the optimizer."
+                )
+        weight_decay = param_group.get("weight_decay", self.defaults["weight_decay"])
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
+        super().add_param_group({**shared, **param_group})
 
     def step(self, first: Closure, second: Closure | None = None) -> Tensor:  # type: ignore[override]
         """Take one step.
@@ -205,7 +222,8 @@ class DebiasedHessianFree(Optimizer):
             solution=solution,
             num_matvecs=num_matvecs,
         )
-        if options["adapt_damping"]:
+        # Where no change is predicted, as at a minimum, there is nothing to judge by.
+        if options["adapt_damping"] and predicted != 0:
             self._adapt(ratio)
         return theta.new_tensor(judge.loss)
 

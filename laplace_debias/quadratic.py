@@ -1,5 +1,6 @@
 """The quadratic model of a loss around a point: slopes, curvatures, cuts and its minimum."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,10 +124,10 @@ class Quadratic:
             on: The parameters on which it acts, for example all but the biases; all if not given.
 
         Raises:
-            ValueError: If β is negative or the mask does not fit.
+            ValueError: If β is negative or not finite, or the mask does not fit.
         """
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must be at least 0, got {weight_decay}.")
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
         mask = torch.ones_like(self.position, dtype=torch.bool) if on is None else on
         if mask.shape != self.position.shape:
             raise ValueError(
@@ -239,7 +240,7 @@ class Quadratic:
         preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
         stop: Callable[[Iterate], bool | Tensor] | None = None,
     ) -> Float[Tensor, " dim"]:
-        """The step from θ₀ to the minimum, −(H + damping·I)⁻¹ g.
+        """The step from θ₀ to the minimum, −(H + damping·I)⁻¹ g, which CG's steps sum to (Eq. 3).
 
         Args:
             method: `"cg"`: conjugate gradients, truncated by `tol`, `max_iter` or `stop`; for the

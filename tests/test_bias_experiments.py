@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev
 
+from laplace_debias.experiments import contours, overlaps
 from laplace_debias.experiments.bias import FULL, OTHER, SAME, bias_rows, summary_of
 from laplace_debias.experiments.contours import ContoursSettings, run_contours
 from laplace_debias.experiments.cuts import (
@@ -30,11 +31,12 @@ from laplace_debias.experiments.kfac_batch_size import (
 )
 from laplace_debias.experiments.model_size import ModelSizeSettings, run_model_size
 from laplace_debias.experiments.over_training import OverTrainingSettings, run_over_training
-from laplace_debias.experiments.overlaps import OverlapsSettings, run_overlaps
+from laplace_debias.experiments.overlaps import OverlapsSettings, run_overlaps, step_finding
 from laplace_debias.experiments.setup import Trained
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import get_problem, log_epochs
+from laplace_debias.quadratic import Cut
 from laplace_debias.weight_decay import decay_mask
 
 DECAY = 0.3
@@ -297,6 +299,54 @@ def test_overlaps_are_those_of_the_stored_eigenvectors(tmp_path):
     assert all(float(row["step_size"]) > 0 for row in steps if row["measured_on"] == SAME)
     assert {row["measured_on"] for row in steps} == {SAME, OTHER, FULL}
     assert (tmp_path / "out" / "steps.pdf").is_file()
+
+
+def step_rows(**sizes):
+    return [
+        {"index": i, "measured_on": name, "batch": 0, "step_size": size}
+        for name, of_name in sizes.items()
+        for i, size in enumerate(of_name, start=1)
+    ]
+
+
+def test_the_sentence_on_step_sizes_is_made_from_the_numbers():
+    def told(same, other):
+        return step_finding(step_rows(**{SAME: same, OTHER: other, FULL: [1.0]}))
+
+    assert "own mini-batch all are positive; 1 of 2 that" in told([1.0, 2.0], [1.0, -1.0])
+    assert "own mini-batch 1 of 2 are positive; 0 of 1 that" in told([1.0, -2.0], [1.0, None])
+
+
+def test_a_direction_of_no_curvature_has_no_step_size():
+    common = {"index": 1, "batch": 0, "slope": -2.0}
+    rows = [
+        {**common, "measured_on": name, "curvature": curvature}
+        for name, curvature in ((SAME, 4.0), (OTHER, 0.0), (FULL, -4.0))
+    ]
+    steps = overlaps._step_sizes(rows)
+    assert [row["step_size"] for row in steps] == [0.5, None, -0.5]
+    for some in (steps, steps[1:]):
+        drawn = overlaps.step_figure(some).axes[0].collections
+        assert [len(dots.get_offsets()) for dots in drawn] == [0, 1, len(some) - 2]
+
+
+def test_contours_are_of_heights_above_the_very_minimum():
+    C = torch.tensor([[50.0, 3.0], [3.0, 0.7]], dtype=torch.float64)
+    minimum = torch.tensor([0.123, -0.77], dtype=torch.float64)
+    cut = Cut(torch.tensor(2.0, dtype=torch.float64), -C @ minimum, C)
+    axis = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    found = contours._heights(cut, cut.minimizer(), cut(axis[None, :], axis[:, None]))
+    offsets = torch.cartesian_prod(axis, axis).view(5, 5, 2).flip(-1) - minimum
+    expected = torch.einsum("rci,ij,rcj->rc", offsets, C, offsets) / 2
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("decay", [float("nan"), float("inf"), -1.0])
+def test_weight_decay_that_is_no_number_is_refused(decay):
+    with pytest.raises(ValueError, match="weight_decay is"):
+        BiasSettings(output=Path("unused"), weight_decay=decay)
+    with pytest.raises(ValueError, match="weight_decay"):
+        BiasSettings(output=Path("unused"), recipe=RecipeChanges(weight_decay=decay))
 
 
 def test_kfac_against_batch_size(tmp_path):

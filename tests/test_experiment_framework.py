@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from laplace_debias import cli
 from laplace_debias.cli import main
 from laplace_debias.experiments import cuts, setup
 from laplace_debias.experiments.contours import ContoursSettings, run_contours
@@ -80,15 +81,29 @@ def test_every_experiment_has_a_reduced_and_a_full_config(name):
     assert (CONFIGS / "full" / f"{name}.yaml").is_file()
 
 
+def settings_of(monkeypatch, name: str, *arguments: str):
+    """What an experiment is run with: its dataclass, which has checked itself."""
+    seen = []
+    (entry,) = (entry for entry in experiments() if entry.name == name)
+    monkeypatch.setattr(cli, "_experiments", lambda: {name: (entry.settings, seen.append, "")})
+    assert main(["experiment", name, *arguments]) == 0
+    (settings,) = seen
+    return settings
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_configs_are_valid(path, capsys):
+def test_configs_are_valid(path, monkeypatch):
     name = max((n for n in NAMES if path.stem.startswith(n)), key=len)
-    with pytest.raises(SystemExit) as stop:
-        main(["experiment", name, f"--config={path}", "--print_config"])
-    assert stop.value.code == 0
-    assert f"output: results/{'full/' * (path.parent.name == 'full')}{path.stem}" in (
-        capsys.readouterr().out
-    )
+    settings = settings_of(monkeypatch, name, f"--config={path}")
+    folder = "results/full" if path.parent.name == "full" else "results"
+    assert settings.output == Path(folder) / path.stem
+
+
+def test_a_config_that_makes_no_sense_is_seen(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("full_examples: 1000\nbatch_size: 333\ndraws: -4\n", encoding="utf-8")
+    assert main(["experiment", "contours", f"--config={config}"]) == 2
+    assert "draws is -4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -96,6 +111,10 @@ def test_configs_are_valid(path, capsys):
     [
         (["contuors"], "did you mean contours?"),
         (["contours", "--batch_sise=3"], "did you mean --batch_size?"),
+        (["contours", "--batch_sizes=3"], "did you mean --batch_size?"),
+        (["overlaps", "--batch_size=3"], "did you mean --batch_sizes?"),
+        (["contours", "--batch_siz=100"], "did you mean --batch_size?"),
+        (["contours", "--recipe.weight_deca=1"], "did you mean --recipe.weight_decay?"),
         (["directional_curvature", "--curvature=gnn"], "ggn"),
         (["directional_curvature", "--problem=allcnn-digit"], "did you mean 'allcnn-digits'"),
         (["directional_curvature", "--batch_sizes=[100]"], "full_examples=2048"),
@@ -122,6 +141,23 @@ def test_bad_arguments_end_with_one_line_that_names_them(
     assert captured.err.count("\n") == 1
     assert named in captured.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("batchsize: 3", "batch_size"),
+        ("batch_sizes: [3]", "batch_size"),
+        ("recipe:\n  weight_deca: 3", "recipe.weight_decay"),
+    ],
+)
+def test_unknown_keys_of_a_config_get_the_nearest(line, nearest, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"problem: allcnn-digits\n{line}\n", encoding="utf-8")
+    arguments = ["contours", f"--config={config}", f"--output={tmp_path / 'out'}"]
+    assert main(["experiment", *arguments]) == 2
+    assert f"did you mean {nearest}?" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_unknown_command_gives_the_nearest(capsys):

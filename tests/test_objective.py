@@ -130,7 +130,10 @@ def test_bad_input_is_named():
     model = network()
     with pytest.raises(ValueError, match=r"Unknown curvature 'hesian'.*'hessian'"):
         Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), "hesian")
-    with pytest.raises(ValueError, match="weight_decay must be"):
-        Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), weight_decay=-1.0)
+    for decay in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="weight_decay must be"):
+            Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), weight_decay=decay)
+        with pytest.raises(ValueError, match="weight_decay must be"):
+            Quadratic.from_data(model, nn.CrossEntropyLoss(), data()).regularized(decay)
     with pytest.raises(ValueError, match="num_data=7"):
         Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), num_data=7)

@@ -270,11 +270,47 @@ def test_on_the_digits_it_trains_and_does_without_damping_what_one_batch_cannot(
         ({"max_iter": 0}, "max_iter must be"),
         ({"tol": -1.0}, "tol must be"),
         ({"weight_decay": -1.0}, "weight_decay must be"),
+        ({"weight_decay": float("nan")}, "weight_decay must be"),
+        ({"weight_decay": float("inf")}, "weight_decay must be"),
     ],
 )
 def test_options_out_of_range_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         DebiasedHessianFree(network().parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"weight_decay": -1.0}, "weight_decay must be"), ({"max_iter": 3}, "cannot differ")],
+)
+def test_a_group_added_later_is_checked_too(options, message):
+    model = network()
+    optimizer = DebiasedHessianFree(model[0].parameters())
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": model[2].parameters(), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_added_later_is_part_of_the_step():
+    model, (x, y) = network(), data()
+    optimizer = DebiasedHessianFree(model[0].parameters(), damping=0.4)
+    optimizer.step(closure(model, x, y))
+    damping = optimizer.param_groups[0]["damping"]
+    assert damping != 0.4
+    before = model[2].weight.clone()
+    optimizer.add_param_group({"params": model[2].parameters(), "weight_decay": 0.1})
+    optimizer.step(closure(model, x, y))
+    assert optimizer.last_step.damping == damping
+    assert optimizer.param_groups[1]["damping"] == optimizer.param_groups[0]["damping"]
+    assert not torch.equal(model[2].weight, before)
+
+
+def test_at_a_minimum_the_damping_stays():
+    model, (x, y) = network(), data()
+    optimizer = DebiasedHessianFree(model.parameters(), damping=0.4)
+    optimizer.step(closure(model, x, y, loss=lambda outputs, _: outputs.square().mean() * 0))
+    assert optimizer.last_step.predicted == 0
+    assert optimizer.param_groups[0]["damping"] == 0.4
 
 
 def test_closures_and_groups_that_cannot_work_are_named():

@@ -1,6 +1,7 @@
 """A network's loss on a data set, with its gradient and as a quadratic."""
 
 import difflib
+import math
 from collections.abc import Callable
 
 import torch
@@ -36,8 +37,8 @@ def loss_quadratic(
         raise ValueError(
             f"Unknown curvature {curvature!r}: use 'ggn' or 'hessian' (nearest: {nearest!r})."
         )
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be at least 0, got {weight_decay}.")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
     matrix = _CURVATURES[curvature](model, loss, data, params, num_data, reduction=reduction)
     network = Network(model, params)
     batches = Data(data, network.device, network.dtypes, num_data)

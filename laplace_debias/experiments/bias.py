@@ -30,6 +30,8 @@ QUANTITIES = ("slope", "curvature")
 def bias_rows(draw: int, directions: Directions, cuts: Sequence[Cut]) -> Rows:
     """Slopes and curvatures along one batch's directions on every batch and on the full set.
 
+    Both are those of Eq. 10; the full set's are the means over all batches (Eq. 5).
+
     Args:
         draw: Which batch the directions are of.
         directions: The directions.
@@ -72,6 +74,10 @@ def values_of(rows: Sequence[dict[str, Any]], measured_on: str, quantity: str) -
 
 def summary_of(rows: Sequence[dict[str, Any]]) -> Rows:
     """The bias of each draw: relative errors over its directions, (value − full) / |full|.
+
+    Between two batches of equal spectra Eq. 7 tells the sign for curvatures, too large along the
+    batch's own first eigenvector, and Eq. 19, for gradients of equal norm, that for the slope along
+    CG's first direction −g/‖g‖, too steep.
 
     Args:
         rows: Those of `bias_rows`, of one or several draws.

@@ -180,7 +180,7 @@ def trajectory(
     weight_decay: float,
     settings: ConjugateGradientsSettings,
 ) -> list[Row]:
-    """Run CG and measure the network at every iterate.
+    """Run CG (Eq. 3) or debiased CG (Eq. 8) and measure the network at its iterates.
 
     Args:
         trained: The trained network and its data.

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from matplotlib.figure import Figure
 from rich.console import Console
+from torch import Tensor
 
 from laplace_debias.experiments.cuts import (
     BiasSettings,
@@ -110,6 +112,7 @@ def run_contours(settings: ContoursSettings, console: Console | None = None) -> 
 
 
 def _row(draw: int, name: str, cut: Cut) -> dict[str, object]:
+    """The six numbers that are a quadratic in a plane (Eq. 2, Figure 1), and its Newton step."""
     step = _minimizer(cut)
     return {
         "draw": draw,
@@ -144,16 +147,18 @@ def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
     figure = Figure(figsize=(2.6 * len(pairs), 3.1), layout="constrained", facecolor="white")
     panels = figure.subplots(1, len(pairs), squeeze=False)[0]
     for number, (ax, pair) in enumerate(zip(panels, pairs, strict=True), start=1):
-        steps = [step for cut in pair if (step := _minimizer(cut)) is not None]
+        minimizers = [_minimizer(cut) for cut in pair]
+        steps = [step for step in minimizers if step is not None]
         reach = _REACH * max([float(step.abs().max()) for step in steps], default=1.0)
         axis = torch.linspace(-reach, reach, 201, dtype=torch.float64)
-        values = [cut(axis[None, :], axis[:, None]) for cut in pair]
-        heights = [value - value.min() for value in values]
+        heights = [
+            _heights(cut, step, cut(axis[None, :], axis[:, None]))
+            for cut, step in zip(pair, minimizers, strict=True)
+        ]
         top = min(float(height.max()) for height in heights)
         levels = [top * (level / _LEVELS) ** 2 for level in range(1, _LEVELS + 1)]
-        for cut, height, name in zip(pair, heights, colours, strict=True):
+        for step, height, name in zip(minimizers, heights, colours, strict=True):
             ax.contour(axis, axis, height, levels, colors=colours[name], linewidths=1.1)
-            step = _minimizer(cut)
             if step is not None:
                 ax.plot(*step.tolist(), marker="x", markersize=7, color=colours[name], zorder=3)
         ax.plot(0, 0, marker="o", markersize=4, color="black", zorder=3)
@@ -167,6 +172,13 @@ def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
         handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=FONT_SIZE
     )
     return figure
+
+
+def _heights(
+    cut: Cut, minimizer: Float[Tensor, " k"] | None, values: Float[Tensor, "rows columns"]
+) -> Float[Tensor, "rows columns"]:
+    """Values above the quadratic's minimum, which no grid meets; their least if there is none."""
+    return values - (values.min() if minimizer is None else cut(*minimizer))
 
 
 CONTOURS = Experiment(

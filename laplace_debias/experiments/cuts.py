@@ -5,6 +5,7 @@ hold all that is asked of it, at θ₀ and anywhere in the span of V. By Eq. 5 t
 mean of those of a partition into equal batches.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -53,8 +54,8 @@ class BiasSettings(ExperimentSettings):
         for name in ("full_examples", "draws", "num_directions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.weight_decay is not None and self.weight_decay < 0:
-            raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0, finite")
         if not 0 < self.tol < 1:
             raise ValueError(f"tol is {self.tol}; expected a number between 0 and 1")
 
@@ -118,6 +119,8 @@ def find_directions(
     quadratic: Quadratic, kind: Kind, number: int, tol: float, seed: int, progress: bool = False
 ) -> Directions:
     """The top eigenvectors of a quadratic's matrix, or the first search directions of CG on it.
+
+    CG's are conjugate, and its iterates those of Eq. 3.
 
     Args:
         quadratic: The quadratic.

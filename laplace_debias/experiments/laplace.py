@@ -232,7 +232,7 @@ def _data_sets(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> d
 
 
 def fit_all(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> dict[Name, Laplace]:
-    """All posteriors, by method and draw.
+    """All posteriors, by method and draw: Eq. 4 on each batch, Eq. 9 for the debiased ones.
 
     Args:
         trained: The trained network and its data.

@@ -117,22 +117,40 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
             measure_bias(store, f"{size}-cg", trained, size, "cg", settings, 1, settings.cg_steps)
         )
         paths += [store.table(steps, "step_sizes"), *store.picture(step_figure(steps), "steps")]
-        negative = [row["step_size"] < 0 for row in steps if row["measured_on"] == OTHER]
-        console.print(
-            f"CG's step sizes on its own mini-batch are all positive; {sum(negative)} of "
-            f"{len(negative)} that minimise the other mini-batches are negative."
-        )
+        console.print(step_finding(steps))
     console.print(f"Files: {', '.join(map(str, paths))}", soft_wrap=True)
     return table
 
 
 def _step_sizes(rows: Sequence[dict[str, Any]]) -> Rows:
-    """τ = −s / c (Eq. 3) along every direction, on whatever it was measured."""
+    """τ = −s / c (Eq. 3) along every direction, on whatever it was measured; None where c is 0."""
     return [
         {key: row[key] for key in ("index", "measured_on", "batch")}
-        | {"step_size": -row["slope"] / row["curvature"]}
+        | {"step_size": -row["slope"] / row["curvature"] if row["curvature"] else None}
         for row in rows
     ]
+
+
+def step_finding(steps: Sequence[dict[str, Any]]) -> str:
+    """What was seen of CG's step sizes, a sentence made from the numbers.
+
+    Args:
+        steps: Step sizes; None for those along directions of no curvature, which are left out.
+    """
+
+    def signs(measured_on: str) -> list[bool]:
+        return [
+            row["step_size"] > 0
+            for row in steps
+            if row["measured_on"] == measured_on and row["step_size"] is not None
+        ]
+
+    same, other = signs(SAME), signs(OTHER)
+    own = "all" if all(same) else f"{sum(same)} of {len(same)}"
+    return (
+        f"Of CG's step sizes on its own mini-batch {own} are positive; {len(other) - sum(other)} "
+        f"of {len(other)} that the other mini-batches ask for are not."
+    )
 
 
 def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
@@ -166,10 +184,11 @@ def step_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     """CG's step sizes on its own mini-batch, and those that the others and the full set ask for.
 
     Args:
-        rows: Step sizes.
+        rows: Step sizes; None is left out.
     """
     figure = Figure(figsize=(5.6, 3.4), layout="constrained", facecolor="white")
     ax = figure.subplots()
+    rows = [row for row in rows if row["step_size"] is not None]
     for name, marker, size in ((OTHER, ".", 22), (FULL, "x", 34), (SAME, "o", 26)):
         chosen = [row for row in rows if row["measured_on"] == name]
         ax.scatter(
@@ -181,8 +200,8 @@ def step_figure(rows: Sequence[dict[str, Any]]) -> Figure:
             zorder=2.5,
         )
     ax.axhline(0, color="black", linewidth=0.8)
-    scale = max(abs(row["step_size"]) for row in rows if row["measured_on"] == SAME)
-    ax.set_yscale("symlog", linthresh=scale)
+    scale = max([abs(row["step_size"]) for row in rows if row["measured_on"] == SAME], default=0.0)
+    ax.set_yscale("symlog", linthresh=scale or 1.0)
     ax.set_xlabel("CG iteration")
     ax.set_ylabel("Step size τ")
     style_axes(ax)

@@ -93,12 +93,12 @@ class Recipe:
             raise ValueError(f"momentum {self.momentum}; expected 0 ≤ momentum < 1")
         if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
             raise ValueError("nesterov needs optimizer='sgd' and a positive momentum")
-        if self.batch_size < 1 or self.weight_decay < 0:
+        if self.batch_size < 1 or not 0 <= self.weight_decay < math.inf:
             raise ValueError(
                 f"batch_size {self.batch_size}, weight_decay {self.weight_decay}; "
-                "expected at least 1 and 0"
+                "expected at least 1 and 0, and finite"
             )
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm {self.clip_norm}; expected a positive number, or None")
 
     @property
