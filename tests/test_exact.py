@@ -265,6 +265,36 @@ def test_singular_operators_name_the_remedy(A):
         exact_solve(A, torch.ones(A.shape[0], dtype=A.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operators_that_are_singular_to_rounding_are_refused(dtype):
+    tiny = torch.tensor([[1.0], [1e-3], [torch.finfo(dtype).eps / 100]], dtype=dtype)
+    U = rotation(3).to(dtype)
+    order = torch.tensor([2, 0, 1])
+    for A in (
+        EigenKronecker(U, None, tiny),
+        Permuted(EigenKronecker(U, None, tiny), order),
+        LowRankPlusDiagonal(U * tiny.sqrt().T, torch.ones(3, dtype=dtype), 0.0),
+        assume(Dense(U * tiny.T @ U.T), symmetric=True),
+    ):
+        with pytest.raises(ValueError, match=r"singular, (to torch|a pivot).*`A \+ c \* Identity"):
+            exact_inverse(A)
+    # Not so a weak prior, which is added to what is not negative.
+    weak = torch.finfo(dtype).eps / 1000
+    flat = EigenKronecker(U, None, torch.tensor([[1.0], [1e-3], [0.0]], dtype=dtype))
+    damped = Permuted(2 * (flat + weak * Identity(3)), order)
+    inverse = exact_inverse(damped)
+    x = torch.empty(3, dtype=dtype).index_copy_(0, order, U[:, 2])
+    torch.testing.assert_close(weak * (inverse @ x), 0.5 * x, rtol=1e-3, atol=1e-3)
+    negative = EigenKronecker(U, None, torch.tensor([[1.0], [1e-3], [-weak / 2]], dtype=dtype))
+    with pytest.raises(ValueError, match="singular"):
+        exact_inverse(negative + weak * Identity(3))
+    # A diagonal's eigenvalues are no results either, and a shift cannot cancel.
+    x = torch.ones(3, dtype=dtype)
+    torch.testing.assert_close(exact_inverse(Diagonal(tiny[:, 0])) @ x, 1 / tiny[:, 0])
+    A = LowRankPlusDiagonal(U[:, :1], tiny[0] / tiny[2], 1.0)
+    torch.testing.assert_close(exact_inverse(A) @ U[:, 2], U[:, 2])
+
+
 def test_positive_semidefinite_roots_of_singular_operators():
     for A in (Dense(gram(4, 2)), LowRankPlusDiagonal(randn(5, 2), randn(2).abs(), 0.0)):
         A = assume(A, symmetric=True)

@@ -74,6 +74,49 @@ def test_lanczos_finds_every_copy_of_a_hidden_multiple_eigenvalue(seed):
     torch.testing.assert_close(result.values, wanted(values, 7, "largest"), rtol=0, atol=1e-8)
 
 
+class Opaque(Matrix):
+    """A diagonal matrix that does not say so: no n × n matrix is held."""
+
+    @property
+    def shape(self):
+        return len(self.matrix), len(self.matrix)
+
+    def _matmat(self, matrix):
+        self.columns += matrix.shape[1]
+        return self.matrix[:, None] * matrix
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_random_start_of_small_residual_does_not_pass_for_a_verified_one(seed, dtype):
+    # In so many dimensions a random vector hardly sees the copies of 1 that the first sequence has
+    # left: its residual is below the tolerance from the start.
+    values = torch.zeros(200_000, dtype=dtype)
+    values[:4] = torch.tensor([1.0, 1.0, 1.0, 0.5])
+    result = eigsh(Opaque(values), 3, tol=1e-3, generator=generator(seed))
+    assert result.status == "converged"
+    torch.testing.assert_close(result.values, torch.ones(3, dtype=dtype), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5])
+def test_a_loose_tolerance_keeps_the_order_of_the_eigenvalues(power):
+    values = torch.arange(1, 1501, dtype=torch.float64) ** -power
+    result = eigsh(Opaque(values), 50, tol=1e-3, generator=generator())
+    assert result.status == "converged"
+    # What is beyond the last is found; the last residuals are as large as their eigenvalues.
+    torch.testing.assert_close(result.values, values[:50], rtol=0, atol=2e-3)
+
+
+def test_a_search_that_ends_early_says_what_is_not_verified():
+    values = torch.arange(1, 1501, dtype=torch.float64) ** -1.5
+    result = eigsh(Opaque(values), 5, tol=1e-2, max_matvecs=13, generator=generator())
+    assert result.converged
+    assert result.num_matvecs == 13
+    assert f"another one above {float(result.values[-1]):.4g}" in result.status
+    assert "not verified" in result.status
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [1, 2, 5, 40])
 def test_all_eigenpairs_of_small_operators(method, n):

@@ -1,6 +1,7 @@
 """Operators of networks against dense float64 matrices, built another way."""
 
 import copy
+import math
 from functools import cache
 
 import pytest
@@ -96,6 +97,18 @@ def test_any_callable(loss, reduction):
     ef = EmpiricalFisher(model, loss, data, reduction=reduction)
     close(ef, g.T @ g / (N if mean else 1))
     assert not GGN(model, loss, data, reduction=reduction).is_positive_semidefinite
+
+
+@pytest.mark.parametrize("logit", [-25.0, -3.0, 0.0, 3.0, 25.0])
+@pytest.mark.parametrize("target", [0.0, 1.0])
+def test_binary_cross_entropy_bends_at_any_logit(logit, target):
+    model = nn.Linear(1, 1, bias=False).double()
+    model.weight.data.fill_(logit)
+    data = [(torch.ones(1, 1).double(), torch.full((1, 1), target).double())]
+    expected = 1 / (math.exp(logit / 2) + math.exp(-logit / 2)) ** 2
+    for operator in (Hessian, GGN, Fisher):
+        dense = operator(model, nn.BCEWithLogitsLoss(), data).to_dense()
+        assert float(dense) == pytest.approx(expected, rel=1e-10)
 
 
 def test_a_linear_loss_has_no_ggn():
@@ -218,8 +231,9 @@ def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
     assert (g.mean(0).abs() <= 4.5 * g.std(0) / len(g) ** 0.5 + 1e-9).all()
 
 
-def test_the_monte_carlo_fisher_converges():
-    model, loss, x, y = case("ce")
+@pytest.mark.parametrize("name", ["ce", "mse", "bce"])
+def test_the_monte_carlo_fisher_converges(name):
+    model, loss, x, y = case(name)
     data = batches(x, y, 3)
     truth = GGN(model, loss, data).to_dense()
 

@@ -1,7 +1,9 @@
 """How network operators go about their data, memory and model; and what they refuse."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from conformance import fingerprint
 from networks import (
     LABELS,
     ROWS,
+    N,
     Net,
     W,
     batches,
@@ -26,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian, Jacobian
+from laplace_debias.curvature.matrix_free.base import NetworkOperator
 
 # Independence of how products are computed.
 
@@ -79,6 +83,51 @@ def test_a_changed_model_is_linearised_again():
     close(operators[1], dense_ggn(model, loss, x, y))
     for operator, old in zip(operators, before, strict=True):
         assert not torch.allclose(operator.to_dense(), old)
+
+
+@pytest.mark.parametrize("name", ["mlp", "by value"])
+def test_a_model_that_is_changed_behind_torchs_back_is_linearised_again(name):
+    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
+    [operator.to_dense() for operator in operators]
+    # `.data` has a version of its own: torch does not count what is done to it.
+    for parameter in model.parameters():
+        parameter.data.mul_(-3)
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+    # As another object.
+    module = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    module.weight = nn.Parameter(module.weight.detach() + 1)
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+    # Within a permutation of the entries too.
+    parameter.data.copy_(parameter.data.flip(0))
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+
+
+@pytest.mark.parametrize("name", ["mlp", "by value"])
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_batches_that_are_not_kept_are_linearised_one_at_a_time(operator, name, monkeypatch):
+    alive, most = [], []
+    make = NetworkOperator._make
+
+    def watched(self, batch):
+        gc.collect()
+        most.append(sum(reference() is not None for reference in alive))
+        item = make(self, batch)
+        alive.append(weakref.ref(item.linearisation))
+        return item
+
+    monkeypatch.setattr(NetworkOperator, "_make", watched)
+    model, data = build(name), batches(inputs(3), LABELS, 2)
+    A = operator(model, nn.CrossEntropyLoss(), data, memory_bound=0)
+    J = Jacobian(model, data, memory_bound=0)
+    A @ torch.ones(A.shape[0], dtype=torch.float64)
+    J @ torch.ones(J.shape[1], dtype=torch.float64)
+    J.T @ torch.ones(J.shape[0], dtype=torch.float64)
+    assert len(most) == 3 * len(data)
+    assert max(most) == 0
 
 
 def test_sequences_of_several_lengths():
@@ -155,6 +204,29 @@ def random_net():
     ).double()
 
 
+class Shared:
+    """Each pass goes on where the last one ended."""
+
+    def __init__(self):
+        self.batches = iter(batches(inputs(3), LABELS, 3))
+
+    def __iter__(self):
+        return self.batches
+
+
+def broken():
+    model = build("mlp")
+    model[0].weight.data[0, 0] = torch.nan
+    return model
+
+
+class Mean(nn.CrossEntropyLoss):
+    """A subclass, of which nothing is known but its attributes."""
+
+    def forward(self, outputs, targets):
+        return super().forward(outputs, targets)
+
+
 BAD = {
     "dropout": (
         {"model": nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()},
@@ -174,6 +246,8 @@ BAD = {
     "empty": ({"data": []}, ValueError, "empty"),
     "no pairs": ({"data": [inputs(3)]}, TypeError, "pairs"),
     "sizes": ({"data": [(inputs(3), LABELS[:3])]}, ValueError, "targets of shape"),
+    "shared iterator": ({"data": Shared}, TypeError, "Shared gave no batch .* only once"),
+    "nan parameter": ({"model": broken()}, ValueError, "0.weight holds NaN"),
     "nan": ({"data": [(inputs(3) / 0 * 0, LABELS)]}, ValueError, "NaN"),
     "dtype": ({"data": [(inputs(3).float(), LABELS)]}, TypeError, "convert"),
     "shuffled": (
@@ -236,17 +310,32 @@ BAD = {
         r"in \[0, 1\]",
     ),
     "params": ({"params": ["5.weight"]}, ValueError, "5.weight"),
+    "tensors as params": (
+        {"params": list(build("mlp").parameters())},
+        TypeError,
+        r"got a list of Parameter: give names, of \['0.weight', [^=]*$",
+    ),
     "memory_bound": ({"memory_bound": -1}, ValueError, "memory_bound"),
     "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size"),
 }
+# What the Jacobian, which has no loss, has no reason to refuse.
+OF_THE_LOSS = {"labels", "one-hot", "bool", "all ignored"}
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_before_work(name):
     change, kind, message = BAD[name]
-    with pytest.raises(kind, match=message):
-        GGN(**{**good(), **change})
+    for operator in (GGN, EmpiricalFisher, Jacobian):
+        arguments = {**good(), **change}
+        if arguments["data"] is Shared:
+            arguments["data"] = Shared()
+        if operator is Jacobian:
+            if name in OF_THE_LOSS or set(change) & {"loss", "reduction"}:
+                continue
+            del arguments["loss"]
+        with pytest.raises(kind, match=message):
+            operator(**arguments)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -279,6 +368,64 @@ def test_data_that_changes_between_products_is_refused():
     del data[1:]
     with pytest.raises(ValueError, match="Batch 1 of the data"):
         operator @ v
+
+
+@pytest.mark.parametrize("part", ["first target", "first input", "last input"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_any_entry_that_changes_between_products_is_noticed(size, part):
+    data = [(x.clone(), y.clone()) for x, y in batches(inputs(3), LABELS, size)]
+    operator = GGN(build("mlp"), nn.CrossEntropyLoss(), data, memory_bound=0)
+    v = torch.ones(operator.shape[0], dtype=torch.float64)
+    operator @ v
+    x, y = data[1]
+    if part == "first target":
+        y[0] = (y[0] + 1) % 3
+    else:
+        x.view(-1)[0 if part == "first input" else -1] += 0.1
+    with pytest.raises(ValueError, match="Batch 1 of the data"):
+        operator @ v
+
+
+def test_masks_may_hold_minus_infinity_and_nothing_else_may():
+    def attend(self, x, mask):
+        return self.two((x * mask.softmax(1)).tanh())
+
+    model = Net(attend, two=nn.Linear(3, 3)).double()
+    x, mask, y = inputs(3), torch.zeros(N, 3).double(), LABELS
+    mask[:, 2] = -torch.inf
+    mask[0, 1] = -torch.inf
+    loss = nn.CrossEntropyLoss()
+    by_name = [({"x": x[i : i + 3], "mask": mask[i : i + 3]}, y[i : i + 3]) for i in (0, 3)]
+    plain = nn.Sequential(nn.Tanh(), model.two)
+    expected = dense_ggn(plain, loss, x * mask.softmax(1), y)
+    close(GGN(model, loss, by_name), expected)
+    for bad in (torch.inf, torch.nan):
+        wrong = mask.clone()
+        wrong[1, 1] = bad
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            GGN(model, loss, [({"x": x, "mask": wrong}, y)])
+    x[0, 0] = -torch.inf
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        GGN(plain, loss, [(x, y)])
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.NLLLoss(), Mean(), F.cross_entropy, F.nll_loss], ids=lambda loss: str(loss)[:12]
+)
+def test_a_mean_that_leaves_targets_out_is_refused(loss):
+    ignored = LABELS.clone()
+    ignored[4] = -100
+    reduction = None if isinstance(loss, nn.Module) else "mean"
+    model = nn.Sequential(build("mlp"), nn.LogSoftmax(1))
+    GGN(model, loss, batches(inputs(3), LABELS, 3), reduction=reduction)
+    with pytest.raises(ValueError, match=r'ignore_index=-100.*reduction="sum"'):
+        GGN(model, loss, batches(inputs(3), ignored, 3), reduction=reduction)
+
+
+def test_the_mean_over_a_batch_of_the_kl_divergence_is_that_over_the_examples():
+    model, x, y = nn.Sequential(build("mlp"), nn.LogSoftmax(1)), inputs(3), probabilities(3)
+    loss = nn.KLDivLoss(reduction="batchmean")
+    close(Hessian(model, loss, batches(x, y, 2)), dense_hessian(model, loss, x, y))
 
 
 def test_importing_the_package_is_cheap():

@@ -237,6 +237,38 @@ def test_conversion(name):
     assert (composed @ torch.ones(SIZE)).dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "of", [lambda A: A, lambda A: A.T, lambda A: 2 * A, lambda A: A.T @ A, lambda A: (3 * A).T]
+)
+def test_scipy_operators_and_what_is_made_of_them_are_converted(of):
+    A = of(from_scipy(scipy.sparse.random(5, 5, density=0.5, random_state=0, format="csr")))
+    single = A.to(torch.float32)
+    assert single.dtype == torch.float32
+    product = single @ torch.ones(5)
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product, A.to_dense().sum(1).float())
+    torch.testing.assert_close(single.T @ torch.ones(5), A.to_dense().sum(0).float())
+    assert A.to("meta").device.type == "meta"
+
+
+def test_powers_take_numbers_of_numpy():
+    torch.testing.assert_close((Diagonal(randn(3)) ** np.int64(2)).values, randn(3) ** 2)
+
+
+@pytest.mark.parametrize("index", [range(5), range(-4, 0), range(2, -6, -1)])
+def test_ranges_beyond_the_operator_are_refused(index):
+    for A in (Diagonal(randn(3)), Opaque(randn(3, 3))):
+        with pytest.raises(IndexError, match="out of range for size 3"):
+            A[index, :]
+
+
+@pytest.mark.parametrize("index", [range(-3, 0), range(2, -1, -1), range(1, 3), range(1, 1)])
+def test_ranges_are_counted_as_pythons_indices_are(index):
+    matrix = randn(3, 3)
+    expected = matrix[[i % 3 for i in index]]
+    torch.testing.assert_close(Opaque(matrix)[index, :].to_dense(), expected)
+
+
 def test_an_operator_that_is_not_made_of_tensors_says_how_it_is_converted():
     with pytest.raises(TypeError, match="convert what it was built from"):
         Opaque(randn(2, 2)).to(torch.float32)
@@ -294,12 +326,21 @@ def test_rows_that_belong_to_no_parameters_come_out_as_a_tensor():
 
 
 def test_names_are_indices():
-    A = Opaque(randn(9, 9), LAYOUT)
-    torch.testing.assert_close(A["bias", "weight"].to_dense(), A.matrix[6:8, :6])
+    A = assume(Opaque(randn(9, 9) + randn(9, 9).T, LAYOUT), symmetric=True)
+    torch.testing.assert_close(A["bias", "weight"].to_dense(), A.operator.matrix[6:8, :6])
     with pytest.raises(KeyError, match="no parameter 'gain': the names are"):
         A["gain", "bias"]
     with pytest.raises(KeyError, match="does not know which entries"):
         Dense(randn(2, 2))["bias", "bias"]
+
+
+@pytest.mark.parametrize("rows", [4, 9])
+def test_names_do_not_stand_for_rows_that_belong_to_no_parameters(rows):
+    J = Opaque(randn(rows, 9), LAYOUT)
+    torch.testing.assert_close(J[:, "bias"].to_dense(), J.matrix[:, 6:8])
+    for index in ["bias", ("bias", slice(None)), ("bias", 0)]:
+        with pytest.raises(KeyError, match=r"belong to no parameters: choose columns"):
+            J[index]
 
 
 @pytest.mark.usefixtures("unchecked")

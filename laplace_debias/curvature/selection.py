@@ -36,7 +36,7 @@ def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[s
         )
     elif callable(selection):
         chosen = {name for name, parameter in trainable.items() if selection(name, parameter)}
-    elif isinstance(selection, Sequence):
+    elif isinstance(selection, Sequence) and all(isinstance(name, str) for name in selection):
         unknown = [name for name in selection if name not in trainable]
         if unknown:
             raise ValueError(
@@ -46,7 +46,8 @@ def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[s
         chosen = set(selection)
     else:
         raise TypeError(
-            f"params must be a string, a sequence of names or a predicate, got {selection!r}."
+            f"params must be a string, a sequence of names or a predicate, got {_kind(selection)}: "
+            f"give names, of {list(trainable)}."
         )
     names = [name for name in trainable if name in chosen]
     if not names:
@@ -54,6 +55,14 @@ def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[s
             f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
         )
     return names
+
+
+def _kind(selection: object) -> str:
+    # Not the thing itself: it may hold, and would print, every weight.
+    kind = type(selection).__name__
+    if isinstance(selection, Sequence) and len(selection):
+        return f"a {kind} of {type(selection[0]).__name__}"
+    return f"a {kind}"
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:

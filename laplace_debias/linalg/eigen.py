@@ -19,6 +19,7 @@ from laplace_debias.linalg.products import (
     asymmetry_tolerance,
     check_at_least,
     check_choice,
+    check_finite,
     check_generator,
     check_square,
 )
@@ -45,7 +46,7 @@ class EigenPairs:
             from λ.
         num_matvecs: How many products it took.
         converged: Whether all residuals came below the tolerance.
-        status: What happened; where something is amiss, what to do.
+        status: What happened; where something is amiss or was not verified, what to do.
     """
 
     values: Float[Tensor, " k"]
@@ -74,8 +75,10 @@ def eigsh(
 
     - `"lanczos"`: Lanczos with full reorthogonalisation and thick restarts, on the operator's
       device. Once all pairs have converged, a random direction orthogonal to them starts again, so
-      that eigenvalues come with their multiplicity: an eigenvalue is missed with a probability of
-      about 1e-4. Holds up to `max(4 k, 256)` vectors, fewer beyond 2 GiB.
+      that eigenvalues come with their multiplicity and none beyond the last is overlooked: one that
+      is further out by more than the tolerance is missed with a probability of about 1e-4. Where
+      `max_matvecs` ends that search, `status` says so. Holds up to `max(4 k, 256)` vectors, fewer
+      beyond 2 GiB.
     - `"arpack"`: SciPy's, whose vectors live on the CPU; then checked and completed as above.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz
       step. Simple and slow: its rate is the ratio of the eigenvalues after and before the block's
@@ -91,8 +94,11 @@ def eigsh(
         method: `"lanczos"`, `"arpack"` or `"power"`.
         which: `"largest"` or `"smallest"` algebraically, or the largest in `"magnitude"`.
         tol: Greatest residual norm, relative to the largest |eigenvalue| found; at least ten times
-            the dtype's rounding. Eigenvalues are then far more precise: their error is about the
-            square of that over the gap.
+            the dtype's rounding. An eigenvalue whose gap to the others is wide compared to that is
+            far more precise: its error is about the residual's square over the gap. Eigenvalues
+            closer than the tolerance to each other, or to those beyond the k-th, are not told
+            apart, nor are those below it told from zero: choose it well below the k-th eigenvalue
+            over the first.
         max_matvecs: Greatest number of products, up to the last block's; default
             `max(1000, 50 k)`, for `"power"` `max(10_000, 1000 k)`.
         generator: Source of the random start, on the operator's device.
@@ -126,6 +132,7 @@ def eigsh(
         max_matvecs = max(10_000, 1000 * k) if method == "power" else max(1000, 50 * k)
     check_at_least(max_matvecs, k, "max_matvecs", "one for each of `k` pairs")
     check_generator(generator, A)
+    check_finite(A)
     closed_form = exact_eigh(A)
     if closed_form is not None:
         best = _best(closed_form.values, k, which)
@@ -209,9 +216,13 @@ def _search(
     if not result.has_converged:
         status = _unconverged(result.pairs, k, result.goal, products.count)
     elif not result.was_verified:
+        last = float(order(result.pairs.values[:k], which).min())
+        beyond = {"largest": "above", "smallest": "below", "magnitude": "of magnitude above"}[which]
         status = (
-            f"converged, but `max_matvecs` = {max_matvecs} ended the search for further copies of "
-            "multiple eigenvalues: raise it to be sure"
+            f"converged, but `max_matvecs` = {max_matvecs} ended the search for what they may have "
+            f"missed, a further copy of a multiple eigenvalue or another one {beyond} "
+            f"{-last if which == 'smallest' else last:.4g}: that there is none is not verified; "
+            "raise it to be sure"
         )
     pairs, device = result.pairs, basis.vectors.device
     rotation = pairs.combinations[:, :k].to(basis.vectors)

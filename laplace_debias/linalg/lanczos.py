@@ -11,7 +11,7 @@ from laplace_debias.linalg.krylov import KrylovBasis
 from laplace_debias.linalg.products import Products
 
 _MISS = 1e-4
-"""Probability at most of overlooking an eigenvalue, see `_Check.has_missed_nothing`."""
+"""Probability of overlooking an eigenvalue by either bound of `_Check.has_missed_nothing`."""
 
 _BASIS_BYTES = 2**31
 
@@ -34,7 +34,7 @@ class RitzPairs:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Ritz pairs, the wanted first; whether they converged; whether copies were looked for.
+    """Ritz pairs, the wanted first; whether they converged; whether the rest was searched.
 
     `goal` is what their residuals were to be at most.
     """
@@ -81,7 +81,8 @@ def search(
     A single Krylov sequence sees one vector of each eigenspace. So once all pairs have converged, a
     random direction orthogonal to them starts a sequence of its own in the same basis. If an
     eigenvalue among the wanted has been missed, it comes up there, and the search goes on; else the
-    sequence ends as soon as that is sure enough.
+    sequence ends as soon as that is sure enough. That also guards their order: pairs converged to a
+    loose tolerance belong to eigenvalues, but need not be those of the most wanted.
 
     Args:
         basis: Where to begin: empty, or invariant with at least k rows.
@@ -94,9 +95,10 @@ def search(
         verify: Whether to look for missed copies.
 
     Returns:
-        The Ritz pairs, whether they have converged, and whether missed ones were looked for.
+        The Ritz pairs, whether they have converged, and whether it is sure that none was missed.
     """
     check: _Check | None = None
+    was_checked = False
     pairs: RitzPairs | None = None
     rounding = 10 * torch.finfo(basis.vectors.dtype).eps
     low, high = min(inside, default=math.inf), max(inside, default=-math.inf)
@@ -105,22 +107,27 @@ def search(
             pairs = ritz_pairs(basis, which)
             # The basis may have dropped the ends of the spectrum.
             low, high = min(low, float(pairs.values.min())), max(high, float(pairs.values.max()))
-            goal = max(tol, rounding) * max(basis.scale, abs(low), abs(high))
+            scale = max(basis.scale, abs(low), abs(high))
+            goal = max(tol, rounding) * scale
             has_converged = bool((pairs.residuals[:k] <= goal).all())
             if not has_converged or (check is not None and check.has_found(goal)):
                 check = None
-            is_stuck = bool((pairs.pending_residuals[:k] <= goal).all())
-            if not has_converged and is_stuck and products.count + k <= max_matvecs:
+            aim = goal
+            if verify and not was_checked:
+                aim = max(rounding * scale, _resolving(pairs, k, which, goal))
+            is_settled = bool((pairs.residuals[:k] <= aim).all())
+            is_stuck = bool((pairs.pending_residuals[:k] <= aim).all())
+            if not is_settled and is_stuck and products.count + k <= max_matvecs:
                 basis.rotate(pairs.combinations[:, :k])
                 basis.refresh()
                 continue
             if has_converged and check is not None and check.has_missed_nothing(low, high, goal):
                 return SearchResult(pairs, goal, has_converged=True, was_verified=True)
-            if has_converged and check is None:
-                is_complete = basis.size == basis.vectors.shape[1]
+            is_complete = basis.size == basis.vectors.shape[1]
+            if has_converged and check is None and (is_settled or is_complete):
                 if is_complete or not verify:
                     return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
-                check = _Check(basis, pairs, k, which)
+                check, was_checked = _Check(basis, pairs, k, which), True
                 if not basis.add_random():
                     pairs = ritz_pairs(basis, which)
                     return SearchResult(pairs, goal, has_converged=True, was_verified=True)
@@ -130,8 +137,24 @@ def search(
                 )
         if basis.size == basis.capacity:
             _make_room(basis, which, k, check.start if check else 0)
+            if check is not None:
+                check.has_restarted = True
             pairs = None
         _expand(basis, products, pairs, k, max_matvecs, check)
+
+
+def _resolving(pairs: RitzPairs, k: int, which: str, goal: float) -> float:
+    """What residuals should come to, at least `goal` / 10, so that a check is worth it.
+
+    Where eigenvalues lie closer than residuals are small, the wanted are not yet those further out,
+    so that the check finds others. It then costs more to go back than to have gone on.
+    """
+    ordered = order(pairs.values[:k], which)
+    half = k // 2
+    if half == k - 1:
+        return goal
+    spacing = float(ordered[half] - ordered[-1]) / (k - 1 - half)
+    return max(goal / 10, min(goal, spacing))
 
 
 def _make_room(basis: KrylovBasis, which: str, k: int, start: int) -> None:
@@ -196,6 +219,7 @@ class _Check:
         self.start = basis.size
         self.steps = 0
         self.is_exhausted = False
+        self.has_restarted = False
 
     def has_found(self, goal: float) -> bool:
         """Whether the sequence has come upon an eigenvalue beyond the last of the wanted."""
@@ -203,15 +227,27 @@ class _Check:
         return bool((order(values, self._which) > self._last + goal).any())
 
     def has_missed_nothing(self, low: float, high: float, goal: float) -> bool:
-        r"""Whether no eigenvalue of the complement belongs to the most wanted.
+        r"""Whether no eigenvalue of the complement lies beyond the wanted by more than `goal`.
 
-        It is sure if the sequence has exhausted the operator, and if its best Ritz value has
-        converged without coming among the wanted. Else by the bound of Kuczyński and Woźniakowski:
-        from a random start, j steps leave the greatest eigenvalue of a positive semi-definite
-        operator underestimated by more than a factor $1 - \varepsilon$ with probability at most
-        $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. Shifted to be positive, ε is the distance
-        from the sequence's best value to the last of the wanted, over the distance of the latter
-        from the spectrum's other end, `low` or `high`.
+        It is sure if the sequence has exhausted the operator, and else by either of two bounds,
+        which fail with probability `_MISS` at most. Both compare the sequence's best value θ to the
+        last of the wanted, a gap of δ with `goal` included; n is the number of columns.
+
+        - A priori: from a random start, j steps leave the greatest eigenvalue of a positive
+          semi-definite operator underestimated by more than a factor $1 - \varepsilon$ with
+          probability at most $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. Shifted to be
+          positive, ε is δ over the distance of the last of the wanted from the spectrum's other
+          end, `low` or `high`. It is quick where δ is large.
+        - A posteriori: the start has an inner product of $\eta / \sqrt n$ with a missed
+          eigenvector, η below `_MISS` with a probability below `_MISS`. The Ritz vector is a
+          polynomial of the operator times the start, with its roots at the other Ritz values, so
+          its inner product with an eigenvector beyond θ is greater still, by a factor of one over
+          its own inner product s with the start. Its residual is then at least
+          $\delta \eta / (s \sqrt n)$. It is quick where the sequence has converged. (After a
+          restart, the start is no longer in the basis, and s taken to be 1.)
+
+        A small residual alone proves nothing: at large n that of the start itself is small, however
+        large the eigenvalues that it hardly sees.
 
         Reference:
             Kuczyński, Woźniakowski. Estimating the largest eigenvalue by the power and Lanczos
@@ -221,16 +257,25 @@ class _Check:
             return True
         if self._basis.size == self.start:
             return False
+        n = self._basis.vectors.shape[1]
         values, combinations = torch.linalg.eigh(self._basis.projected[self.start :, self.start :])
         residuals = (self._basis.coupling[:, self.start :] @ combinations).norm(dim=0)
-        if float(residuals[order(values, self._which).argmax()]) <= goal:
-            return True
+        overlaps = torch.ones_like(values) if self.has_restarted else combinations[0].abs()
         last = self._last + goal
-        above = (last - float(values.max()), last - low)
-        below = (last + float(values.min()), last + high)
+        # What computed residuals can go down to.
+        rounding = 10 * torch.finfo(values.dtype).eps * self._basis.scale
+
+        def is_sure(gap: float, width: float, best: int) -> bool:
+            if gap <= 0:
+                return False
+            epsilon = min(1.0, gap / width) if width > 0 else 1.0
+            exponent = math.sqrt(epsilon) * (2 * self.steps - 1)
+            if math.log(1.648 * n**0.5) - exponent <= math.log(_MISS):
+                return True
+            residual, overlap = float(residuals[best]), float(overlaps[best])
+            return residual <= rounding or residual * overlap <= gap * _MISS / n**0.5
+
+        above = (last - float(values[-1]), last - low, -1)
+        below = (last + float(values[0]), last + high, 0)
         sides = {"largest": [above], "smallest": [below], "magnitude": [above, below]}[self._which]
-        n = self._basis.vectors.shape[1]
-        exponent = min(
-            math.sqrt(max(0.0, gap / width)) if width > 0 else 0.0 for gap, width in sides
-        ) * (2 * self.steps - 1)
-        return math.log(1.648 * n**0.5) - exponent <= math.log(_MISS)
+        return all(is_sure(*side) for side in sides)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.parts import numbers
 
 _CHUNK_ELEMENTS = 2**26
 """Entries of a chunk of columns unless told otherwise: 256 MiB in float32."""
@@ -114,10 +115,36 @@ class Products:
         if product.isfinite().all():
             return
         first = int((~product.isfinite()).any(dim=0).nonzero()[0])
-        raise ValueError(
-            f"product {self.count + first + 1} with {type(self.operator).__name__} holds NaN or "
-            "Inf; expected finite values. Look for NaN in the data and the parameters, or for "
-            "overflow, which float64 may avoid."
+        raise _not_finite(f"product {self.count + first + 1} with {type(self.operator).__name__}")
+
+
+def check_finite(A: LinearOperator) -> None:
+    """Checks the numbers that an operator is made of, for where a closed form takes no product.
+
+    Raises:
+        ValueError: One of them is NaN or Inf.
+    """
+    if not all(bool(part.isfinite().all()) for part in numbers(A)):
+        raise _not_finite(type(A).__name__)
+
+
+def _not_finite(what: str) -> ValueError:
+    return ValueError(
+        f"{what} holds NaN or Inf; expected finite values. Look for NaN in the data and the "
+        "parameters, or for overflow, which float64 may avoid."
+    )
+
+
+def check_operator(A: object) -> None:
+    """Checks that what is to be multiplied is an operator.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(A, LinearOperator):
+        raise TypeError(
+            f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
+            "what belongs to NumPy or SciPy by `from_scipy(matrix)`."
         )
 
 
@@ -125,8 +152,10 @@ def check_square(A: LinearOperator, what: str) -> int:
     """Checks that an operator is square, and gives its size.
 
     Raises:
-        ValueError: It is not.
+        TypeError: It is no operator.
+        ValueError: It is not square.
     """
+    check_operator(A)
     if A.shape[0] != A.shape[1]:
         raise ValueError(
             f"{what} of {type(A).__name__} of shape {A.shape}; expected a square operator. "

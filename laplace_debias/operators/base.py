@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import Any, TypeVar, overload
 
+import numpy as np
 import scipy.sparse.linalg
 import torch
 from jaxtyping import Float
@@ -187,10 +188,10 @@ class LinearOperator(ABC):
     def __truediv__(self, scalar: Scalar) -> "LinearOperator":
         return scale(self, 1 / as_scalar(scalar, self))
 
-    def __pow__(self, exponent: int) -> "LinearOperator":
+    def __pow__(self, exponent: int | np.integer) -> "LinearOperator":
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only square operators have powers, got shape {self.shape}.")
-        if not isinstance(exponent, int) or exponent < 0:
+        if not isinstance(exponent, int | np.integer) or exponent < 0:
             raise ValueError(
                 f"The exponent must be an integer of at least 0, got {exponent!r}: for negative "
                 "ones take a power of the inverse, for fractions a function of the spectrum."
@@ -201,7 +202,7 @@ class LinearOperator(ABC):
 
             return Identity(self.shape[0], self.dtype, self.device)
         power = self
-        for _ in range(exponent - 1):
+        for _ in range(int(exponent) - 1):
             power = power @ self
         return power
 
@@ -236,7 +237,13 @@ class LinearOperator(ABC):
 
     def _indices(self, index: Any, side: int) -> Tensor:
         if isinstance(index, str):
-            index = named_range(self, index)
+            of = self if side == 1 else self.T
+            if of.layout is None and self.layout is not None:
+                raise KeyError(
+                    f"The rows of {type(self).__name__} belong to no parameters: choose columns, "
+                    f"`A[:, {index!r}]`, or index the rows by numbers."
+                )
+            index = named_range(of, index)
         return as_indices(index, self.shape[side], self.device)
 
     def _unit(self, size: int, position: int) -> Tensor:

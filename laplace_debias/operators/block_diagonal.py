@@ -17,7 +17,9 @@ from laplace_debias.operators.base import (
     scale,
     shift,
     submatrix,
+    unify,
 )
+from laplace_debias.operators.diagonal import Diagonal
 from laplace_debias.operators.identity import Identity
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.submatrix import SubMatrix
@@ -29,7 +31,8 @@ Block = TypeVar("Block", bound=LinearOperator)
 class BlockDiagonal(LinearOperator, Generic[Block]):
     """Named square blocks along the diagonal, in order.
 
-    `A.blocks[name]` is a block; as indices names stand for the blocks' rows and columns.
+    `A.blocks[name]` is a block; as indices names stand for the blocks' rows and columns. Blocks
+    without a dtype or device of their own take those of the others.
 
     Args:
         blocks: From a block's name to its operator; the order is the order along the diagonal.
@@ -49,8 +52,8 @@ class BlockDiagonal(LinearOperator, Generic[Block]):
         for name, block in self.blocks.items():
             if block.shape[0] != block.shape[1]:
                 raise ValueError(f"The block {name!r} is not square, but of shape {block.shape}.")
-        if len({(block.dtype, block.device) for block in self.blocks.values()}) > 1:
-            raise ValueError("All blocks must share one dtype and one device.")
+        unified = unify(list(self.blocks.values()))
+        object.__setattr__(self, "blocks", dict(zip(self.blocks, unified, strict=True)))
         if self.layout is not None and self.layout.size != sum(self.sizes):
             raise ValueError(
                 f"A layout of {self.layout.size} parameters does not fit {sum(self.sizes)} rows."
@@ -119,6 +122,12 @@ def _pairwise(
 @add.register(BlockDiagonal, BlockDiagonal)
 def _(left: BlockDiagonal[Any], right: BlockDiagonal[Any]) -> LinearOperator | None:
     return _pairwise(add, left, right)
+
+
+@add.register(BlockDiagonal, Diagonal, commutative=True)
+def _(left: BlockDiagonal[Any], right: Diagonal) -> LinearOperator:
+    parts = dict(zip(left.blocks, right.values.split(left.sizes), strict=True))
+    return left.map(lambda name, block: block + Diagonal(parts[name]))
 
 
 @multiply.register(BlockDiagonal, BlockDiagonal)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -233,6 +233,10 @@ class Transpose(LinearOperator):
     def T(self) -> LinearOperator:  # noqa: N802
         """The operator."""
         return self.operator
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The adjoint of the operator converted: the product here is that of the one before."""
+        return self.operator.to(*args, **kwargs).T
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         return self.product(matrix)

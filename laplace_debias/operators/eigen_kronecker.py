@@ -1,7 +1,7 @@
 """Kronecker-structured directions with free magnitudes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -29,6 +29,8 @@ class EigenKronecker(LinearOperator):
             the identity, whose directions are the coordinate axes.
         U_A: Orthonormal eigenvectors on the input side, as columns, `[d_in, d_in]`, or None.
         magnitudes: Λ, the curvature along each direction, `[d_out, d_in]`.
+        added: The multiple of the identity that the magnitudes contain. Where none is below it, it
+            was added to what is not negative, and small magnitudes are no rounding errors.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not fit each other.
@@ -37,6 +39,7 @@ class EigenKronecker(LinearOperator):
     U_G: Float[Tensor, "d_out d_out"] | None
     U_A: Float[Tensor, "d_in d_in"] | None
     magnitudes: Float[Tensor, "d_out d_in"]
+    added: Scalar = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         if self.magnitudes.ndim != 2:
@@ -145,9 +148,9 @@ def _(left: EigenKronecker, right: Diagonal) -> LinearOperator | None:
 
 @scale.register
 def _(operator: EigenKronecker, scalar: Scalar) -> LinearOperator:
-    return operator.apply(lambda magnitudes: scalar * magnitudes)
+    return replace(operator, magnitudes=scalar * operator.magnitudes, added=scalar * operator.added)
 
 
 @shift.register
 def _(operator: EigenKronecker, scalar: Scalar) -> LinearOperator | None:
-    return operator.apply(lambda magnitudes: magnitudes + scalar)
+    return replace(operator, magnitudes=operator.magnitudes + scalar, added=operator.added + scalar)

@@ -36,10 +36,13 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
     """
     if isinstance(index, slice):
         index = range(size)[index]
-    if isinstance(index, range) and len(index) == 0:
-        return torch.zeros(0, dtype=torch.long, device=device)
     if isinstance(index, range):
-        return torch.arange(index.start, index.stop, index.step, device=device)
+        # Its ends are its extremes.
+        if len(index) and not (-size <= index[0] < size and -size <= index[-1] < size):
+            raise IndexError(f"{index} goes out of range for size {size}.")
+        if len(index) == 0:
+            return torch.zeros(0, dtype=torch.long, device=device)
+        return torch.arange(index.start, index.stop, index.step, device=device) % size
     if not isinstance(index, list | Tensor | np.ndarray):
         raise TypeError(
             f"Rows and columns are chosen by an integer, a slice, a list, tensor or array of "

@@ -1,6 +1,6 @@
 """What operators are made of: the fields of their dataclasses."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ Operator = TypeVar("Operator")
 
 def converted(operator: Operator, dtype: torch.dtype, device: torch.device) -> Operator:
     """The operator with every tensor in it, at any depth, converted; indices keep their dtype.
+
+    Where it holds a dtype or a device of its own, that becomes the new one.
 
     Raises:
         TypeError: If it is not a dataclass.
@@ -32,11 +34,30 @@ def converted(operator: Operator, dtype: torch.dtype, device: torch.device) -> O
 def _converted_part(part: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if isinstance(part, Tensor):
         return part.to(device, dtype) if part.is_floating_point() else part.to(device)
+    if isinstance(part, torch.dtype):
+        return dtype
+    if isinstance(part, torch.device):
+        return device
     if isinstance(part, Mapping):
         return {key: _converted_part(value, dtype, device) for key, value in part.items()}
     if isinstance(part, tuple) and not isinstance(part, torch.Size):
         return tuple(_converted_part(value, dtype, device) for value in part)
     return part.to(dtype=dtype, device=device) if hasattr(part, "to") else part
+
+
+def numbers(part: Any) -> Iterator[Tensor]:
+    """The floating-point tensors and numbers in an operator, at any depth, as tensors."""
+    if isinstance(part, Tensor):
+        if part.is_floating_point():
+            yield part
+    elif isinstance(part, float):
+        yield torch.tensor(part)
+    elif isinstance(part, Mapping | tuple):
+        for inner in part.values() if isinstance(part, Mapping) else part:
+            yield from numbers(inner)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from numbers(getattr(part, field.name))
 
 
 def same(a: Any, b: Any) -> bool:

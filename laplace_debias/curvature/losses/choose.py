@@ -1,6 +1,7 @@
 """From what a user calls a loss to what the operators know of it."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.base import Labels, LossFunction, OutputLoss, OutputMap
@@ -16,18 +17,37 @@ class AnyLoss(OutputLoss):
         loss: Takes a batch's outputs `[B, ...]` and targets.
         reduction: What the callable does over the examples of its batch; a mean is one over
             examples, so that the data set's loss weighs every batch by its size.
+        ignore_index: The target that the loss leaves out, if there is one: its mean is then not
+            one over examples.
     """
 
     # Nobody knows what is in it: see `SquaredError.value`.
     is_recordable = False
     is_convex = False
 
-    def __init__(self, loss: LossFunction, reduction: str) -> None:
+    def __init__(self, loss: LossFunction, reduction: str, ignore_index: int | None = None) -> None:
         self.reduction = reduction
         self._loss = loss
+        self._ignore_index = ignore_index
 
     def count(self, targets: Tensor) -> float:
-        """The number of examples."""
+        """The number of examples.
+
+        Raises:
+            ValueError: If the mean leaves some out.
+        """
+        is_mean_of_fewer = (
+            self.reduction == "mean"
+            and self._ignore_index is not None
+            and not targets.is_floating_point()
+            and bool((targets == self._ignore_index).any())
+        )
+        if is_mean_of_fewer:
+            raise ValueError(
+                f"Targets are ignored (ignore_index={self._ignore_index}), so that the mean of "
+                f"{type(self._loss).__name__} over a batch divides by a number that only it knows: "
+                'give it reduction="sum".'
+            )
         return float(targets.shape[0])
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -89,6 +109,9 @@ def output_loss(loss: LossFunction, reduction: str | None, num_data: int) -> Out
             f"{name} does not say how it reduces over the examples of a batch: pass "
             'reduction="mean" or reduction="sum".'
         )
+    if stated == "batchmean":
+        # KLDivLoss's name for a mean over examples.
+        stated = "mean"
     if stated not in REDUCTIONS:
         raise ValueError(
             f'{name} has reduction={stated!r}: an operator needs a scalar loss, "mean" or "sum".'
@@ -105,7 +128,9 @@ def output_loss(loss: LossFunction, reduction: str | None, num_data: int) -> Out
                 f"{name} has {argument}=..., so that its mean over a batch divides by a number "
                 'that only it knows: give it reduction="sum".'
             )
-    return AnyLoss(loss, stated)
+    # The functions ignore what the classes ignore, without saying so.
+    silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
+    return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent))
 
 
 def _is(loss: LossFunction, kind: type[nn.Module]) -> bool:

@@ -235,7 +235,10 @@ class BinaryCrossEntropy(OutputLoss):
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """T softplus(f) − w π y f, with logits of either sign kept from overflowing."""
         targets, total, positive = (x.to(outputs.dtype) for x in labels)
-        return (total * F.softplus(outputs) - positive * targets * outputs).sum()
+        # Each where its second derivative keeps its digits; torch's softplus is a straight line
+        # from 20 on.
+        softplus = torch.where(outputs > 0, -F.logsigmoid(-outputs), F.softplus(outputs))
+        return (total * softplus - positive * targets * outputs).sum()
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """T p − w π y."""

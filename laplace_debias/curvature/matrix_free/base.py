@@ -1,8 +1,9 @@
 """What operators of networks share: parameters, data, linearised batches that are kept."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from laplace_debias.curvature.matrix_free.linearisation import Kept, Linearisati
 from laplace_debias.curvature.matrix_free.network import Network, check_outputs
 from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.operators import LinearOperator, ParameterLayout
+
+Result = TypeVar("Result")
 
 MEMORY_BOUND = 2**31
 # Above this many bytes of activations, columns side by side gain nothing on a CPU: the arithmetic
@@ -123,14 +126,14 @@ class NetworkOperator(LinearOperator):
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         """The linear map at the outputs, and how many tensors of their size it holds."""
 
-    def _items(self) -> Iterable[Item]:
-        """The linearised batches, at the model's present parameters."""
+    def _of_items(self, function: Callable[[Item], Result]) -> Iterator[Result]:
+        """`function` of every linearised batch, at the model's present parameters."""
         if not self._network.is_current():
             self._network.refresh()
             self._kept.forget()
             self._lineariser.forget()
             self._checked.clear()
-        return self._kept
+        return self._kept.map(function)
 
     def _chunks(self, item: Item, num_columns: int) -> list[slice]:
         """Which columns to multiply side by side."""

@@ -12,6 +12,9 @@ from laplace_debias.curvature.inputs import Inputs, move, num_examples
 
 Batches = Iterable[Any]
 
+_MASKED = -1234.5
+"""What stands for −∞ in the mark of a batch."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -38,6 +41,9 @@ class Data:
     Whatever is kept of a batch (its place, the labels drawn for it, a linearised network) belongs
     to that batch for good; so a loader that shuffles or augments at random is an error, not noise.
 
+    NaN and Inf are refused, but for −∞ in inputs of several tensors, where it is what additive
+    attention masks are made of.
+
     Args:
         batches: Any iterable that can be gone through repeatedly.
         device: Where the model is.
@@ -45,7 +51,7 @@ class Data:
         num_data: The number of examples if known: checked.
 
     Raises:
-        TypeError: If it is an iterator, or does not yield pairs of inputs and a tensor.
+        TypeError: If it can be read only once, or does not yield pairs of inputs and a tensor.
         ValueError: If it is empty, holds NaN, has another number of examples than `num_data`, or
             does not begin with the same batch when it is gone through again.
     """
@@ -109,6 +115,13 @@ class Data:
                 index, first, self.sizes[index], inputs, targets.to(self._device, non_blocking=True)
             )
             first += self.sizes[index]
+        if index == -1:
+            raise TypeError(
+                f"{type(self._batches).__name__} gave no batch when it was gone through again: it "
+                "can be read only once, as where `__iter__` returns one iterator every time, and "
+                "every product reads it. Make a new iterator in `__iter__`, or pass a list of "
+                "batches or a DataLoader."
+            )
         if index + 1 != len(self.sizes):
             self._refuse(index + 1)
 
@@ -152,12 +165,21 @@ def tensors(inputs: Inputs) -> list[Tensor]:
 
 
 def _mark(inputs: Inputs, targets: Tensor) -> float:
-    """A number that changes with the order of the examples and with any of their entries."""
-    total = 0.0
-    for x in [*tensors(inputs), targets]:
+    """A number that changes with the order of the examples and with any of their entries.
+
+    It is not finite if they hold NaN or Inf where that is refused, see `Data`.
+    """
+    leaves = tensors(inputs)
+    if len(leaves) > 1:
+        # `isneginf` is not defined for complex numbers.
+        leaves = [x if x.is_complex() else x.masked_fill(x.isneginf(), _MASKED) for x in leaves]
+    sums = []
+    for x in [*leaves, targets]:
         x = torch.view_as_real(x) if x.is_complex() else x
         entries = x.detach().flatten()
-        places = torch.arange(len(entries), dtype=torch.float64, device=x.device)
-        # The golden ratio's multiples modulo 1: neighbours weigh differently, no two the same.
-        total += float((entries * (places * 0.6180339887498949).frac()).sum())
-    return total
+        places = torch.arange(1, len(entries) + 1, dtype=torch.float64, device=x.device)
+        # The golden ratio's multiples modulo 1: neighbours weigh differently, no two the same, and
+        # none is zero.
+        sums.append((entries * (places * 0.6180339887498949).frac()).sum())
+    # One number, so that an accelerator is waited for once.
+    return float(torch.stack([x.to(sums[0].device) for x in sums]).sum())

@@ -1,11 +1,13 @@
 """The Jacobian of a network's outputs on a data set, and its adjoint, by their products."""
 
+from collections import deque
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputMap
-from laplace_debias.curvature.matrix_free.base import MEMORY_BOUND, NetworkOperator
+from laplace_debias.curvature.matrix_free.base import MEMORY_BOUND, Item, NetworkOperator
 from laplace_debias.curvature.matrix_free.data import Batch, Batches
 from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.operators import Transpose
@@ -67,27 +69,31 @@ class Jacobian(NetworkOperator):
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
         products = vectors.new_empty(len(vectors), self.shape[0])
-        for item in self._items():
-            push = item.linearisation.maps[0]
+
+        def push(item: Item) -> None:
             for chunk in self._chunks(item, len(vectors)):
                 part = vectors[chunk]
                 batched = len(part) > 1
-                (tangent,) = push(self._network.split(part if batched else part[0]), batched)
+                tangents = self._network.split(part if batched else part[0])
+                (tangent,) = item.linearisation.maps[0](tangents, batched)
                 products[chunk, item.rows] = tangent.reshape(len(part), -1)
+
+        deque(self._of_items(push), maxlen=0)
         return products.T
 
     @torch.inference_mode(False)
     def _adjoint_matmat(self, matrix: Float[Tensor, "rows k"]) -> Float[Tensor, "columns k"]:
         vectors = matrix.T.contiguous()
         products = vectors.new_zeros(len(vectors), self.shape[1])
-        for item in self._items():
-            pull = item.linearisation.maps[1]
+
+        def pull(item: Item) -> None:
             outputs = item.linearisation.outputs
             for chunk in self._chunks(item, len(vectors)):
                 part = vectors[chunk, item.rows]
                 batched = len(part) > 1
                 shape = (len(part), *outputs.shape) if batched else outputs.shape
-                products[chunk] += self._network.join(
-                    pull((part.reshape(shape),), batched), batched
-                )
+                gradients = item.linearisation.maps[1]((part.reshape(shape),), batched)
+                products[chunk] += self._network.join(gradients, batched)
+
+        deque(self._of_items(pull), maxlen=0)
         return products.T

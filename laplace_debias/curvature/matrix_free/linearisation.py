@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -151,6 +151,7 @@ class Lineariser:
         return self._programs[kind]
 
 
+@runtime_checkable
 class Linearised(Protocol):
     """Something made of one batch."""
 
@@ -160,6 +161,7 @@ class Linearised(Protocol):
 
 
 Item = TypeVar("Item", bound=Linearised)
+Result = TypeVar("Result")
 
 
 class Kept(Generic[Item]):
@@ -188,20 +190,27 @@ class Kept(Generic[Item]):
         """What is kept, in bytes."""
         return sum(item.num_bytes for item in self._items)
 
-    def __iter__(self) -> Iterator[Item]:
+    def map(self, function: Callable[[Item], Result]) -> Iterator[Result]:
+        """`function` of every item, in order.
+
+        No iterator over the items themselves: while the next one is made, whoever went through
+        them would still hold the last, beyond the memory bound.
+        """
         if len(self._items) == len(self._data.sizes):
-            yield from self._items
+            yield from map(function, self._items)
             return
         for batch in self._data:
-            if batch.index < len(self._items):
-                yield self._items[batch.index]
-                continue
-            item = self._make(batch)
+            yield function(self._item(batch))
+
+    def _item(self, batch: Batch) -> Item:
+        if batch.index < len(self._items):
+            return self._items[batch.index]
+        item = self._make(batch)
+        if not self._full:
+            self._full = self.num_bytes + item.num_bytes > self._memory_bound
             if not self._full:
-                self._full = self.num_bytes + item.num_bytes > self._memory_bound
-                if not self._full:
-                    self._items.append(item)
-            yield item
+                self._items.append(item)
+        return item
 
 
 def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:

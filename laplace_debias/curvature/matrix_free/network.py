@@ -43,18 +43,19 @@ class Network:
         first = model.get_parameter(self.names[0])
         self.dtype, self.device = first.dtype, first.device
         self.dtypes = {p.dtype for p in model.parameters()}
-        self._state = [*model.parameters(), *model.buffers()]
         self.refresh()
 
     def refresh(self) -> None:
         """Copy the model anew."""
-        self._stamp = self._state_now()
+        self._stamp = _stamp(self._state_now())
         twin = shadow(self._model)
-        self.parameters = tuple(twin.get_parameter(name).detach() for name in self.names)
         everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
-        fixed = {name: x for name, x in everything if name not in self.names}
-        self._fixed_names = tuple(fixed)
-        self.fixed = tuple(x.detach() for x in fixed.values())
+        # Copies: what is kept of a linearisation refers to them, and must not change.
+        copies = {name: x.detach().clone() for name, x in everything}
+        self._copies = tuple(copies.values())
+        self.parameters = tuple(copies[name] for name in self.names)
+        self._fixed_names = tuple(name for name in copies if name not in self.names)
+        self.fixed = tuple(copies[name] for name in self._fixed_names)
         self._call = _Call(twin)
         self.is_recurrent = any(isinstance(module, nn.RNNBase) for module in twin.modules())
 
@@ -64,11 +65,17 @@ class Network:
         return (*self.parameters, *self.fixed)
 
     def is_current(self) -> bool:
-        """Whether the model's parameters and buffers are those that were copied."""
-        return self._stamp == self._state_now()
+        """Whether the model's parameters and buffers are those that were copied.
 
-    def _state_now(self) -> list[tuple[int, int]]:
-        return [(x.data_ptr(), x._version) for x in self._state]
+        Their contents are compared: a change through `.data` leaves no other trace.
+        """
+        state = self._state_now()
+        if self._stamp != _stamp(state):
+            return False
+        return all(now.equal(copy) for now, copy in zip(state, self._copies, strict=True))
+
+    def _state_now(self) -> list[Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
 
     def outputs(
         self,
@@ -131,6 +138,10 @@ class Network:
         if batched:
             return torch.cat([x.flatten(1) if x.ndim > 1 else x[:, None] for x in tensors], -1)
         return torch.cat([x.flatten() for x in tensors])
+
+
+def _stamp(state: list[Tensor]) -> list[tuple[int, int]]:
+    return [(x.data_ptr(), x._version) for x in state]
 
 
 def check_outputs(outputs: Tensor) -> None:

@@ -1,5 +1,7 @@
 """Hessian, GGN and Fisher matrices of a network's loss on a data set, by their products."""
 
+from functools import reduce
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -112,12 +114,12 @@ class CurvatureOperator(NetworkOperator):
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
-        total: Tensor | None = None
-        for item in self._items():
+
+        def product(item: Item) -> Tensor:
             chunks = self._chunks(item, len(vectors))
-            product = torch.cat([self._product(item, vectors[chunk]) for chunk in chunks])
-            total = product if total is None else total.add_(product)
-        assert total is not None  # the data is not empty
+            return torch.cat([self._product(item, vectors[chunk]) for chunk in chunks])
+
+        total = reduce(Tensor.add_, self._of_items(product))  # the data is not empty
         return total.mul_(self._scale).T
 
     def _product(self, item: Item, vectors: Float[Tensor, "k columns"]) -> Tensor:

@@ -18,6 +18,8 @@ from laplace_debias.operators.base import (
 from laplace_debias.operators.block_diagonal import BlockDiagonal
 from laplace_debias.operators.compose import Product, Scaled
 from laplace_debias.operators.dense import Dense
+from laplace_debias.operators.diagonal import Diagonal
+from laplace_debias.operators.eigen_kronecker import EigenKronecker
 from laplace_debias.operators.exact.spectrum import (
     blockwise,
     exact_function,
@@ -63,12 +65,26 @@ def exact_solve(
 
 @singledispatch
 def _inverse(operator: LinearOperator) -> LinearOperator | None:
-    return exact_function(operator, _checked_reciprocal)
+    return exact_function(operator, _resolved_reciprocal)
 
 
 @_inverse.register
 def _(operator: Identity) -> LinearOperator | None:
     return operator
+
+
+@_inverse.register
+def _(operator: Diagonal) -> LinearOperator | None:
+    # These eigenvalues are given, not computed: each is as precise as any.
+    return Diagonal(_checked_reciprocal(operator.values))
+
+
+@_inverse.register
+def _(operator: EigenKronecker) -> LinearOperator | None:
+    # Curvature plus a weak prior: as small as the prior, and as precise.
+    added = operator.added
+    is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
+    return operator.apply(_checked_reciprocal if is_damped else _resolved_reciprocal)
 
 
 @_inverse.register
@@ -98,8 +114,11 @@ def _(operator: BlockDiagonal[Any]) -> LinearOperator | None:
 @_inverse.register
 def _(operator: LowRankPlusDiagonal) -> LinearOperator | None:
     U, magnitudes, diagonal = operator.U, operator.magnitudes, operator.diagonal
+    # What is not negative cannot cancel the diagonal.
+    is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
+    reciprocal = _checked_reciprocal if is_positive else _resolved_reciprocal
     if diagonal.ndim == 0:
-        return exact_function(operator, _checked_reciprocal)
+        return exact_function(operator, reciprocal)
     if bool((diagonal == 0).any()):
         # The formula divides by the diagonal, though the operator itself may be invertible.
         return None
@@ -109,7 +128,7 @@ def _(operator: LowRankPlusDiagonal) -> LinearOperator | None:
         root = diagonal.rsqrt()[:, None]
         values, vectors = low_rank_eigh(operator, root)
         return LowRankPlusDiagonal(
-            root * vectors, -values * _checked_reciprocal(1 + values), diagonal.reciprocal()
+            root * vectors, -values * reciprocal(1 + values), diagonal.reciprocal()
         )
     # Woodbury: (D + UMUᵀ)⁻¹ = D⁻¹ − D⁻¹U (I + MUᵀD⁻¹U)⁻¹M UᵀD⁻¹, whose core is symmetric.
     scaled = U / diagonal[:, None]
@@ -199,6 +218,20 @@ def _all_inverses(operators: Sequence[LinearOperator]) -> list[LinearOperator] |
 def _checked_reciprocal(values: Tensor) -> Tensor:
     if bool((values == 0).any()):
         raise ValueError(_singular("an eigenvalue is zero"))
+    return values.reciprocal()
+
+
+def _resolved_reciprocal(values: Tensor) -> Tensor:
+    """The reciprocals of computed eigenvalues, which are known to rounding of the largest one.
+
+    The condition allowed is that of a factorisation, see `_factorised`.
+    """
+    sizes = values.abs()
+    if bool((sizes <= torch.finfo(values.dtype).eps * sizes.amax()).any()):
+        ratio = float(sizes.amin() / sizes.amax())
+        raise ValueError(
+            _singular(f"to {values.dtype}: an eigenvalue is {ratio:.1e} times the largest")
+        )
     return values.reciprocal()
 
 
