@@ -5,8 +5,7 @@ import torch
 from networks import N, batches, build, dense_ggn, inputs
 from torch import nn
 
-from laplace_debias.curvature import GGN
-from laplace_debias.curvature.row_spectrum import ggn_spectrum
+from laplace_debias.curvature import GGN, ggn_spectrum
 
 
 def labels():

@@ -11,8 +11,19 @@ if TYPE_CHECKING:
         Hessian,
         Jacobian,
     )
+    from laplace_debias.curvature.row_spectrum import RowSpectrum, ggn_spectrum
 
-__all__ = ["EKFAC", "GGN", "KFAC", "EmpiricalFisher", "Fisher", "Hessian", "Jacobian"]
+__all__ = [
+    "EKFAC",
+    "GGN",
+    "KFAC",
+    "EmpiricalFisher",
+    "Fisher",
+    "Hessian",
+    "Jacobian",
+    "RowSpectrum",
+    "ggn_spectrum",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from laplace_debias.curvature import kfac_operators
 
         return getattr(kfac_operators, name)
+    if name in ("RowSpectrum", "ggn_spectrum"):
+        from laplace_debias.curvature import row_spectrum
+
+        return getattr(row_spectrum, name)
     if name in __all__:
         from laplace_debias.curvature import matrix_free
 

@@ -88,7 +88,7 @@ def ggn_spectrum(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from laplace_debias.curvature.row_spectrum import ggn_spectrum
+        >>> from laplace_debias.curvature import ggn_spectrum
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
         >>> data = [(torch.randn(20, 2), torch.randint(3, (20,)))]
         >>> spectrum = ggn_spectrum(model, nn.CrossEntropyLoss(), data, k=5)

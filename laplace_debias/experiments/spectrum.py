@@ -13,8 +13,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from rich.console import Console
 from torch import Tensor, nn
 
-from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.curvature.row_spectrum import ggn_spectrum
+from laplace_debias.curvature import GGN, Hessian, ggn_spectrum
 from laplace_debias.experiments.evaluation import device_from
 from laplace_debias.linalg import (
     EigenPairs,
