@@ -16,6 +16,7 @@ from laplace_debias.linalg import (
     relative_progress,
     replay,
 )
+from laplace_debias.operators import Dense
 
 
 def logspace(low, high, n):
@@ -204,6 +205,13 @@ def test_a_product_that_is_not_finite_ends_with_the_last_finite_iterate():
 def test_a_preconditioner_that_is_not_positive_is_named():
     solution = cg(Counted(symmetric(logspace(-1, 0, 5))), randn(5), preconditioner=torch.neg)
     assert solution.status is Status.INDEFINITE_PRECONDITIONER
+
+
+def test_a_preconditioner_that_gives_nan_is_a_breakdown():
+    solution = cg(Dense(torch.eye(3)), torch.ones(3), preconditioner=lambda r: r * torch.nan)
+    assert solution.status == "breakdown"
+    assert "preconditioner" in solution.message
+    assert solution.x.equal(torch.zeros(3))
 
 
 def test_max_iter_and_the_start_are_respected():

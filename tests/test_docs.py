@@ -1,15 +1,13 @@
 """What the documents say runs."""
 
 import doctest
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-import laplace_debias.curvature.kfac_operators
-import laplace_debias.laplace
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,10 +36,17 @@ def test_readme_links_point_to_files():
 
 
 @pytest.mark.parametrize(
-    "module", [laplace_debias.laplace, laplace_debias.curvature.kfac_operators]
+    "module",
+    [
+        "laplace",
+        "curvature.kfac_operators",
+        "linalg.inverse",
+        "linalg.quadrature",
+        "linalg.square_root",
+    ],
 )
 def test_docstring_examples_run(module):
-    result = doctest.testmod(module)
+    result = doctest.testmod(importlib.import_module(f"laplace_debias.{module}"))
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -53,3 +58,7 @@ def test_examples_run(example, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout
+    pictures = re.findall(r"^Picture: (\S+)$", run.stdout, re.MULTILINE)
+    assert pictures or example.stem == "quickstart"
+    for picture in pictures:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")

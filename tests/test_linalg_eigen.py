@@ -94,9 +94,9 @@ def test_a_random_start_of_small_residual_does_not_pass_for_a_verified_one(seed,
     # left: its residual is below the tolerance from the start.
     values = torch.zeros(200_000, dtype=dtype)
     values[:4] = torch.tensor([1.0, 1.0, 1.0, 0.5])
-    result = eigsh(Opaque(values), 3, tol=1e-3, generator=generator(seed))
+    result = eigsh(Opaque(values), 3, tol=1e-2, generator=generator(seed))
     assert result.status == "converged"
-    torch.testing.assert_close(result.values, torch.ones(3, dtype=dtype), rtol=0, atol=1e-3)
+    torch.testing.assert_close(result.values, torch.ones(3, dtype=dtype), rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("power", [1.0, 1.5])
@@ -104,6 +104,7 @@ def test_a_loose_tolerance_keeps_the_order_of_the_eigenvalues(power):
     values = torch.arange(1, 1501, dtype=torch.float64) ** -power
     result = eigsh(Opaque(values), 50, tol=1e-3, generator=generator())
     assert result.status == "converged"
+    assert result.num_matvecs < 150  # without going back and forth between search and check
     # What is beyond the last is found; the last residuals are as large as their eigenvalues.
     torch.testing.assert_close(result.values, values[:50], rtol=0, atol=2e-3)
 

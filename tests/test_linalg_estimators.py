@@ -1,6 +1,7 @@
 """Trace, diagonal and Frobenius norm: unbiased, with honest standard errors."""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -209,6 +210,21 @@ def test_estimators_grown_to_a_tolerance_stay_calibrated(method):
     )
     assert errors.mean().abs() < goals[method] * A.matrix.trace() / 4
     assert 0.88 <= (errors.abs() <= 2 * standard_errors).double().mean() <= 0.995
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "hutch++", "xtrace"])
+@pytest.mark.parametrize("budget", [100, 130, 159, 160])
+def test_the_exact_end_keeps_to_the_greatest_number_of_products(method, budget):
+    A = symmetric(torch.linspace(-1, 1.5, 100))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        estimate = trace(
+            A, method, 60, tol=1e-9, max_matvecs=budget, generator=torch.Generator().manual_seed(0)
+        )
+    assert estimate.num_matvecs == A.columns <= budget
+    assert estimate.converged == (estimate.standard_error == 0)
+    if budget == 160:
+        assert estimate.converged
 
 
 def test_missed_tolerance_is_told():

@@ -1,10 +1,12 @@
 """Bad input: refused before any product, or as soon as a product shows it, with a remedy."""
 
+import numpy as np
 import pytest
 import torch
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import (
+    cg,
     diagonal,
     eigsh,
     frobenius_norm,
@@ -16,6 +18,17 @@ from laplace_debias.linalg import (
     spectral_density,
     spectral_norm,
     trace,
+)
+from laplace_debias.operators import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Identity,
+    LowRankPlusDiagonal,
+    Permutation,
+    Permuted,
+    assume,
 )
 
 B = torch.ones(60, dtype=torch.float64)
@@ -88,6 +101,96 @@ def test_half_precision_is_refused(name):
     with pytest.raises(ValueError, match="bfloat16"):
         FUNCTIONS[name](A)
     assert A.columns == 0
+
+
+STRUCTURES = {
+    "diagonal": Diagonal,
+    "dense": lambda x: assume(Dense(x.diag()), symmetric=True),
+    "eigen-kronecker": lambda x: EigenKronecker(None, None, x.reshape(6, 10)),
+    "blocks": lambda x: BlockDiagonal({"a": Diagonal(x[:20]), "b": Dense(x[20:].diag())}),
+    "scaled": lambda x: Permuted(Diagonal(x)) + 0.5 * Identity(60),
+    "low rank": lambda x: LowRankPlusDiagonal(x[:, None], x[:1] ** 0, 1.0),
+    "number": lambda x: float(x.sum()) * Permutation(torch.arange(60), torch.float64),
+}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", [*sorted(set(FUNCTIONS) - {"neumann"}), "inverse"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_closed_forms_refuse_what_is_not_finite(structure, name, bad):
+    values = 1 + uniform(60)
+    values[7] = bad
+    function = {**FUNCTIONS, "inverse": inverse}[name]
+    with pytest.raises(ValueError, match=r"holds NaN or Inf; expected finite values"):
+        function(STRUCTURES[structure](values))
+
+
+@pytest.mark.parametrize("wrong", [torch.eye(60, dtype=torch.float64), np.eye(60)])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "inverse", "cg", "lsmr"])
+def test_matrices_are_to_be_wrapped(unchecked, name, wrong):
+    function = {
+        **FUNCTIONS,
+        "inverse": inverse,
+        "cg": lambda A: cg(A, B),
+        "lsmr": lambda A: lsmr(A, B),
+    }[name]
+    with pytest.raises(TypeError, match=r"expected a LinearOperator, got (Tensor|ndarray).*Dense"):
+        function(wrong)
+
+
+@pytest.mark.parametrize("solver", [cg, lsmr, neumann])
+def test_right_hand_sides_on_another_device_are_refused(solver):
+    with pytest.raises(ValueError, match="on meta, the operator"):
+        solver(A, B.to("meta"))
+
+
+SPREAD = symmetric(torch.linspace(0.01, 1, 60), is_positive_semidefinite=True)
+RANDOM = {
+    "lanczos": lambda g: eigsh(SPREAD, 2, tol=1e-2, generator=g).vectors,
+    "arpack": lambda g: eigsh(SPREAD, 2, "arpack", tol=1e-2, generator=g).vectors,
+    "power": lambda g: eigsh(SPREAD, 2, "power", tol=1e-1, generator=g).vectors,
+    "spectral_norm": lambda g: spectral_norm(SPREAD, tol=1e-2, generator=g).value,
+    "neumann": lambda g: neumann(SPREAD, B, 5, generator=g).x,
+    "inverse": lambda g: inverse(SPREAD, "neumann", num_terms=5, generator=g) @ B,
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_generator_and_nothing_else_decides(name):
+    one, again, other = (RANDOM[name](generator(seed)) for seed in (0, 0, 1))
+    assert one.equal(again)
+    assert not one.equal(other)
+
+
+SHOWN = {
+    "eigsh": lambda: eigsh(SPREAD, 2, progress=True),
+    "spectral norm": lambda: spectral_norm(SPREAD, progress=True),
+    "Frobenius norm": lambda: frobenius_norm(SPREAD, 20, progress=True),
+    "diagonal": lambda: diagonal(SPREAD, num_matvecs=20, progress=True),
+    "logdet": lambda: logdet(SPREAD, 2, 9, progress=True),
+    "f(A)": lambda: matrix_function_trace(SPREAD, torch.exp, 2, 9, progress=True),
+    "spectral density": lambda: spectral_density(SPREAD, num_steps=9, progress=True),
+    "lsmr": lambda: lsmr(SPREAD, B, progress=True),
+    "products": lambda: neumann(SPREAD, B, 5, scale=1.0, progress=True),
+}
+
+
+@pytest.mark.parametrize("label", SHOWN)
+def test_progress_is_shown_on_request(label, capsys):
+    SHOWN[label]()
+    assert label in capsys.readouterr().err
+
+
+def test_parameters_for_cg_name_the_remedy(unchecked):
+    with pytest.raises(TypeError, match=r"b is a dict.*flatten.*`solve\(A, b\)`"):
+        cg(A, {"weight": B})
+
+
+def test_operators_on_two_devices_are_refused():
+    here, there = Diagonal(B), Diagonal(B).to("meta")
+    for combine in (lambda a, b: a + b, lambda a, b: a @ b, lambda a, b: a - 2 * b):
+        with pytest.raises(ValueError, match=r"cpu.*meta|meta.*cpu"):
+            combine(here, there)
 
 
 A = symmetric(1 + uniform(60))

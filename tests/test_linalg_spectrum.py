@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 from spectra import Matrix, generator, symmetric, uniform
 
-from laplace_debias.linalg import logdet, matrix_function_trace, spectral_density
+from laplace_debias.linalg import logdet, matrix_function_trace, quadrature, spectral_density
 from laplace_debias.operators import Diagonal, Identity
 from laplace_debias.report.spectrum import plot_spectral_density
 
@@ -147,6 +147,14 @@ def test_logdet_is_exact_where_there_are_products_enough_or_a_structure():
     structured = logdet(Diagonal(VALUES) + 0.1 * Identity(SIZE, dtype=torch.float64))
     torch.testing.assert_close(structured.value, (VALUES + 0.1).log().sum())
     assert structured.num_matvecs == 0
+
+
+def test_large_operators_are_not_multiplied_out(monkeypatch):
+    A = symmetric(1 + uniform(60))
+    monkeypatch.setattr(quadrature, "_BASIS_ELEMENTS", 60**2)
+    assert logdet(A, 10, 10).num_matvecs == 60
+    monkeypatch.setattr(quadrature, "_BASIS_ELEMENTS", 60**2 - 1)
+    assert logdet(A, 10, 10).num_matvecs == 100
 
 
 def test_logdet_of_an_indefinite_operator_is_refused():

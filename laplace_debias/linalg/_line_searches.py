@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_debias.linalg.products import check_operator
 from laplace_debias.linalg.solution import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
 
@@ -255,6 +256,7 @@ class _History(Sequence[Tensor]):
 
 
 def _check(A: LinearOperator, b: Tensor, x0: Tensor | None, tol: float) -> None:
+    check_operator(A)
     rows, columns = A.shape
     if rows != columns:
         raise ValueError(
@@ -266,6 +268,12 @@ def _check(A: LinearOperator, b: Tensor, x0: Tensor | None, tol: float) -> None:
     for name, tensor in (("b", b), ("x0", x0)):
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}; expected a tensor. Join named parameters by "
+                "`A.layout.flatten(...)` and part `Solution.x` by `A.layout.unflatten(...)`, or "
+                "use `solve(A, b)`, which takes them."
+            )
         if tensor.ndim not in (1, 2) or len(tensor) != rows:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, the operator {A.shape}: expected "

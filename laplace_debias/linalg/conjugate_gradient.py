@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.linalg._line_searches import LineSearches, kept
+from laplace_debias.linalg.products import check_operator
 from laplace_debias.linalg.solution import DebiasedSolution, Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
 
@@ -69,12 +70,14 @@ def cg(
         The solution, its status and its history.
 
     Raises:
+        TypeError: If A is no operator, or b or x0 no tensor.
         ValueError: Before any product, if shapes, dtypes or devices do not fit, b or x0 hold NaN
             or Inf, or an option is none.
 
     Reference:
         Hestenes and Stiefel (1952), Methods of conjugate gradients for solving linear systems.
     """
+    check_operator(A)
     max_iter = _max_iter(max_iter, A)
     run = LineSearches(A, b, x0, tol, kept(keep))
     directions = _ConjugateDirections(preconditioner, reorthogonalize)
@@ -298,6 +301,7 @@ class _ConjugateDirections:
             residual = residual - earlier * torch.linalg.vecdot(dual, residual, dim=0)
         preconditioned = self._precondition(residual)
         rho = torch.linalg.vecdot(residual, preconditioned, dim=0)
+        run.end(~rho.isfinite(), Status.BREAKDOWN)
         run.end(run.running & ~(rho > 0), Status.INDEFINITE_PRECONDITIONER)
         direction = preconditioned
         if self._last is not None:

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from laplace_debias.linalg.estimate import Estimate, check_budget, mean_of, refine
 from laplace_debias.linalg.probes import DISTRIBUTIONS, draw
-from laplace_debias.linalg.products import Products, check_choice, check_generator, check_square
+from laplace_debias.linalg.products import (
+    Products,
+    check_choice,
+    check_finite,
+    check_generator,
+    check_square,
+)
 from laplace_debias.linalg.sketch import LeftOutPairs, RangeSketch
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_diagonal
@@ -72,6 +78,7 @@ def diagonal(
     check_choice(distribution, DISTRIBUTIONS, "distribution")
     greatest = check_budget(num_matvecs, *_LEAST[method], tol, max_matvecs)
     check_generator(generator, A)
+    check_finite(A)
     closed_form = exact_diagonal(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)

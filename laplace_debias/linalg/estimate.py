@@ -100,7 +100,7 @@ def refine(
         num_matvecs: The number of products, with `tol` the first at which to look.
         tol: Where to stop: ‖standard error‖ ≤ `tol` · ‖value‖. Stopping there favours standard
             errors that happen to be too small, noticeably so after fewer than some sixty products.
-        max_matvecs: The greatest number of products.
+        max_matvecs: The greatest number of products, those of the exact result included.
 
     Returns:
         The estimate; where the tolerance was missed, with `converged` false and a warning.
@@ -125,7 +125,7 @@ def refine(
         # Hutchinson's rate tells how many it takes; twice as many at most before the next look.
         needed = total * min(2.0, max(1.25, float((error / goal) ** 2)))
         total = min(max_matvecs, math.ceil(needed) + 1)
-        if total >= size:
+        if total >= size and estimate.num_matvecs + size <= max_matvecs:
             return exact()
         estimate = advance(total)
     return estimate

@@ -9,15 +9,23 @@ import torch
 from torch import Tensor
 
 from laplace_debias.linalg.conjugate_gradient import cg
+from laplace_debias.linalg.linear_solution import check_right_side
 from laplace_debias.linalg.lsmr import lsmr
 from laplace_debias.linalg.neumann import default_scale, neumann
-from laplace_debias.linalg.products import check_choice, check_generator, check_square
-from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.exact import exact_inverse
+from laplace_debias.linalg.products import (
+    check_choice,
+    check_finite,
+    check_generator,
+    check_operator,
+    check_square,
+)
+from laplace_debias.operators.base import LinearOperator, Parameters
+from laplace_debias.operators.exact import exact_inverse, exact_solve
+from laplace_debias.operators.layout import ParameterLayout
 
 _SOLVERS: dict[str, Callable[..., Any]] = {"cg": cg, "lsmr": lsmr, "neumann": neumann}
 _OPTIONS = {
-    "auto": ("tol", "max_iter"),
+    "auto": ("tol", "max_iter", "preconditioner"),
     "exact": (),
     "cg": ("tol", "max_iter", "preconditioner"),
     "lsmr": ("tol", "max_iter", "damping"),
@@ -53,7 +61,7 @@ def inverse(
         tol: For the solvers: where to stop, see there; default 1e-6, for Neumann none.
         max_iter: For CG and LSMR: iterations.
         preconditioner: For CG and Neumann: an approximate inverse of A, symmetric positive
-            definite for CG.
+            definite for CG. A closed form has no need of it.
         damping: For LSMR: μ of $\|Ax - b\|^2 + \mu^2\|x\|^2$.
         num_terms: For Neumann: terms; default 100.
         scale: For Neumann: α; by default computed once, here.
@@ -68,6 +76,7 @@ def inverse(
     Warns:
         RuntimeWarning: Upon a product, if its solve did not converge; with the remedy.
     """
+    check_operator(A)
     check_choice(method, _OPTIONS, "method")
     given = {
         "tol": tol,
@@ -90,6 +99,7 @@ def inverse(
     if method != "lsmr" and not (method == "auto" and A.shape[0] != A.shape[1]):
         check_square(A, "inverse")
     if method in ("auto", "exact") and A.shape[0] == A.shape[1]:
+        check_finite(A)
         closed_form = exact_inverse(A)
         if closed_form is not None:
             return closed_form
@@ -100,9 +110,83 @@ def inverse(
             )
     if method == "auto":
         method = "cg" if A.is_positive_semidefinite else "lsmr"
+        if method == "lsmr" and preconditioner is not None:
+            raise ValueError(
+                f"{type(A).__name__} does not claim to be positive semi-definite, so that "
+                "method='auto' is 'lsmr', which takes no `preconditioner`: leave it out, or if A "
+                "is positive definite say method='cg'."
+            )
     if method == "neumann" and scale is None:
         options["scale"], _ = default_scale(A, preconditioner, generator)
     return Inverse(A, method, options)
+
+
+def solve(
+    A: LinearOperator,
+    b: Tensor | Parameters,
+    method: str = "auto",
+    *,
+    tol: float | None = None,
+    max_iter: int | None = None,
+    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+    damping: float | None = None,
+    num_terms: int | None = None,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    r"""The solution x of $A x = b$, as `inverse(A, ...) @ b`.
+
+    In closed form for structured operators, by a factorisation in place of an inverse where that is
+    more precise. For how an iterative solver went, call it: `cg`, `lsmr` and `neumann` return their
+    status and residuals; here a solve that did not converge warns.
+
+    Args:
+        A: Operator `[rows, columns]`; square but for LSMR.
+        b: Right-hand sides, `[rows]` or `[rows, k]`; or named parameters, if A has a layout.
+        method: As for `inverse`, and so are the other arguments.
+        tol: See `inverse`.
+        max_iter: See `inverse`.
+        preconditioner: See `inverse`.
+        damping: See `inverse`.
+        num_terms: See `inverse`.
+        scale: See `inverse`.
+        generator: See `inverse`.
+
+    Returns:
+        x, `[columns]` or `[columns, k]`; or named parameters, as b.
+
+    Raises:
+        TypeError: A is no operator, or b neither tensor nor parameters.
+        ValueError: As `inverse`; A is singular in closed form; or b does not fit, or is not finite.
+
+    Warns:
+        RuntimeWarning: The solve did not converge; with the remedy.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.linalg import solve
+        >>> from laplace_debias.operators import Diagonal
+        >>> solve(Diagonal(torch.tensor([2.0, 4.0])), torch.ones(2))
+        tensor([0.5000, 0.2500])
+    """
+    check_operator(A)
+    options = {
+        "tol": tol,
+        "max_iter": max_iter,
+        "preconditioner": preconditioner,
+        "damping": damping,
+        "num_terms": num_terms,
+        "scale": scale,
+        "generator": generator,
+    }
+    if isinstance(b, Tensor):
+        check_right_side(A.shape, b, torch.empty(0, dtype=A.dtype, device=A.device), "b")
+        if method == "auto" and A.shape[0] == A.shape[1]:
+            check_finite(A)
+            solution = exact_solve(A, b)
+            if solution is not None:
+                return solution
+    return inverse(A, method, **options) @ b  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +217,11 @@ class Inverse(LinearOperator):
     def device(self) -> torch.device:
         """That of the operator."""
         return self.operator.device
+
+    @property
+    def layout(self) -> ParameterLayout | None:
+        """How named parameters lie in the operator's rows, if they do."""
+        return self.operator.T.layout
 
     @property
     def is_symmetric(self) -> bool:

@@ -126,6 +126,11 @@ class KrylovBasis:
             self._coupling[:, row] = outside
             self._keep_residual(residual, row)
 
+    def add(self, direction: Float[Tensor, " n"]) -> None:
+        """Makes a unit vector pending, the first one of an empty basis."""
+        assert self.size + len(self._pending) == 0, "it would have to be orthogonal to the others"
+        self._add_pending(direction)
+
     def add_random(self) -> bool:
         """Adds a random pending direction, if the basis leaves room for one."""
         n = self._vectors.shape[1]

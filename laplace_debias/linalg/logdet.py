@@ -3,7 +3,7 @@
 import torch
 
 from laplace_debias.linalg.estimate import Estimate
-from laplace_debias.linalg.products import check_square
+from laplace_debias.linalg.products import check_finite, check_square
 from laplace_debias.linalg.quadrature import integrate, lanczos_quadrature
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_logdet
@@ -20,9 +20,9 @@ def logdet(
     r"""The log-determinant of a symmetric positive definite operator, $\mathrm{tr} \log A$.
 
     Exact for a structured operator (no products) and where `num_probes * num_steps` is at least n
-    (n products); else by stochastic Lanczos quadrature, whose standard error contains an estimate
-    of the quadrature's bias. That bias is upward, and falls as $e^{-4 m / \sqrt\kappa}$ with the
-    steps m and the condition number κ: damping helps.
+    (n products) and n at most 16,384; else by stochastic Lanczos quadrature, whose standard error
+    contains an estimate of the quadrature's bias. That bias is upward, and falls as
+    $e^{-4 m / \sqrt\kappa}$ with the steps m and the condition number κ: damping helps.
 
     Args:
         A: Symmetric positive definite operator `[n, n]`. Asymmetry is noticed.
@@ -43,6 +43,7 @@ def logdet(
         2017.
     """
     n = check_square(A, "log-determinant")
+    check_finite(A)
     closed_form = exact_logdet(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)

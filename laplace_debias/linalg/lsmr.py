@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.linalg.linear_solution import LinearSolution, check_right_side
-from laplace_debias.linalg.products import Products, check_at_least
+from laplace_debias.linalg.products import Products, check_at_least, check_operator
 from laplace_debias.operators.base import LinearOperator
 
 _STATUS = {
@@ -72,6 +72,7 @@ def lsmr(
     from scipy.sparse.linalg import LinearOperator as SciPyOperator
     from scipy.sparse.linalg import lsmr as scipy_lsmr
 
+    check_operator(A)
     like = torch.empty(0, dtype=A.dtype, device=A.device)
     check_right_side(A.shape, b, like, "b")
     if x0 is not None:

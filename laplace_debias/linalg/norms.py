@@ -13,7 +13,9 @@ from laplace_debias.linalg.products import (
     Products,
     check_at_least,
     check_choice,
+    check_finite,
     check_generator,
+    check_operator,
 )
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_frobenius_norm, exact_spectral_norm
@@ -59,9 +61,11 @@ def frobenius_norm(
     Warns:
         RuntimeWarning: `tol` was missed; the result's `converged` is then false.
     """
+    check_operator(A)
     check_choice(distribution, DISTRIBUTIONS, "distribution")
     greatest = check_budget(num_matvecs, 1, "one for a probe", tol, max_matvecs)
     check_generator(generator, A)
+    check_finite(A)
     closed_form = exact_frobenius_norm(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)
@@ -126,10 +130,12 @@ def spectral_norm(
     Warns:
         RuntimeWarning: `tol` was missed; the result's `converged` is then false.
     """
+    check_operator(A)
     if not tol > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
     check_at_least(max_matvecs, 2, "max_matvecs", "one product with A and one with its adjoint")
     check_generator(generator, A)
+    check_finite(A)
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)

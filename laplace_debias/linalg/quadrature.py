@@ -14,6 +14,7 @@ from laplace_debias.linalg.products import (
     asymmetry_error,
     asymmetry_tolerance,
     check_at_least,
+    check_finite,
     check_generator,
     check_square,
 )
@@ -21,7 +22,7 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact.spectrum import eigenvalues
 
 _BASIS_ELEMENTS = 2**28
-"""Entries of all Lanczos vectors that are held at once: 1 GiB in float32."""
+"""Entries of all Lanczos vectors, or of a whole matrix, held at once: 1 GiB in float32."""
 
 _FEWER_STEPS = 0.5
 """Steps of the shorter rule, relative to the full one: where errors fall as the inverse of the
@@ -76,7 +77,7 @@ def lanczos_quadrature(
 
     Returns:
         Nodes and weights; all eigenvalues where they have a closed form (no products) or where
-        `num_probes * num_steps` is at least n (n products).
+        `num_probes * num_steps` is at least n (n products) and n at most 16,384.
 
     Raises:
         ValueError: The operator is not square or not symmetric, a product not finite, a number too
@@ -90,12 +91,15 @@ def lanczos_quadrature(
     check_at_least(num_probes, 1, "num_probes")
     check_at_least(num_steps, 2, "num_steps", "one node says nothing of the spread")
     check_generator(generator, A)
+    check_finite(A)
     known = eigenvalues(A)
     if known is not None:
         return _of_eigenvalues(known, 0)
-    total = min(n, num_probes * num_steps)
+    total = num_probes * num_steps
+    if total >= n and n**2 <= _BASIS_ELEMENTS:
+        total = n
     with Products(A, progress=progress, total=total, label=label) as products:
-        if num_probes * num_steps >= n:
+        if total == n and n**2 <= _BASIS_ELEMENTS:
             matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
             scale = float(matrix.norm(dim=0).max())
             _check_symmetric(A, matrix - matrix.T, scale)
@@ -137,7 +141,7 @@ def matrix_function_trace(
 
     Returns:
         The trace, a scalar tensor. Exact where the eigenvalues have a closed form (no products) or
-        `num_probes * num_steps` is at least n (n products).
+        `num_probes * num_steps` is at least n (n products) and n at most 16,384.
 
     Raises:
         ValueError: See `lanczos_quadrature`; or f is not finite on the spectrum.

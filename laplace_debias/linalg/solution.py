@@ -46,8 +46,9 @@ _REMEDIES = {
         "pass a symmetric positive definite approximation of the operator's inverse."
     ),
     Status.BREAKDOWN: (
-        "A product holds NaN or Inf: look for them in the operator's data and parameters, or "
-        "compute in float64. `x` is the last finite iterate."
+        "A product, or what the preconditioner made of a residual, holds NaN or Inf: look for them "
+        "in the operator's data and parameters and in the preconditioner, or compute in float64. "
+        "`x` is the last finite iterate."
     ),
     Status.STOPPED: "Stopped by your rule, or because the run beside it came to its end.",
     Status.EXHAUSTED: (

@@ -91,7 +91,8 @@ def spectral_density(
 
     Returns:
         Grid and density, their errors, and the nodes and weights. From all eigenvalues where they
-        have a closed form (no products) or `num_probes * num_steps` is at least n (n products).
+        have a closed form (no products) or `num_probes * num_steps` is at least n (n products) and
+        n at most 16,384.
 
     Raises:
         ValueError: The operator is not square or not symmetric, a product not finite, a name
