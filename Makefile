@@ -49,7 +49,13 @@ ifdef LAPLACE_DEBIAS_DATA
 ifdef LAPLACE_DEBIAS_CHECKPOINT
 	$(foreach config,$(ON_CHECKPOINT),$(call experiment,$(config),$(SOURCE) \
 	--checkpoint=$(LAPLACE_DEBIAS_CHECKPOINT)))
+else
+	@echo "Skipped, set LAPLACE_DEBIAS_CHECKPOINT to run them: $(call stem,$(ON_CHECKPOINT))"
 endif
+else
+	@echo "Skipped, set LAPLACE_DEBIAS_DATA to run them: $(call stem,$(ON_CIFAR))"
+	@echo "Skipped, set LAPLACE_DEBIAS_DATA and LAPLACE_DEBIAS_CHECKPOINT to run them:" \
+	  "$(call stem,$(ON_CHECKPOINT))"
 endif
 
 test: .venv/.installed
