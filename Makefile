@@ -33,6 +33,7 @@ ON_DIGITS := $(filter-out $(ON_CHECKPOINT) $(ON_CIFAR),$(CONFIGS))
 HAS_CIFAR := $(LAPLACE_DEBIAS_DATA)
 HAS_CHECKPOINT := $(and $(LAPLACE_DEBIAS_DATA),$(LAPLACE_DEBIAS_CHECKPOINT))
 CHOSEN := $(ON_DIGITS) $(if $(HAS_CIFAR),$(ON_CIFAR)) $(if $(HAS_CHECKPOINT),$(ON_CHECKPOINT))
+stems = $(basename $(notdir $1))
 targets = $(patsubst configs/experiments/%.yaml,experiment-%,$1)
 # Configs are called after their experiment, but for these.
 NAME_directional_curvature_digits := directional_curvature
@@ -43,9 +44,9 @@ NAME_laplace_vit_cifar10 := laplace
 .PHONY: $(call targets,$(CONFIGS))
 experiments: $(call targets,$(CHOSEN))
 	@echo "Made: $(patsubst experiment-%,%,$^)"
-	@$(if $(HAS_CIFAR),,echo "Left out, for want of LAPLACE_DEBIAS_DATA: $(notdir $(ON_CIFAR))")
-	@$(if $(HAS_CHECKPOINT),,echo "Left out, for want of it or of LAPLACE_DEBIAS_CHECKPOINT: \
-	$(notdir $(ON_CHECKPOINT))")
+	@$(if $(HAS_CIFAR),,echo "Skipped, set LAPLACE_DEBIAS_DATA to run them: $(call stems,$(ON_CIFAR))")
+	@$(if $(HAS_CHECKPOINT),,echo "Skipped, set $(if $(HAS_CIFAR),,LAPLACE_DEBIAS_DATA and )\
+	LAPLACE_DEBIAS_CHECKPOINT to run them: $(call stems,$(ON_CHECKPOINT))")
 
 $(call targets,$(ON_CIFAR) $(ON_CHECKPOINT)): SOURCE = --data=$(LAPLACE_DEBIAS_DATA) \
   $(addprefix --cache=,$(LAPLACE_DEBIAS_CACHE))

@@ -3,6 +3,7 @@
 import csv
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +22,7 @@ from laplace_debias.experiments.cuts import (
 )
 from laplace_debias.experiments.directional_curvature import (
     DirectionalCurvatureSettings,
+    WideResNetSettings,
     bias_figure,
     run_directional_curvature,
 )
@@ -35,7 +37,7 @@ from laplace_debias.experiments.overlaps import OverlapsSettings, run_overlaps, 
 from laplace_debias.experiments.setup import Trained
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.laplace import Laplace
-from laplace_debias.problems import get_problem, log_epochs
+from laplace_debias.problems import conv_net, get_problem, log_epochs, save_checkpoint
 from laplace_debias.quadratic import Cut
 from laplace_debias.weight_decay import decay_mask
 
@@ -271,6 +273,74 @@ def test_directional_curvature_of_every_kind(tmp_path, curvature, directions, si
             assert max(slopes) < 0
     assert len(read(tmp_path / "out" / "results.csv")) == len(rows)
 
+    # The first direction on the mini-batch itself, and on the next, in double precision.
+    size = sizes[-1]
+    problem = get_problem("allcnn-digits")
+    model, parts = problem.model().double().eval(), tmp_path / "out" / "parts"
+    model.load_state_dict(load_file(parts / "network.safetensors"))
+    train = problem.data().train
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    v = load_file(parts / f"{size}-directions-0.safetensors")["vectors"][:, 0].double()
+    for batch in (0, 1):
+        x, y = train.batch(order[batch * size : (batch + 1) * size])
+        expected = bend(model, x.double(), y, v, curvature)
+        (row,) = [
+            row
+            for row in rows
+            if (row["batch_size"], row["index"], row["batch"]) == (size, 1, batch)
+        ]
+        assert row["curvature"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_first_slope_on_a_wide_resnet_is_that_of_its_regularised_loss(tmp_path):
+    """Eq. 19: along −g/‖g‖ the slope is −‖g‖, of the loss that is trained on (Eq. 1)."""
+    problem = get_problem("wrn101-digits")
+    torch.manual_seed(0)
+    model = problem.model()
+    save_checkpoint(model, tmp_path / "network.safetensors")
+    settings = WideResNetSettings(
+        **TINY
+        | {"problem": "wrn101-digits", "recipe": RecipeChanges(weight_decay=DECAY)}
+        | {"full_examples": 8, "num_directions": 1, "batch_sizes": (4,), "directions": "cg"},
+        checkpoint=tmp_path / "network.safetensors",
+        output=tmp_path / "out",
+    )
+    rows = run_directional_curvature(settings, name="wide_resnet")
+    (own,) = [row for row in rows if row["measured_on"] == SAME]
+    train = problem.data().train
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    x, y = train.batch(order[:4])
+    model = model.double().eval()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    loss = nn.functional.cross_entropy(model(x.double()), y)
+    loss = loss + DECAY / 2 * sum(p.square().sum() for p in weights)
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])])
+    assert own["slope"] == pytest.approx(-float(gradient.norm()), rel=1e-4)
+    assert (tmp_path / "out" / "wide_resnet_4.png").is_file()
+
+
+def bend(model: nn.Module, x: torch.Tensor, y: torch.Tensor, v: torch.Tensor, curvature: str):
+    """dᵀHd of the mean cross-entropy along d = v / ‖v‖, by forward mode over the parameters."""
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    parts = (v / v.norm()).split([p.numel() for p in named.values()])
+    tangent = {n: d.view_as(p) for (n, p), d in zip(named.items(), parts, strict=True)}
+
+    def outputs(values):
+        return functional_call(model, values, (x,))
+
+    if curvature == "ggn":
+        logits, change = torch.func.jvp(outputs, (named,), (tangent,))
+        p = logits.softmax(1)
+        return float(((p * change**2).sum(1) - (p * change).sum(1) ** 2).mean())
+
+    def slope(values):
+        def loss(at):
+            return nn.functional.cross_entropy(outputs(at), y)
+
+        return torch.func.jvp(loss, (values,), (tangent,))[1]
+
+    return float(torch.func.jvp(slope, (named,), (tangent,))[1])
+
 
 @pytest.mark.parametrize("draws", [(1.0, -1.0), (-1.0, 1.0), (1.0, 2.0)])
 def test_a_negative_curvature_is_seen_in_every_panel(draws):
@@ -366,6 +436,23 @@ def test_kfac_against_batch_size(tmp_path):
         ]
         assert own == sorted(own, reverse=True)
 
+    # The largest eigenvalue of G ⊗ A over the layers, from an independent K-FAC.
+    problem = get_problem("allcnn-digits")
+    model = problem.model().double().eval()
+    model.load_state_dict(load_file(tmp_path / "out" / "parts" / "network.safetensors"))
+    train = problem.data().train
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    x, _ = train.batch(order[:5])
+    largest = 0.0
+    for layer in oracle.weighted_layers(model):
+        factors = oracle.kfac_factors(model, x.double(), "classification", layer)
+        values = [oracle.eigen(factors[name])[0][0] for name in "GA"]
+        largest = max(largest, float(values[0] * values[1]))
+    (row,) = [
+        row for row in rows if (row["batch_size"], row["measured_on"], row["index"]) == (5, SAME, 1)
+    ]
+    assert row["curvature"] == pytest.approx(largest, rel=1e-3)
+
 
 def test_over_training_is_the_same_from_checkpoints_of_before(tmp_path):
     base = TINY | {"batch_size": 20, "draws": 1, "num_checkpoints": 2}
@@ -399,6 +486,22 @@ def test_model_size_counts_the_parameters_of_each_network(tmp_path):
     # Convolutions of 9 weights and a bias, then a linear layer from 2 × 2 positions.
     counts = [(9 + 1) * 2 + (2 * 4 + 1) * 10, (9 + 1) * 3 + (27 + 1) * 3 + (3 * 4 + 1) * 10]
     assert [row["parameters"] for row in rows[::2]] == counts
+
+    # The smaller network's top curvature on the mini-batch over that on all, by dense matrices.
+    problem = get_problem("convnet-digits")
+    model = conv_net(0, 2, 10, in_channels=1, image_size=8).double().eval()
+    model.load_state_dict(load_file(tmp_path / "out" / "parts" / "network-0-2.safetensors"))
+    train = problem.data().train
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    names = [name for name, _ in model.named_parameters()]
+    own, full = (
+        oracle.ggn(model, train.batch(order[:n])[0].double(), "classification", names)
+        for n in (20, 40)
+    )
+    top = oracle.eigen(own)[1][:, 0]
+    (row,) = [row for row in rows[:2] if row["quantity"] == "curvature"]
+    expected = float((top @ own @ top) / (top @ full @ top))
+    assert row["top_same_over_full"] == pytest.approx(expected, rel=1e-2)
     assert (tmp_path / "out" / "model_size.png").is_file()
 
 

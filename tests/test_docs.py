@@ -2,7 +2,9 @@
 
 import doctest
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,25 +32,50 @@ def test_the_tour_of_linear_algebra_runs(tmp_path, monkeypatch):
 
 
 def test_readme_links_point_to_files():
-    for text in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    texts = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    assert ROOT / "docs" / "experiments" / "bias.md" in texts
+    for text in texts:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", text.read_text()):
             assert (text.parent / target).exists(), f"{text.name} links to {target}"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "laplace",
-        "curvature.kfac_operators",
-        "linalg.inverse",
-        "linalg.quadrature",
-        "linalg.square_root",
-    ],
-)
+MODULES_WITH_EXAMPLES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "laplace_debias").rglob("*.py"))
+    if ">>>" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)
 def test_docstring_examples_run(module):
-    result = doctest.testmod(importlib.import_module(f"laplace_debias.{module}"))
+    result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("given", [(), ("DATA",), ("DATA", "CHECKPOINT")])
+def test_make_tells_which_experiments_it_skips_and_why(given):
+    names = {name: f"LAPLACE_DEBIAS_{name}" for name in ("DATA", "CHECKPOINT")}
+    variables = {key: value for key, value in os.environ.items() if key not in names.values()}
+    variables |= {names[name]: "somewhere" for name in given}
+    run = subprocess.run(
+        ["make", "-n", "experiments"],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = run.stdout.replace("\\\n", " ").splitlines()
+    skipped = " ".join(line for line in lines if "Skipped" in line)
+    started = " ".join(line for line in lines if "Skipped" not in line)
+    for config in (ROOT / "configs" / "experiments").glob("*.yaml"):
+        is_run = f"--config configs/experiments/{config.name}" in started
+        is_told = re.search(rf"[ \"]{config.stem}[ \"]", skipped) is not None
+        assert is_run != is_told, config.stem
+    for name, variable in names.items():
+        assert (variable in skipped) == (name not in given)
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
