@@ -179,6 +179,8 @@ def _smoothed(grid: Tensor, places: Tensor, weights: Tensor, width: float) -> Te
     densities = []
     for centres, masses in zip(places, weights, strict=True):
         total = torch.zeros_like(grid)
+        counts = masses != 0  # of an exact rule on the logarithmic scale most may be zeros
+        centres, masses = centres[counts], masses[counts]
         # In parts: an exact rule has as many nodes as the operator columns.
         for some, of_them in zip(centres.split(4096), masses.split(4096), strict=True):
             total = total + torch.exp(-0.5 * ((grid[:, None] - some) / width) ** 2) @ of_them
