@@ -10,21 +10,18 @@ from torch import Tensor, nn
 from laplace_debias.curvature.blocks import Block, curvature_blocks, parameter_order
 from laplace_debias.curvature.inputs import Inputs, take
 from laplace_debias.curvature.kfac.directions import eigh
-from laplace_debias.curvature.kfac.fit import Problem, sweep
-from laplace_debias.curvature.kfac.layers import Uses
-from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
+from laplace_debias.curvature.kfac.fit import Problem
 from laplace_debias.curvature.kfac.stream import HookStream
 from laplace_debias.curvature.kfac_operators import LossCotangents, LossData
 from laplace_debias.curvature.losses import LossFunction
 from laplace_debias.curvature.matrix_free.data import Batches
 from laplace_debias.curvature.matrix_free.network import Network
+from laplace_debias.curvature.rows import sweep_parts
 from laplace_debias.curvature.selection import ParameterSelection
 
 MAX_ROWS = 10_000
 """Rows whose products are decomposed at most: 800 MB in double precision, and minutes."""
 
-# Rows of a part of the data, [b, K, D], or of one block's part of them, [b, K, d].
-Part = Float[Tensor, "examples columns parameters"]
 Pair = tuple[Inputs, Tensor]
 
 
@@ -163,7 +160,7 @@ class _Rows:
         def add_up(parts: list[Tensor]) -> None:
             found.append(sum((part.double().sum(2) for part in parts), torch.zeros(())))
 
-        self._sweep(batches, lambda J: J.square().sum(2, keepdim=True), add_up)
+        sweep_parts(self._problem, batches, lambda J: J.square().sum(2, keepdim=True), add_up)
         if len({len(part[0]) for part in found}) > 1:
             raise ValueError(
                 f"memory_bound={self._memory_bound} is too small for the rows of one example, or "
@@ -248,33 +245,4 @@ class _Rows:
             consume(first, some)
             first += len(some)
 
-        self._sweep(chosen, lambda J: J, hand_over)
-
-    def _sweep(
-        self,
-        batches: Batches,
-        of_block: Callable[[Part], Part],
-        consume: Callable[[list[Tensor]], object],
-    ) -> None:
-        """One pass: some examples' rows of all blocks, in the blocks' order."""
-        blocks = self._problem.blocks
-        parts: dict[Block, Tensor] = {}
-
-        def measure(layer: nn.Module, block: Block, uses: Uses) -> Part:
-            found = []
-            for _, J, columns in rotated_jacobians(layer, block, uses, None, None):
-                if columns is not None:
-                    J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
-                found.append(of_block(J.flatten(2)))
-            return torch.cat(found)
-
-        def collect(block: Block, part: Tensor) -> None:
-            parts[block] = part
-            if len(parts) == len(blocks):
-                whole = [parts[b] for b in blocks]
-                parts.clear()
-                consume(whole)
-
-        sweep(
-            self._problem, batches, measure, collect, extra_bytes=self._size * self.dtype.itemsize
-        )
+        sweep_parts(self._problem, chosen, lambda J: J, hand_over)

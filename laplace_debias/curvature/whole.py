@@ -4,18 +4,14 @@ Directions are the eigenvectors of the whole matrix, magnitudes the curvature al
 or on other data: the two-batch idea as for a block, without the Kronecker structure.
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.kfac.crossfit import split_folds
 from laplace_debias.curvature.kfac.directions import eigh
-from laplace_debias.curvature.kfac.fit import Batches, Fitted, Problem, Seen, sweep, together
-from laplace_debias.curvature.kfac.layers import Uses
-from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
+from laplace_debias.curvature.kfac.fit import Batches, Fitted, Problem, Seen, together
+from laplace_debias.curvature.rows import Rows, sweep_rows
 from laplace_debias.linalg import eigsh
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -28,8 +24,6 @@ from laplace_debias.operators import (
 WHOLE = "parameters"
 # Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
 _KEPT_ROWS = 2**30
-
-Rows = Float[Tensor, "rows parameters"]
 
 
 def fit_full(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
@@ -124,38 +118,6 @@ def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: in
     else:
         block = LowRankPlusDiagonal(U.to(problem.dtype), along.to(problem.dtype), 0.0)
     return Fitted(BlockDiagonal({WHOLE: block}), seen)
-
-
-def sweep_rows(
-    problem: Problem, batches: Batches, consume: Callable[[Rows], object], first: int = 0
-) -> Seen:
-    """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
-
-    Args:
-        problem: The network and its blocks.
-        batches: `(x, y)` pairs on the model's device.
-        consume: Takes some rows, in `factor_dtype`.
-        first: As `sweep` takes it.
-    """
-    parts: dict[Block, Tensor] = {}
-
-    def measure(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "batch columns d"]:
-        jacobians = []
-        for _, J, columns in rotated_jacobians(layer, block, uses, None, None):
-            if columns is not None:
-                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
-            jacobians.append(J.flatten(2))
-        return torch.cat(jacobians)
-
-    def collect(block: Block, jacobian: Tensor) -> None:
-        parts[block] = jacobian
-        if len(parts) == len(problem.blocks):
-            rows = torch.cat([parts[b] for b in problem.blocks], dim=2).flatten(0, 1)
-            parts.clear()
-            consume(rows.to(problem.factor_dtype))
-
-    row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
-    return sweep(problem, batches, measure, collect, first=first, extra_bytes=row_bytes)
 
 
 def _measured(
