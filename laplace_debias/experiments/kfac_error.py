@@ -23,7 +23,7 @@ from laplace_debias.experiments.setup import Batch, ExperimentSettings, Trained,
 from laplace_debias.experiments.storage import Rows, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import EigenKronecker
-from laplace_debias.report.style import FONT_SIZE, style_axes
+from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
 from laplace_debias.report.tables import print_table
 
 # A fit of one mini-batch: its curvature, and how it uses the batch.
@@ -283,20 +283,19 @@ def _summary(rows: Rows) -> Rows:
 
 
 def kfac_error_figure(summary: Rows) -> Figure:
-    """The relative error of every block, a line for each fit."""
+    """The relative error of every block: a colour for the data's use, a line style for EKFAC."""
     blocks = list(dict.fromkeys(row["block"] for row in summary))
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
-    for fit in dict.fromkeys(row["fit"] for row in summary):
+    for fit, (curvature, mode) in _FITS.items():
         values = [float(row["relative_error"]) for row in summary if row["fit"] == fit]
-        style = {"K": "-", "E": "--"}["E" if "EKFAC" in str(fit) else "K"]
-        axes.plot(range(len(blocks)), values, style, marker="o", markersize=3, label=fit)
+        colour = OKABE_ITO[{"mini": "orange", "debiased": "blue", "crossfit": "green"}[mode]]
+        style = {"kfac": "--", "ekfac": "-"}[curvature]
+        axes.plot(range(len(blocks)), values, style, color=colour, marker="o", ms=3, label=fit)
     axes.set_xticks(range(len(blocks)), blocks, rotation=45, ha="right")
-    axes.set_ylabel("relative error of the block")
-    axes.set_yscale("log")
-    axes.legend(fontsize=FONT_SIZE - 1, frameon=False, ncols=3, loc="upper center")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * 2)
+    axes.set_ylabel("Relative error of the block ↓")
+    axes.set_ylim(bottom=0)
+    figure.legend(fontsize=FONT_SIZE - 1, frameon=False, ncols=3, loc="outside upper center")
     style_axes(axes)
     return figure
 
