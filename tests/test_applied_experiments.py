@@ -18,6 +18,7 @@ from laplace_debias.experiments import laplace as lap
 from laplace_debias.experiments import laplace_tables as tables
 from laplace_debias.experiments import runtime
 from laplace_debias.experiments.judge import METRICS, Judge
+from laplace_debias.experiments.laplace import chosen_parameters
 from laplace_debias.experiments.registry import experiments
 from laplace_debias.experiments.setup import ExperimentSettings, Trained
 from laplace_debias.experiments.training import RecipeChanges
@@ -30,6 +31,7 @@ from laplace_debias.problems import (
     random_corruption,
     save_checkpoint,
     train,
+    vit_little,
 )
 from laplace_debias.problems.problem import ProblemData
 from laplace_debias.report.costs import costs_figure
@@ -687,3 +689,15 @@ def test_costs_that_are_not_known_have_no_panel():
     assert [bar.get_width() for bar in ax.patches] == [1.5, 1.5]
     with pytest.raises(ValueError, match="at least one cost"):
         costs_figure(rows, ("peak",))
+
+
+def test_weights_of_a_network_with_tokens_are_those_of_its_layers():
+    model = vit_little(10, image_size=16, patch_size=4, depth=1, embed_dim=12, num_heads=3).eval()
+    names = chosen_parameters(model, "weights")
+    assert "blocks.0.attn.qkv.weight" in names
+    assert not {"pos_embed", "reg_token"} & set(names)
+    assert not any(name.endswith("bias") for name in names)
+    x, y = torch.randn(4, 3, 16, 16), torch.arange(4)
+    la = Laplace(model, params=names, fisher="mc").fit_batches([(x, y)])
+    assert la.predict(x).probs.shape == (4, 10)
+    assert chosen_parameters(model, "all") == "all"

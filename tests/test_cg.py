@@ -426,6 +426,13 @@ def test_a_zero_direction_is_no_step_and_no_product():
     assert_close(solution.x, replay(directions[:, ::2], Counted(A), b).x)
 
 
+def test_overlaps_of_long_directions_in_single_precision():
+    """Sums of a million products, which single precision alone gets wrong in the third digit."""
+    U, _ = torch.linalg.qr(torch.randn(1_500_000, 2))
+    U = U + 0.0  # [D, 2], orthonormal to rounding
+    torch.testing.assert_close(overlaps(U, U, tol=1e-4), torch.eye(2), rtol=0, atol=1e-4)
+
+
 def test_overlaps_are_squared_inner_products():
     U = torch.linalg.qr(randn(6, 6)).Q
     V = torch.linalg.qr(randn(6, 6, seed=1)).Q

@@ -15,9 +15,11 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from laplace_debias.curvature.blocks import is_supported
+from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.experiments.judge import Chunks
 from laplace_debias.experiments.laplace_tables import (
     CROSSFIT,
@@ -54,7 +56,8 @@ class LaplaceSettings(ExperimentSettings):
         folds: Folds of the cross-fitted posterior; 0 for none.
         prior_precisions: The grid of δ, ascending.
         curvature: The posteriors' structure.
-        params: Which parameters are Bayesian.
+        params: Which parameters are Bayesian; `weights` are those of layers that have curvature,
+            not what else a network may hold (class tokens, position embeddings).
         fisher: How the mini-batches' curvature is found.
         full_fisher: How the full-batch curvature is found.
         full_examples: Training examples, chosen at random, that stand for all; all if None.
@@ -245,7 +248,10 @@ def fit_all(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> dict
 
     def laplace(fisher: str) -> Laplace:
         return Laplace(
-            trained.model, curvature=settings.curvature, params=settings.params, fisher=fisher
+            trained.model,
+            curvature=settings.curvature,
+            params=chosen_parameters(trained.model, settings.params),
+            fisher=fisher,
         )
 
     half = settings.batch_size // 2
@@ -304,6 +310,19 @@ def _predict_all(
                 for method, _, draw in (label.rpartition("/") for label in parts[0])
             }
     return collected
+
+
+def chosen_parameters(model: nn.Module, params: str) -> ParameterSelection:
+    """The settings' choice; for `weights` the names of those that belong to a supported layer."""
+    if params != "weights":
+        return params
+    return [
+        f"{path}.{name}" if path else name
+        for path, layer in model.named_modules()
+        if is_supported(layer)
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.requires_grad and not name.endswith("bias")
+    ]
 
 
 LAPLACE = Experiment(

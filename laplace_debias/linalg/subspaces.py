@@ -4,6 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+_PART = 2**16
+"""Entries of each direction that are multiplied at a time."""
+
 
 def overlaps(
     U: Float[Tensor, "dim k"], V: Float[Tensor, "dim m"], tol: float = 1e-3
@@ -33,11 +36,20 @@ def overlaps(
             "expected [D, k] and [D, m]."
         )
     for name, basis in (("U", U), ("V", V)):
-        identity = torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)
-        error = float((basis.T @ basis - identity).abs().max()) if basis.numel() else 0.0
+        products = _products(basis, basis)
+        identity = torch.eye(basis.shape[1], dtype=products.dtype, device=basis.device)
+        error = float((products - identity).abs().max()) if basis.numel() else 0.0
         if not error <= tol:
             raise ValueError(
                 f"The columns of {name} are not orthonormal (off by {error:.1e}): use "
                 "`torch.linalg.qr(...).Q`, or `eigh`'s vectors."
             )
-    return (U.T @ V).square()
+    return _products(U, V).square().to(U.dtype)
+
+
+def _products(U: Float[Tensor, "dim k"], V: Float[Tensor, "dim m"]) -> Float[Tensor, "k m"]:
+    # In double precision, part by part: over a million entries single precision is off by 1e-3.
+    total = torch.zeros(U.shape[1], V.shape[1], dtype=torch.float64, device=U.device)
+    for of_U, of_V in zip(U.split(_PART), V.split(_PART), strict=True):
+        total += of_U.double().T @ of_V.double()
+    return total
