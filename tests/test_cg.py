@@ -427,10 +427,12 @@ def test_a_zero_direction_is_no_step_and_no_product():
 
 
 def test_overlaps_of_long_directions_in_single_precision():
-    """Sums of a million products, which single precision alone gets wrong in the third digit."""
-    U, _ = torch.linalg.qr(torch.randn(1_500_000, 2))
-    U = U + 0.0  # [D, 2], orthonormal to rounding
-    torch.testing.assert_close(overlaps(U, U, tol=1e-4), torch.eye(2), rtol=0, atol=1e-4)
+    """One great entry and a million small ones, whose squares single precision adds up wrong."""
+    n = 1_500_000
+    u = torch.full((n, 1), (0.5 / (n - 1)) ** 0.5)
+    u[0] = 0.5**0.5
+    assert abs(float(u.T @ u) - 1) > 1e-2
+    torch.testing.assert_close(overlaps(u, u), torch.ones(1, 1), rtol=0, atol=1e-6)
 
 
 def test_overlaps_are_squared_inner_products():
