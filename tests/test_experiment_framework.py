@@ -322,7 +322,7 @@ def test_other_data_is_refused_before_the_training_that_is_followed(tmp_path, mo
         ("kfac_error", {"num_batches": 100}, "num_batches=100 of 128"),
         ("laplace", {"test_examples": 10_000}, "test_examples is 10000"),
         ("conjugate_gradients", {"batch_size": 5000}, "batch_size is 5000"),
-        ("runtime", {"full_examples": 10_000}, "full_examples 10000"),
+        ("runtime", {"full_examples": 10_000}, "full_examples is 10000"),
         ("hessian_free", {"batch_size": 5000}, "batch_size is 5000"),
         ("debiasing", {"full_examples": 5000}, "takes"),
         ("model_size", {"full_examples": 4096, "models": ((0, 1),)}, "full_examples is 4096"),

@@ -87,18 +87,6 @@ class ConjugateGradientsSettings(ExperimentSettings):
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0")
 
-    def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
-        for name, there in (
-            ("batch_size", num_train),
-            ("full_examples", num_train),
-            ("train_examples", num_train),
-            ("test_examples", num_test),
-        ):
-            wanted = getattr(self, name)
-            if wanted is not None and wanted > there:
-                raise ValueError(f"{name} is {wanted}; there are {there} examples")
-
 
 @dataclass(frozen=True)
 class Run:

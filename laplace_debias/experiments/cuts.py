@@ -63,13 +63,6 @@ class BiasSettings(ExperimentSettings):
         """β, the one given or that of the training."""
         return trained.weight_decay if self.weight_decay is None else self.weight_decay
 
-    def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
-        if self.full_examples > num_train:
-            raise ValueError(
-                f"full_examples is {self.full_examples}; there are {num_train} training images"
-            )
-
     def num_batches(self, batch_size: int) -> int:
         """How many batches the full set is cut into.
 

@@ -93,13 +93,6 @@ class HessianFreeSettings(ExperimentSettings):
                 "this experiment's own"
             )
 
-    def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
-        if self.batch_size > num_train:
-            raise ValueError(
-                f"batch_size is {self.batch_size}; there are {num_train} training examples"
-            )
-
 
 def run_hessian_free(settings: HessianFreeSettings, console: Console | None = None) -> list[Row]:
     """Train; write `results.csv`, `ends.csv` and the pictures.

@@ -62,13 +62,6 @@ class KFACBatchSizeSettings(ExperimentSettings):
                     f"a divisor that gives at least {needed} batches (draws and others)"
                 )
 
-    def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
-        if self.full_examples > num_train:
-            raise ValueError(
-                f"full_examples is {self.full_examples}; there are {num_train} training images"
-            )
-
 
 def run_kfac_batch_size(settings: KFACBatchSizeSettings, console: Console | None = None) -> Rows:
     """Measure K-FAC along one mini-batch's eigenvectors on it, on others and on the full set.

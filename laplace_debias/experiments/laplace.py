@@ -111,18 +111,6 @@ class LaplaceSettings(ExperimentSettings):
         if not set(self.severities) <= {1, 2, 3, 4, 5}:
             raise ValueError(f"severities is {self.severities}; expected numbers in 1 … 5")
 
-    def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
-        for name, there in (
-            ("batch_size", num_train),
-            ("full_examples", num_train),
-            ("train_examples", num_train),
-            ("test_examples", num_test),
-        ):
-            wanted = getattr(self, name)
-            if wanted is not None and wanted > there:
-                raise ValueError(f"{name} is {wanted}; there are {there} images")
-
 
 def run_laplace(settings: LaplaceSettings, console: Console | None = None) -> list[Row]:
     """Fit, predict and measure; write `results.csv`, `distances.csv` and the pictures.

@@ -79,14 +79,6 @@ class RuntimeSettings(ExperimentSettings):
         if self.full_examples < 0:
             raise ValueError(f"full_examples is {self.full_examples}; expected at least 0")
 
-    def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse to ask for more images than there are; see `ExperimentSettings`."""
-        if max(self.batch_size, self.full_examples) > num_train:
-            raise ValueError(
-                f"batch_size {self.batch_size} and full_examples {self.full_examples} ask for more "
-                f"than the {num_train} training examples"
-            )
-
 
 def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> list[Row]:
     """Time every fit and measure its memory; write `results.csv`, `summary.csv` and the picture.

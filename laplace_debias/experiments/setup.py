@@ -71,13 +71,21 @@ class ExperimentSettings:
     def check_counts(self, num_train: int, num_test: int) -> None:
         """Refuse to ask for more images than there are, before any work.
 
+        Settings that ask for more than the numbers common to experiments say it themselves.
+
         Args:
             num_train: How many training images there are.
             num_test: How many test images.
 
         Raises:
-            ValueError: If there are too few; never for these settings, which ask for none.
+            ValueError: If there are too few.
         """
+        training = dict.fromkeys(("batch_size", "full_examples", "train_examples"), num_train)
+        for name, there in {**training, "test_examples": num_test}.items():
+            wanted = getattr(self, name, None)
+            if wanted is not None and wanted > there:
+                kind = "test" if name == "test_examples" else "training"
+                raise ValueError(f"{name} is {wanted}; there are {there} {kind} images: lower it")
 
     @property
     def source(self) -> DataSource:
