@@ -22,6 +22,7 @@ from laplace_debias.linalg.products import (
 from laplace_debias.operators.base import LinearOperator, Parameters
 from laplace_debias.operators.exact import exact_inverse, exact_solve
 from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.wrapper import Wrapper
 
 _SOLVERS: dict[str, Callable[..., Any]] = {"cg": cg, "lsmr": lsmr, "neumann": neumann}
 _OPTIONS = {
@@ -190,7 +191,7 @@ def solve(
 
 
 @dataclass(frozen=True, eq=False)
-class Inverse(LinearOperator):
+class Inverse(Wrapper):
     """An inverse whose products are solves; made by `inverse`.
 
     Args:
@@ -199,7 +200,6 @@ class Inverse(LinearOperator):
         options: Of the solver.
     """
 
-    operator: LinearOperator
     method: str
     options: dict[str, Any]
 
@@ -209,29 +209,9 @@ class Inverse(LinearOperator):
         return self.operator.shape[1], self.operator.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
-
-    @property
     def layout(self) -> ParameterLayout | None:
         """How named parameters lie in the operator's rows, if they do."""
         return self.operator.T.layout
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether the operator claims to be."""
-        return self.operator.is_symmetric
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """Whether the operator claims to be."""
-        return self.operator.is_positive_semidefinite
 
     @property
     def T(self) -> "Inverse":  # noqa: N802

@@ -11,7 +11,7 @@ from laplace_debias.linalg.krylov import KrylovBasis
 from laplace_debias.linalg.products import Products, check_at_least, check_finite, check_square
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_sqrt
-from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.wrapper import Wrapper
 
 _EARLIER = 0.8
 """Steps of the earlier approximation, relative to all: where errors fall as the inverse of the
@@ -68,7 +68,7 @@ def sqrt(A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None) -
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SquareRoot(LinearOperator):
+class SquareRoot(Wrapper):
     """A root whose products are Lanczos runs; made by `sqrt`.
 
     Args:
@@ -77,24 +77,8 @@ class SquareRoot(LinearOperator):
         max_iter: Lanczos steps a column.
     """
 
-    operator: LinearOperator
     tol: float
     max_iter: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the operator."""
-        return self.operator.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
 
     @property
     def is_symmetric(self) -> bool:
@@ -105,11 +89,6 @@ class SquareRoot(LinearOperator):
     def is_positive_semidefinite(self) -> bool:
         """True."""
         return True
-
-    @property
-    def layout(self) -> ParameterLayout | None:
-        """That of the operator."""
-        return self.operator.layout
 
     @property
     def T(self) -> "SquareRoot":  # noqa: N802

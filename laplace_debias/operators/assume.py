@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.wrapper import Wrapper
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Assumed(LinearOperator):
+class Assumed(Wrapper):
     """A symmetric operator whose structure does not show it; made by `assume`.
 
     Args:
@@ -18,23 +17,7 @@ class Assumed(LinearOperator):
         positive_semidefinite: Whether it has no negative eigenvalue either.
     """
 
-    operator: LinearOperator
     positive_semidefinite: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the operator."""
-        return self.operator.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
 
     @property
     def is_symmetric(self) -> bool:
@@ -45,11 +28,6 @@ class Assumed(LinearOperator):
     def is_positive_semidefinite(self) -> bool:
         """Whether it is assumed."""
         return self.positive_semidefinite
-
-    @property
-    def layout(self) -> ParameterLayout | None:
-        """That of the operator."""
-        return self.operator.layout
 
     @property
     def T(self) -> "Assumed":  # noqa: N802

@@ -21,6 +21,7 @@ from laplace_debias.operators.base import (
 )
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.parts import same
+from laplace_debias.operators.wrapper import Wrapper
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,7 +86,7 @@ class Sum(LinearOperator):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Scaled(LinearOperator):
+class Scaled(Wrapper):
     """A multiple of an operator.
 
     Args:
@@ -93,38 +94,12 @@ class Scaled(LinearOperator):
         scalar: A number, or a 0-d tensor, through which gradients flow.
     """
 
-    operator: LinearOperator
     scalar: float | Float[Tensor, ""]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the operator."""
-        return self.operator.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
-
-    @property
-    def is_symmetric(self) -> bool:
-        """That of the operator."""
-        return self.operator.is_symmetric
 
     @property
     def is_positive_semidefinite(self) -> bool:
         """That of the operator, unless the number is negative."""
         return bool(self.scalar >= 0) and self.operator.is_positive_semidefinite
-
-    @property
-    def layout(self) -> ParameterLayout | None:
-        """That of the operator."""
-        return self.operator.layout
 
     @property
     def T(self) -> "Scaled":  # noqa: N802
@@ -190,7 +165,7 @@ class Product(LinearOperator):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Transpose(LinearOperator):
+class Transpose(Wrapper):
     """The adjoint of an operator that has no class for it.
 
     Args:
@@ -199,7 +174,6 @@ class Transpose(LinearOperator):
         layout: How named parameters lie in the operator's rows, if they do.
     """
 
-    operator: LinearOperator
     # One operator has one adjoint, whichever function computes it.
     product: Callable[[Tensor], Tensor] = field(compare=False)
     layout: ParameterLayout | None = None
@@ -208,26 +182,6 @@ class Transpose(LinearOperator):
     def shape(self) -> tuple[int, int]:
         """The operator's, the other way round."""
         return self.operator.shape[1], self.operator.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
-
-    @property
-    def is_symmetric(self) -> bool:
-        """That of the operator."""
-        return self.operator.is_symmetric
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """That of the operator."""
-        return self.operator.is_positive_semidefinite
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802

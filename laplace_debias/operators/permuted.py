@@ -16,10 +16,11 @@ from laplace_debias.operators.base import (
 )
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.parts import same
+from laplace_debias.operators.wrapper import Wrapper
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Permuted(LinearOperator):
+class Permuted(Wrapper):
     r"""A square operator whose rows and columns lie in another order, $P^\top A P$.
 
     With P = `Permutation(order)`. Unlike the product of the three it keeps the structure of A in
@@ -36,7 +37,6 @@ class Permuted(LinearOperator):
             another size.
     """
 
-    operator: LinearOperator
     order: Int[Tensor, " n"] | None = None
     layout: ParameterLayout | None = None
 
@@ -52,31 +52,6 @@ class Permuted(LinearOperator):
             raise ValueError(f"`order` must hold every number from 0 to {n - 1} once.")
         if self.layout is not None and self.layout.size != n:
             raise ValueError(f"A layout of {self.layout.size} parameters does not fit {n} rows.")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the operator."""
-        return self.operator.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether the operator is."""
-        return self.operator.is_symmetric
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is."""
-        return self.operator.is_positive_semidefinite
 
     @property
     def T(self) -> "Permuted":  # noqa: N802

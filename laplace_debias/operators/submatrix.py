@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator, submatrix
+from laplace_debias.operators.wrapper import Wrapper
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SubMatrix(LinearOperator):
+class SubMatrix(Wrapper):
     """Rows and columns of an operator; a product costs one of the whole.
 
     Args:
@@ -19,7 +19,6 @@ class SubMatrix(LinearOperator):
         columns: Indices of columns.
     """
 
-    operator: LinearOperator
     rows: Int[Tensor, " rows"]
     columns: Int[Tensor, " columns"]
 
@@ -27,16 +26,6 @@ class SubMatrix(LinearOperator):
     def shape(self) -> tuple[int, int]:
         """The numbers of indices."""
         return len(self.rows), len(self.columns)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
 
     @property
     def is_symmetric(self) -> bool:
@@ -47,6 +36,10 @@ class SubMatrix(LinearOperator):
     def is_positive_semidefinite(self) -> bool:
         """True if the operator is, and rows and columns are the same."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
+
+    @property
+    def layout(self) -> None:
+        """None: parameters lie in it in parts, if at all."""
 
     @property
     def T(self) -> "SubMatrix":  # noqa: N802

@@ -1,0 +1,51 @@
+"""Operators that are made of one other."""
+
+from dataclasses import dataclass
+
+import torch
+
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.layout import ParameterLayout
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Wrapper(LinearOperator):
+    """An operator made of one other: like it in all that a subclass does not say otherwise.
+
+    A subclass gives `_matmat` and `T`.
+
+    Args:
+        operator: The other.
+    """
+
+    operator: LinearOperator
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the operator."""
+        return self.operator.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the operator."""
+        return self.operator.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of the operator."""
+        return self.operator.device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the operator is."""
+        return self.operator.is_symmetric
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether the operator is."""
+        return self.operator.is_positive_semidefinite
+
+    @property
+    def layout(self) -> ParameterLayout | None:
+        """That of the operator."""
+        return self.operator.layout
