@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian, Jacobian
+from laplace_debias.curvature.matrix_free import linearisation
 from laplace_debias.curvature.matrix_free.base import NetworkOperator
 
 # Independence of how products are computed.
@@ -128,6 +129,19 @@ def test_batches_that_are_not_kept_are_linearised_one_at_a_time(operator, name, 
     J.T @ torch.ones(J.shape[0], dtype=torch.float64)
     assert len(most) == 3 * len(data)
     assert max(most) == 0
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_an_exhausted_memory_is_not_taken_for_a_model_that_cannot_be_recorded(
+    operator, monkeypatch
+):
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(linearisation, "trace", exhausted)
+    A = operator(build("mlp"), nn.CrossEntropyLoss(), batches(inputs(3), LABELS, 2))
+    with pytest.raises(torch.OutOfMemoryError):
+        A @ torch.ones(A.shape[0], dtype=torch.float64)
 
 
 def test_sequences_of_several_lengths():

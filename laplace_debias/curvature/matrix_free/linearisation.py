@@ -140,6 +140,9 @@ class Lineariser:
                     # Of torch's parts about each other.
                     warnings.simplefilter("ignore", FutureWarning)
                     self._programs[kind] = trace(function, points, vectors())
+        except torch.OutOfMemoryError:
+            # It says nothing of the model, which would be taken for one that cannot be recorded.
+            raise
         # Whatever recording raises (control flow that looks at values, operations without a forward
         # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
         # more, and raise what is the model's own fault.
