@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,12 +13,10 @@ from torch.distributions import Distribution
 from laplace_debias import predictive, serialization, tuning
 from laplace_debias.batches import Batches, OnDevice, size_of, with_progress
 from laplace_debias.curvature.blocks import Sharing, curvature_blocks, parameter_order
-from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
+from laplace_debias.curvature.columns import Fisher
 from laplace_debias.curvature.inputs import Inputs, move
 from laplace_debias.curvature.kfac.backends import choose_backend
-from laplace_debias.curvature.kfac.crossfit import fit_crossfit
-from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
-from laplace_debias.curvature.kfac.shrinkage import fit_shrunk
+from laplace_debias.curvature.kfac.fit import Fitted, Problem
 from laplace_debias.curvature.likelihood import Likelihood, likelihood_from
 from laplace_debias.curvature.selection import (
     ParameterSelection,
@@ -26,25 +24,17 @@ from laplace_debias.curvature.selection import (
     select_parameters,
 )
 from laplace_debias.curvature.shadow import check_deterministic, check_finite
-from laplace_debias.curvature.whole import (
-    WHOLE,
-    fit_crossfit_whole,
-    fit_full,
-    fit_low_rank,
-)
+from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.evaluation import evaluate_predictions
+from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 
 PriorPrecision = float | Tensor
 
-CURVATURES = (*FITS, "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit", "shrinkage")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
-_FOLDS = 8
-_RANK = 20
-_MEMORY_BOUND = 2**27
 
 
 class Laplace:
@@ -118,25 +108,17 @@ class Laplace:
         joint: bool = False,
         sharing: Sharing = "expand",
         rank: int | None = None,
-        memory_bound: int = _MEMORY_BOUND,
+        memory_bound: int = MEMORY_BOUND,
     ) -> None:
-        if curvature not in CURVATURES:
-            raise ValueError(
-                f"Unknown curvature={curvature!r}: use one of {', '.join(CURVATURES)}."
-            )
-        if rank is not None and (curvature != "lowrank" or rank < 1):
-            raise ValueError(
-                f"rank={rank} with curvature={curvature!r}: give a positive rank, and to "
-                '"lowrank" alone.'
-            )
-        if factor_dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
-            )
-        if memory_bound < 1:
-            raise ValueError(
-                f"memory_bound must be a positive number of bytes, got {memory_bound}."
-            )
+        self._settings = FitSettings(
+            curvature,
+            Fisher(fisher, mc_samples),
+            factor_dtype,
+            joint,
+            sharing,
+            rank,
+            memory_bound,
+        )
         check_deterministic(model)
         check_finite(model)
         self.model = model
@@ -145,14 +127,7 @@ class Laplace:
         check_parameters(model, self.param_names)
         self._blocks = curvature_blocks(model, self.param_names, joint, sharing)
         self._order = parameter_order(model, self.param_names, self._blocks)
-        self._curvature = curvature
-        self._joint = joint
-        self._sharing = sharing
         self._backend = choose_backend(model, backend)
-        self._fisher = Fisher(fisher, mc_samples)
-        self._factor_dtype = factor_dtype
-        self._memory_bound = memory_bound
-        self._rank = _RANK if rank is None else rank
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._posterior: GaussianPosterior | None = None
         self._nll: float = float("nan")
@@ -193,11 +168,12 @@ class Laplace:
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
-        self._check_shrinkage(mode == "shrinkage", None, None)
+        # Of the other modes the batches are held, and may come from anything.
+        seen = train_loader if mode == "full" else []
+        self._settings.check(Examples(seen, shrinkage=mode == "shrinkage"))
         if num_data is None:
             num_data = size_of(train_loader)
         if mode == "full":
-            self._check_rereadable(train_loader)
             data = with_progress(train_loader, progress, "fit")
             return self.fit_batches(data, num_data=num_data, generator=generator)
         if num_data is None:
@@ -216,7 +192,7 @@ class Laplace:
             batches[:1],
             batches[1:] or None,
             num_data=num_data,
-            folds=_FOLDS if mode == "crossfit" else None,
+            folds=FOLDS if mode == "crossfit" else None,
             shrinkage=mode == "shrinkage",
             generator=generator,
         )
@@ -255,81 +231,18 @@ class Laplace:
         """
         if num_data is not None and num_data < 1:
             raise ValueError(f"num_data must be at least 1, got {num_data}.")
-        if folds is not None and magnitudes is not None:
-            raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
-        self._check_shrinkage(shrinkage, magnitudes, folds)
-        if magnitudes is None and folds is None:
-            self._check_rereadable(directions)
+        examples = Examples(directions, magnitudes, folds, shrinkage)
+        self._settings.check(examples)
         check_deterministic(self.model)
         check_finite(self.model)
         with torch.inference_mode(False):
-            fitted = self._fitted(directions, magnitudes, folds, shrinkage, generator)
+            fitted = self._settings.fit(self._problem(generator), examples, self._on_device)
         self._set_posterior(fitted, num_data)
         return self
 
-    def _fitted(
-        self,
-        directions: Batches,
-        magnitudes: Batches | None,
-        folds: int | None,
-        shrinkage: bool,
-        generator: torch.Generator | None,
-    ) -> Fitted:
-        problem, data = self._problem(generator), self._on_device(directions)
-        if shrinkage:
-            return fit_shrunk(problem, data, _FOLDS)
-        rank = self._rank if self._curvature == "lowrank" else None
-        if folds is not None:
-            if self._is_whole:
-                return fit_crossfit_whole(problem, data, folds, rank)
-            return fit_crossfit(problem, data, folds, self._curvature)
-        measured = None if magnitudes is None else self._on_device(magnitudes)
-        if rank is not None:
-            return fit_low_rank(problem, data, measured, rank)
-        fit = fit_full if self._is_whole else FITS[self._curvature]
-        return fit(problem, data, measured)
-
-    def _check_shrinkage(
-        self, shrinkage: bool, magnitudes: Batches | None, folds: int | None
-    ) -> None:
-        if not shrinkage:
-            return
-        if self._curvature != "kfac":
-            raise ValueError(
-                "Shrinkage is of the eigenvalues of Kronecker factors, which "
-                f"curvature={self._curvature!r} does not have for magnitudes: use "
-                'curvature="kfac", or cross-fit (mode="crossfit", folds=8).'
-            )
-        if magnitudes is not None or folds is not None:
-            raise ValueError(
-                "Shrinkage takes its magnitudes from the directions' own eigenvalues: pass neither "
-                "magnitudes nor folds."
-            )
-
-    @property
-    def _is_whole(self) -> bool:
-        return self._curvature in ("lowrank", "full")
-
-    def _check_rereadable(self, batches: Batches) -> None:
-        if self._curvature in ("ekfac", "lowrank") and isinstance(batches, Iterator):
-            raise TypeError(
-                f"curvature={self._curvature!r} goes through the data twice, but this iterator can "
-                "be read only once: pass a DataLoader or a list of batches."
-            )
-
     def _problem(self, generator: torch.Generator | None) -> Problem:
-        fisher = self._fisher
-        if fisher.kind == "mc":
-            device = "cpu" if generator is None else generator.device
-            seed = torch.randint(2**62, (), generator=generator, device=device)
-            fisher = Fisher(fisher.kind, fisher.mc_samples, int(seed))
-        return Problem(
-            self.model,
-            LikelihoodCotangents(self.likelihood, fisher),
-            self._blocks,
-            self._backend,
-            self._factor_dtype,
-            self._memory_bound,
+        return self._settings.problem(
+            self.model, self.likelihood, self._blocks, self._backend, generator
         )
 
     def _set_posterior(self, fitted: Fitted, num_data: int | None) -> None:
@@ -386,7 +299,7 @@ class Laplace:
     @property
     def block_names(self) -> list[str]:
         """Names of the curvature blocks, in the order that per-block prior precisions take."""
-        return [WHOLE] if self._is_whole else [block.name for block in self._blocks]
+        return [WHOLE] if self._settings.is_whole else [block.name for block in self._blocks]
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
@@ -653,14 +566,15 @@ class Laplace:
             RuntimeError: Before a fit.
             ValueError: If the likelihood is an instance of a user's class.
         """
+        sharing = self._settings.sharing
         serialization.save(
             Path(path),
             self._checked_posterior(),
             serialization.Header(
                 likelihood=serialization.likelihood_to_json(self.likelihood),
-                curvature=self._curvature,
-                joint=self._joint,
-                sharing=self._sharing if isinstance(self._sharing, str) else dict(self._sharing),
+                curvature=self._settings.curvature,
+                joint=self._settings.joint,
+                sharing=sharing if isinstance(sharing, str) else dict(sharing),
                 param_names=self.param_names,
                 block_names=self.block_names,
                 num_data=self.num_data,
@@ -668,22 +582,6 @@ class Laplace:
                 rank=serialization.rank_of(self.posterior),
             ),
         )
-
-    def _saved(self, rank: int | None) -> list[serialization.SavedBlock]:
-        if self._is_whole:
-            size = sum(block.size for block in self._blocks)
-            return [serialization.whole_block(WHOLE, size, rank)]
-        if self._curvature == "diag":
-            return [
-                serialization.kronecker_block(block.name, block.shape, ("U_G", "U_A"))
-                for block in self._blocks
-            ]
-        return [
-            serialization.kronecker_block(
-                block.name, block.shape, ("U_A",) if block.role == "table" else ()
-            )
-            for block in self._blocks
-        ]
 
     @classmethod
     def load(
@@ -695,7 +593,7 @@ class Laplace:
         fisher: str = "exact",
         factor_dtype: torch.dtype = torch.float64,
         mc_samples: int = 1,
-        memory_bound: int = _MEMORY_BOUND,
+        memory_bound: int = MEMORY_BOUND,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
@@ -738,7 +636,7 @@ class Laplace:
             header,
             tensors,
             la._flat_parameters(),
-            la._saved(header.rank),
+            serialization.expected_blocks(la._blocks, header.curvature, header.rank),
             la._order_on_device(),
         )
         la._prior_precision = la._posterior.prior_precision
@@ -785,7 +683,9 @@ def _shared_moments(
 ) -> tuple[Tensor, Tensor]:
     first = posteriors[0]
     if any(
-        (la.model, la._blocks, la._is_whole) != (first.model, first._blocks, first._is_whole)
+        la.model is not first.model
+        or la._blocks != first._blocks
+        or la._settings.is_whole != first._settings.is_whole
         for la in posteriors
     ):
         raise ValueError(
@@ -807,5 +707,5 @@ def _shared_moments(
             checked,
             x,
             torch.stack(grids).to(checked[0].mean),
-            Wanted(diagonal, outputs, first._memory_bound),
+            Wanted(diagonal, outputs, first._settings.memory_bound),
         )

@@ -11,7 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -83,6 +85,24 @@ def whole_block(name: str, size: int, rank: int | None) -> SavedBlock:
     if rank is None:
         return kronecker_block(name, (size, 1), ("U_A",))
     return SavedBlock(name, {"U": (size, rank), "magnitudes": (rank,)})
+
+
+def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -> list[SavedBlock]:
+    """What a file of a curvature holds.
+
+    Args:
+        blocks: The blocks of the Bayesian parameters.
+        curvature: The curvature's name.
+        rank: Of a low-rank one.
+    """
+    if curvature in ("lowrank", "full"):
+        return [whole_block(WHOLE, sum(block.size for block in blocks), rank)]
+    if curvature == "diag":
+        return [kronecker_block(block.name, block.shape, ("U_G", "U_A")) for block in blocks]
+    return [
+        kronecker_block(block.name, block.shape, ("U_A",) if block.role == "table" else ())
+        for block in blocks
+    ]
 
 
 def rank_of(posterior: GaussianPosterior) -> int | None:

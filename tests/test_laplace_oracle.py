@@ -1,6 +1,7 @@
 """`Laplace` against the dense float64 oracle: every step of the method, for every small network."""
 
 import re
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -279,8 +280,9 @@ def test_results_do_not_depend_on_the_memory_bound(name, curvature):
     tight, wide = (case.la for case in cases)
     x = cases[0].x
     for diagonal in (False, True):
-        tight._memory_bound = 1
-        tight._memory_bound = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
+        tight._settings = replace(tight._settings, memory_bound=1)
+        needed = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
+        tight._settings = replace(tight._settings, memory_bound=needed)
         close(tight.functional(x, diagonal)[1], wide.functional(x, diagonal)[1], 1e-10)
 
 
