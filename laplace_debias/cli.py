@@ -1,4 +1,4 @@
-"""The command line: `laplace-debias demo | evaluate | spectrum | train | experiment`."""
+"""The command line: `laplace-debias demo | train | fit | tune | evaluate | spectrum | ...`."""
 
 import argparse
 import dataclasses
@@ -123,6 +123,12 @@ def _experiments() -> dict[str, Command]:
 def _commands() -> dict[str, Command]:
     from laplace_debias.experiments.demo import DemoSettings, run_demo
     from laplace_debias.experiments.evaluation import EvaluationSettings, run_evaluation
+    from laplace_debias.experiments.posterior_file import (
+        FittingSettings,
+        TuningSettings,
+        run_fit,
+        run_tune,
+    )
     from laplace_debias.experiments.spectrum import SpectrumSettings, run_spectrum
     from laplace_debias.experiments.training import TrainingSettings, run_training
 
@@ -136,6 +142,16 @@ def _commands() -> dict[str, Command]:
             EvaluationSettings,
             run_evaluation,
             "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
+        ),
+        "fit": (
+            FittingSettings,
+            run_fit,
+            "Fit the posterior of a trained network and save it.",
+        ),
+        "tune": (
+            TuningSettings,
+            run_tune,
+            "Tune a saved posterior's prior precision.",
         ),
         "spectrum": (
             SpectrumSettings,
