@@ -38,6 +38,7 @@ def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatc
 
 
 _PREDICT = """
+import ctypes
 import torch
 from laplace_debias import Laplace
 from laplace_debias.problems import all_cnn_c
@@ -49,6 +50,8 @@ la = Laplace(model, params="weights", fisher="mc", factor_dtype=torch.float32)
 la.fit_batches([(x, torch.zeros(8).long())], num_data=45000)
 
 def peak_above_now(call):
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # what was freed is not ours any more
+        ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # forget the peak so far
     status = lambda key: next(
@@ -72,6 +75,7 @@ def test_predictions_at_all_cnn_c_size_add_little_memory():
     run = subprocess.run(
         [sys.executable, "-c", _PREDICT], capture_output=True, text=True, check=True
     )
-    megabytes = [float(line) for line in run.stdout.split()]
-    assert len(megabytes) == 3
-    assert max(megabytes) < 300, megabytes
+    functional, predict, sample = (float(line) for line in run.stdout.split())
+    assert functional < 150
+    assert predict < 150
+    assert sample < 300  # 44 MB of it are the samples
