@@ -102,9 +102,9 @@ class _List(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=options.get("help"))
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from laplace_debias.experiments.registry import experiments
+        from laplace_debias.experiments.registry import EXPERIMENTS
 
-        rows = [(entry.name, entry.figure, entry.help) for entry in experiments()]
+        rows = [(entry.name, entry.figure, entry.help) for entry in EXPERIMENTS]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         for name, figure, help_ in rows:
             print(f"{name:{widths[0]}}  {figure:{widths[1]}}  {help_}")
@@ -112,11 +112,11 @@ class _List(argparse.Action):
 
 
 def _experiments() -> dict[str, Command]:
-    from laplace_debias.experiments.registry import experiments
+    from laplace_debias.experiments.registry import EXPERIMENTS
 
     return {
         entry.name: (entry.settings, entry.run, f"{entry.figure}: {entry.help}")
-        for entry in experiments()
+        for entry in EXPERIMENTS
     }
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
+from laplace_debias.operators import Diagonal
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.quadratic import PlusDiagonal
 
 # Computes a batch's outputs and its mean loss anew: returns (loss, outputs).
 Closure = Callable[[], tuple[Tensor, Tensor]]
@@ -183,7 +183,7 @@ class DebiasedHessianFree(Optimizer):
 
         with torch.enable_grad():
             batch = _Batch(first, parameters, decay, theta)
-            A = PlusDiagonal(batch.ggn, shift)
+            A = batch.ggn + Diagonal(shift)
             rule = relative_progress()
             limits = {"tol": options["tol"], "max_iter": options["max_iter"]}
             if second is None:
@@ -193,7 +193,7 @@ class DebiasedHessianFree(Optimizer):
                 judge = _Batch(second, parameters, decay, theta)
                 both = debiased_cg(
                     A,
-                    PlusDiagonal(judge.ggn, shift),
+                    judge.ggn + Diagonal(shift),
                     -batch.gradient,
                     -judge.gradient,
                     stop=lambda single, debiased: rule(debiased),

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_debias.linalg import Iterate, Status, cg
-from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators import Diagonal, Identity, LinearOperator
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,7 +139,7 @@ class Quadratic:
         return Quadratic(
             value=self.value + 0.5 * pull @ self.position,
             gradient=self.gradient + pull,
-            matrix=PlusDiagonal(self.matrix, diagonal),
+            matrix=self.matrix + Diagonal(diagonal),
             position=self.position,
         )
 
@@ -265,7 +265,7 @@ class Quadratic:
             raise ValueError(f"damping must be at least 0, got {damping}.")
         if method not in ("cg", "exact"):
             raise ValueError(f"Unknown method {method!r}: use 'cg' or 'exact'.")
-        damped = PlusDiagonal(self.matrix, torch.full_like(self.gradient, damping))
+        damped = self.matrix + damping * Identity(len(self.gradient))
         if method == "exact":
             if (tol, max_iter, preconditioner, stop) != (1e-6, None, None, None):
                 raise ValueError(
@@ -367,41 +367,6 @@ class Cut:
             ValueError: If C is not positive definite, so that there is none.
         """
         return _solve_exactly(self.curvatures, -self.slopes)
-
-
-class PlusDiagonal(LinearOperator):
-    """A symmetric operator with a diagonal added.
-
-    Args:
-        operator: `[D, D]`.
-        diagonal: `[D]`.
-    """
-
-    def __init__(self, operator: LinearOperator, diagonal: Float[Tensor, " dim"]) -> None:
-        self._operator, self._diagonal = operator, diagonal
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the operator."""
-        return self._operator.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self._operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self._operator.device
-
-    @property
-    def T(self) -> LinearOperator:  # noqa: N802
-        """The adjoint."""
-        return PlusDiagonal(self._operator.T, self._diagonal)
-
-    def _matmat(self, matrix: Tensor) -> Tensor:
-        return self._operator @ matrix + self._diagonal[:, None] * matrix
 
 
 def _columns(vector: Tensor, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from laplace_debias.experiments import laplace_tables as tables
 from laplace_debias.experiments import runtime
 from laplace_debias.experiments.judge import METRICS, Judge
 from laplace_debias.experiments.laplace import chosen_parameters
-from laplace_debias.experiments.registry import experiments
+from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.setup import ExperimentSettings, Trained
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.optim import DebiasedHessianFree
@@ -91,7 +91,7 @@ def tiny(number: int = 24) -> tuple[Trained, ImageDataset]:
 
 
 def test_the_applied_experiments_are_registered():
-    by_name = {entry.name: entry for entry in experiments()}
+    by_name = {entry.name: entry for entry in EXPERIMENTS}
     for name, experiment in APPLIED.items():
         assert by_name[name] is experiment
         assert issubclass(experiment.settings, ExperimentSettings)

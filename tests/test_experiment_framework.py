@@ -15,7 +15,7 @@ from laplace_debias.experiments.directional_curvature import (
     run_directional_curvature,
 )
 from laplace_debias.experiments.over_training import OverTrainingSettings, run_over_training
-from laplace_debias.experiments.registry import experiments
+from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.storage import Store, open_store
 from laplace_debias.experiments.training import RecipeChanges
@@ -23,7 +23,7 @@ from laplace_debias.problems import ImageDataset, ProblemData, get_problem
 from laplace_debias.report.tables import read_csv, write_csv
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "experiments"
-NAMES = [entry.name for entry in experiments()]
+NAMES = [entry.name for entry in EXPERIMENTS]
 TINY = {
     "problem": "allcnn-digits",
     "recipe": RecipeChanges(cycles=((1, 0.1),)),
@@ -69,7 +69,7 @@ def test_list_gives_each_experiment_a_line_with_its_figure(capsys):
     assert stop.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(NAMES)
-    for line, entry in zip(lines, experiments(), strict=True):
+    for line, entry in zip(lines, EXPERIMENTS, strict=True):
         assert line.split()[0] == entry.name
         assert entry.figure in line
         assert entry.help in line
@@ -84,7 +84,7 @@ def test_every_experiment_has_a_reduced_and_a_full_config(name):
 def settings_of(monkeypatch, name: str, *arguments: str):
     """What an experiment is run with: its dataclass, which has checked itself."""
     seen = []
-    (entry,) = (entry for entry in experiments() if entry.name == name)
+    (entry,) = (entry for entry in EXPERIMENTS if entry.name == name)
     monkeypatch.setattr(cli, "_experiments", lambda: {name: (entry.settings, seen.append, "")})
     assert main(["experiment", name, *arguments]) == 0
     (settings,) = seen
@@ -332,7 +332,7 @@ def test_other_data_is_refused_before_the_training_that_is_followed(tmp_path, mo
 def test_too_few_images_are_told_before_training_and_claim_no_folder(
     name, changes, says, tmp_path, monkeypatch
 ):
-    entry = next(entry for entry in experiments() if entry.name == name)
+    entry = next(entry for entry in EXPERIMENTS if entry.name == name)
     problem = "convnet-digits" if name == "model_size" else "allcnn-digits"
     common = {"problem": problem, "progress": False, "output": tmp_path / "out", "device": "cpu"}
     monkeypatch.setattr(setup, "train", None)  # not called

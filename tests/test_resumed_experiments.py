@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from laplace_debias.experiments import storage
-from laplace_debias.experiments.registry import experiments
+from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.problems import get_problem, save_checkpoint
 
@@ -46,7 +46,7 @@ TRAIN_THEMSELVES = ("over_training", "model_size", "hessian_free")
 
 
 # What runs on a WideResNet is `directional_curvature`; the clock gives no run the same times.
-OTHERS = [entry for entry in experiments() if entry.name not in ("wide_resnet", "runtime")]
+OTHERS = [entry for entry in EXPERIMENTS if entry.name not in ("wide_resnet", "runtime")]
 
 
 @pytest.mark.parametrize("entry", OTHERS, ids=lambda entry: entry.name)

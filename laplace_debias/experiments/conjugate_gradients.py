@@ -17,8 +17,8 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.judge import METRICS, Chunks, Judge, worst_if_nan
-from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import open_store
 from laplace_debias.linalg import Iterate, cg, debiased_cg

@@ -15,7 +15,7 @@ from laplace_debias.experiments.cuts import (
     stored_cuts,
     stored_directions,
 )
-from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import load_trained
 from laplace_debias.experiments.storage import Rows, open_store
 from laplace_debias.quadratic import Cut

@@ -19,7 +19,7 @@ from laplace_debias.curvature.selection import select_parameters
 from laplace_debias.experiments.debiasing_fits import MEMORY_BOUND, Row, StudyFits
 from laplace_debias.experiments.debiasing_report import StudyResult, report
 from laplace_debias.experiments.debiasing_settings import DebiasingSettings
-from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import load_trained
 from laplace_debias.experiments.storage import Store, open_store
 from laplace_debias.problems import Images

@@ -20,7 +20,7 @@ from laplace_debias.experiments.bias import (
     values_of,
 )
 from laplace_debias.experiments.cuts import BiasSettings, Kind
-from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import load_trained
 from laplace_debias.experiments.storage import Rows, open_store
 from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes

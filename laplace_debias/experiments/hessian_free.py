@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.experiments.evaluation import device_from
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.judge import METRICS, Judge, worst_if_nan
-from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.storage import open_store
 from laplace_debias.experiments.training import RecipeChanges

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from laplace_debias.experiments.bias import FULL, OTHER, SAME
 from laplace_debias.experiments.directional_curvature import COLOURS, marker_legend
-from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import Batch, ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import Rows, open_store
 from laplace_debias.laplace import Laplace

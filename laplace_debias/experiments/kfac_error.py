@@ -18,7 +18,7 @@ from laplace_debias.curvature.kfac.fit import sweep
 from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import ekfac_magnitudes, rotated_jacobians
 from laplace_debias.experiments.confidence import half_width
-from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import Batch, ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import Rows, open_store
 from laplace_debias.laplace import Laplace

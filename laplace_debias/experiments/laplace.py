@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.blocks import is_supported
 from laplace_debias.curvature.selection import ParameterSelection
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.judge import Chunks
 from laplace_debias.experiments.laplace_tables import (
     CROSSFIT,
@@ -34,7 +35,6 @@ from laplace_debias.experiments.laplace_tables import (
     measured,
 )
 from laplace_debias.experiments.predictives import Grid, Name, grid_predict, map_predict
-from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import Store, open_store
 from laplace_debias.laplace import Laplace

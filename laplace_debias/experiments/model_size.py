@@ -10,7 +10,7 @@ from laplace_debias.experiments.bias import measure_bias, summary_of
 from laplace_debias.experiments.bias_trends import trend_figure
 from laplace_debias.experiments.cuts import BiasSettings
 from laplace_debias.experiments.evaluation import device_from
-from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import Trained, check_data, trained_model
 from laplace_debias.experiments.storage import Rows, open_store
 from laplace_debias.problems import (

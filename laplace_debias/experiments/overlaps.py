@@ -14,7 +14,7 @@ from rich.console import Console
 from laplace_debias.experiments.bias import FULL, OTHER, SAME, measure_bias
 from laplace_debias.experiments.cuts import BiasSettings, stored_directions
 from laplace_debias.experiments.directional_curvature import COLOURS, marker_legend
-from laplace_debias.experiments.registry import Experiment
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import load_trained
 from laplace_debias.experiments.storage import Rows, open_store
 from laplace_debias.linalg import overlaps

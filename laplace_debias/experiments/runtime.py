@@ -21,8 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.experiments.evaluation import device_from
+from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.laplace_tables import CROSSFIT, DEBIASED, FULL, MINI
-from laplace_debias.experiments.registry import Experiment
 from laplace_debias.experiments.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.storage import open_store
 from laplace_debias.laplace import Laplace
