@@ -120,6 +120,34 @@ def test_each_method_predicts_what_the_front_end_does(made, method):
         assert found[delta]["log_variance"] == pytest.approx(variance.log().mean().item(), rel=1e-8)
 
 
+def test_stratified_folds_hold_as_many_hard_examples(made, tmp_path):
+    settings, model, split, _ = made
+    options = {"output": tmp_path, "stratified": True, "draws": 1, "ekfac_draws": 0}
+    settings = dataclasses.replace(settings, **options)
+    rows = study(model, split.train, split.test, settings, Store(tmp_path))
+    order = torch.randperm(len(split.train), generator=torch.Generator().manual_seed(0))
+    hand = order[FULL_EXAMPLES : FULL_EXAMPLES + 32].tolist()
+
+    def loss(index):
+        x, y = split.train.batch([index])
+        return -model(x.double()).log_softmax(1)[0, y].item()
+
+    x, y = split.train.batch(sorted(hand, key=loss, reverse=True))
+    x = x.double()
+    generator = torch.Generator().manual_seed(0)
+    torch.randperm(len(split.train), generator=generator)
+    test, _ = split.test.batch(torch.randperm(len(split.test), generator=generator)[:10])
+    for method, data, folds in (
+        ("debiased, 16 + 16", ([(x[::2], y[::2])], [(x[1::2], y[1::2])]), None),
+        ("crossfit, 4 folds", ([(x, y)],), 4),
+    ):
+        la = Laplace(model, params="weights", prior_precision=1.0)
+        la.fit_batches(*data, num_data=len(split.train), folds=folds)
+        (found,) = (r for r in rows if r["method"] == method and r["prior_precision"] == 1.0)
+        _, variance = la.functional(test.double(), diagonal=True)
+        assert found["log_variance"] == pytest.approx(variance.log().mean().item(), rel=1e-8)
+
+
 def test_running_averages_follow_their_recursion(made):
     """Weights halve from the newest batch to the oldest; magnitudes come from the batch ahead."""
     plan = dataclasses.replace(made[0].plan, average_decays=(0.5,))

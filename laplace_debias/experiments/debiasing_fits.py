@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from laplace_debias import metrics
@@ -153,8 +154,15 @@ class StudyFits:
         b = self._settings.batch_size
         a_draw = (2 + self._settings.further_batches) * b
         start = self._settings.full_examples + draw * a_draw
-        indices = self._order[start : start + a_draw]
-        return indices[: 2 * b], indices[2 * b :]
+        hand, further = self._order[start : start + a_draw].split([2 * b, a_draw - 2 * b])
+        return self._by_loss(hand) if self._settings.stratified else hand, further
+
+    @torch.no_grad()
+    def _by_loss(self, indices: Tensor) -> Tensor:
+        """Examples in the order of their losses, the hardest first."""
+        x, y = self._batch(indices)
+        losses = cross_entropy(self._problem.model(x), y, reduction="none")
+        return indices[losses.argsort(descending=True).cpu()]
 
     @property
     def full(self) -> tuple[FactorSums, dict[Block, Eigenbasis]]:

@@ -21,6 +21,8 @@ class DebiasingSettings(ExperimentSettings):
         ekfac_draws: In how many of the draws EKFAC is fitted too.
         groups: Into how many groups the 2b examples are cut, the largest number of folds.
         folds: Numbers of folds to cross-fit with, divisors of `groups`.
+        stratified: Whether a draw's examples are dealt to the groups in the order of their losses,
+            so that every fold, and both halves, hold as many hard ones.
         further_batches: How many further magnitude batches of b examples there are.
         average_batch_size: Examples in a batch of the running averages, which go through the
             further batches too.
@@ -43,6 +45,7 @@ class DebiasingSettings(ExperimentSettings):
     ekfac_draws: int = 3
     groups: int = 32
     folds: tuple[int, ...] = (2, 4, 8, 16, 32)
+    stratified: bool = False
     further_batches: int = 3
     average_batch_size: int = 16
     average_decays: tuple[float, ...] = (0.5, 0.9)
