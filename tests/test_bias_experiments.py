@@ -1,6 +1,7 @@
 """The experiments on the bias, against dense float64 linear algebra on a tiny network."""
 
 import csv
+import dataclasses
 from pathlib import Path
 
 import oracle
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev
 
-from laplace_debias.experiments import contours, overlaps
+from laplace_debias.experiments import contours, cuts, overlaps
 from laplace_debias.experiments.bias import FULL, OTHER, SAME, bias_rows, summary_of
 from laplace_debias.experiments.contours import ContoursSettings, run_contours
 from laplace_debias.experiments.cuts import (
@@ -37,6 +38,7 @@ from laplace_debias.experiments.overlaps import OverlapsSettings, run_overlaps, 
 from laplace_debias.experiments.setup import Trained
 from laplace_debias.experiments.training import RecipeChanges
 from laplace_debias.laplace import Laplace
+from laplace_debias.linalg import eigsh
 from laplace_debias.problems import conv_net, get_problem, log_epochs, save_checkpoint
 from laplace_debias.quadratic import Cut
 from laplace_debias.weight_decay import decay_mask
@@ -132,6 +134,22 @@ def test_eigenvectors_are_the_top_ones_and_their_curvatures_the_eigenvalues(trai
     torch.testing.assert_close(found.slopes(cut), cut.slopes, rtol=0, atol=0)
 
 
+def test_eigenvectors_point_down_the_slope_whatever_the_solver_returns(
+    trained, batches, monkeypatch
+):
+    quadratic = quadratic_on(trained, batches[0], "ggn", DECAY)
+    found = find_directions(quadratic, "eigenvectors", 4, 1e-10, seed=0)
+    assert (found.vectors.T @ quadratic.gradient < 0).all()
+
+    def negated(*arguments, **options):
+        pairs = eigsh(*arguments, **options)
+        return dataclasses.replace(pairs, vectors=-pairs.vectors)
+
+    monkeypatch.setattr(cuts, "eigsh", negated)
+    again = find_directions(quadratic, "eigenvectors", 4, 1e-10, seed=0)
+    assert torch.equal(again.vectors, found.vectors)
+
+
 def test_slopes_along_cg_directions_are_those_at_its_iterates(trained, batches):
     _, gradient, matrix = dense(trained.model, batches[0], "ggn")
     _, other_gradient, other = dense(trained.model, batches[1], "ggn")
@@ -165,8 +183,8 @@ def test_biases_are_not_decayed(trained):
 def test_rows_hold_every_batch_and_their_mean(trained, batches):
     quadratic = quadratic_on(trained, batches[1], "ggn", DECAY)
     found = find_directions(quadratic, "eigenvectors", 2, 1e-10, seed=0)
-    cuts = [cut_along(trained, batch, "ggn", DECAY, found.vectors) for batch in batches]
-    rows = bias_rows(1, found, cuts)
+    of_batches = [cut_along(trained, batch, "ggn", DECAY, found.vectors) for batch in batches]
+    rows = bias_rows(1, found, of_batches)
     assert [row["batch"] for row in rows if row["measured_on"] == SAME] == [1, 1]
     assert {row["batch"] for row in rows if row["measured_on"] == OTHER} == {0, 2, 3}
     for index in (1, 2):

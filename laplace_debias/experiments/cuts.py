@@ -113,7 +113,7 @@ def find_directions(
 ) -> Directions:
     """The top eigenvectors of a quadratic's matrix, or the first search directions of CG on it.
 
-    CG's are conjugate, and its iterates those of Eq. 3.
+    All point down the quadratic's slope. CG's are conjugate, and its iterates those of Eq. 3.
 
     Args:
         quadratic: The quadratic.
@@ -129,7 +129,10 @@ def find_directions(
     if kind == "eigenvectors":
         generator = torch.Generator(quadratic.matrix.device).manual_seed(seed)
         pairs = eigsh(quadratic.matrix, number, tol=tol, generator=generator, progress=progress)
-        return Directions(pairs.vectors, pairs.vectors.new_zeros(number, number))
+        # An eigenvector has no sign of its own, and solvers return either.
+        is_uphill = pairs.vectors.T @ quadratic.gradient > 0
+        downhill = torch.where(is_uphill, -pairs.vectors, pairs.vectors)
+        return Directions(downhill, downhill.new_zeros(number, number))
     solution = cg(
         quadratic.matrix,
         -quadratic.gradient,
