@@ -691,6 +691,12 @@ def test_costs_that_are_not_known_have_no_panel():
         costs_figure(rows, ("peak",))
 
 
+def test_costs_of_any_size_can_be_read():
+    rows = [{"method": str(peak), "repeat": 0, "peak": peak} for peak in (0.01234, 431.8, 1399.6)]
+    (ax,) = costs_figure(rows, ("peak",)).axes
+    assert [label.get_text() for label in ax.texts] == ["0.0123", "432", "1,400"]
+
+
 def test_weights_of_a_network_with_tokens_are_those_of_its_layers():
     model = vit_little(10, image_size=16, patch_size=4, depth=1, embed_dim=12, num_heads=3).eval()
     names = chosen_parameters(model, "weights")

@@ -43,7 +43,7 @@ def costs_figure(rows: Sequence[Mapping[str, object]], costs: Sequence[str]) -> 
             spread = ([middle - min(values)], [max(values) - middle])
             ax.barh(place, middle, xerr=spread, color=colours[method], ecolor=INK, height=0.7)
             ax.annotate(
-                f"{middle:.3g}",
+                f"{middle:.3g}" if middle < 1000 else f"{middle:,.0f}",
                 (max(values), place),
                 xytext=(4, 0),
                 textcoords="offset points",
