@@ -138,6 +138,27 @@ def test_debiased_sees_the_examples_of_single_batch_in_two_halves(tmp_path):
     assert plan.test.sort().values.tolist() == list(range(9))
 
 
+def test_draws_may_be_added_to_a_run(checkpoint, tmp_path, monkeypatch):
+    options = CG | {"output": tmp_path, "checkpoint": checkpoint, "full_examples": 14}
+    options |= {"train_examples": 20, "test_examples": 20, "iterations": 2, "resume": True}
+    first = cgs.run_conjugate_gradients(cgs.ConjugateGradientsSettings(**options | {"draws": 1}))
+    computed = []
+    trajectory = cgs.trajectory
+
+    def watched(trained, run, *rest):
+        computed.append((run.method, run.draw))
+        return trajectory(trained, run, *rest)
+
+    monkeypatch.setattr(cgs, "trajectory", watched)
+    both = cgs.run_conjugate_gradients(cgs.ConjugateGradientsSettings(**options))
+    assert computed == [(cgs.SINGLE, 1), (cgs.DEBIASED, 1)]
+    assert [row for row in both if row["draw"] == 0] == first
+    # What is there is what a run of both draws makes.
+    monkeypatch.undo()
+    fresh = cgs.ConjugateGradientsSettings(**options | {"output": tmp_path / "fresh"})
+    assert cgs.run_conjugate_gradients(fresh) == both
+
+
 def test_loss_is_the_regularised_one_of_all_images_whatever_the_chunk():
     trained, data = tiny()
     step = 0.3 * torch.randn(27, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

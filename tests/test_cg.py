@@ -1,5 +1,7 @@
 """Conjugate gradients and debiased conjugate gradients."""
 
+import warnings
+
 import numpy as np
 import pytest
 import scipy.sparse.linalg
@@ -167,6 +169,14 @@ def test_a_singular_operator_has_zero_curvature_where_there_is_no_solution():
     assert_close((U[:, 0] @ solution.negative_direction).abs(), torch.ones(()).double())
     assert cg(Counted(M), M @ randn(4), tol=1e-10).converged
     assert cg(Counted(torch.zeros(4, 4).double()), randn(4)).status is Status.ZERO_CURVATURE
+
+
+def test_a_singular_operator_may_claim_to_be_positive_semidefinite():
+    M = torch.diag(torch.tensor([1.0, 2.0, 0.0]).double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = cg(Counted(M, claim=True), torch.tensor([1.0, 1.0, 1.0]).double())
+    assert solution.status is Status.ZERO_CURVATURE
 
 
 def test_each_column_stops_for_its_own_reason():

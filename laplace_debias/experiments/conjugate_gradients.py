@@ -39,7 +39,8 @@ class ConjugateGradientsSettings(ExperimentSettings):
     """Which trajectories there are, and what they are measured on.
 
     Attributes:
-        output: Folder of the tables, the pictures and what is kept to go on from.
+        output: Folder of the tables, the pictures and what is kept to go on from. Draws may be
+            added to those that it holds.
         batch_size: Examples of single-batch CG; debiased CG has two batches of half as many.
         draws: How many times the batches are drawn; both methods share the examples of a draw.
         iterations: Steps of each run.
@@ -115,7 +116,7 @@ class Plan:
     """All choices of examples that an experiment makes.
 
     Attributes:
-        runs: The trajectories, draw by draw.
+        runs: The trajectories, draw by draw, then those of the full batch.
         train: Training images that loss and accuracy are measured on.
         test: Test images, likewise.
     """
@@ -143,14 +144,16 @@ def plan(settings: ConjugateGradientsSettings, num_train: int, num_test: int) ->
     generator = torch.Generator().manual_seed(settings.seed)
     train = torch.randperm(num_train, generator=generator)[: settings.train_examples]
     test = torch.randperm(num_test, generator=generator)[: settings.test_examples]
+    of_full = []
+    # First, so that further draws leave it as it is.
+    if full:
+        chosen = torch.randperm(num_train, generator=generator)[:full]
+        of_full = _pair(chosen, 0, FULL, FULL_DEBIASED)
     found = []
     for draw in range(settings.draws):
         chosen = torch.randperm(num_train, generator=generator)[:size]
         found += _pair(chosen, draw, SINGLE, DEBIASED)
-    if full:
-        chosen = torch.randperm(num_train, generator=generator)[:full]
-        found += _pair(chosen, 0, FULL, FULL_DEBIASED)
-    return Plan(found, train, test)
+    return Plan(found + of_full, train, test)
 
 
 def _pair(chosen: Tensor, draw: int, single: str, debiased: str) -> list[Run]:
@@ -257,7 +260,7 @@ def run_conjugate_gradients(
         Sections 6.1 and B.5.
     """
     console = console or Console(highlight=False, markup=False)
-    store = open_store(NAME, settings)
+    store = open_store(NAME, settings, growing=("draws",))
     trained = load_trained(settings, store, console)
     data = trained.data
     chosen = plan(settings, len(data.train), len(data.test))

@@ -203,7 +203,8 @@ class LineSearches:
         """End those whose curvature is not positive, and remember where it was met."""
         if not bool(flat.any()):
             return
-        if claims_positive(self._A):
+        negative = flat & (curvature < -threshold)
+        if claims_positive(self._A) and bool(negative.any()):
             warnings.warn(
                 f"{type(self._A).__name__} claims to be positive semi-definite, but its curvature "
                 f"along a direction is {float(curvature[flat].min()):.3g}: its products and its "
@@ -211,7 +212,6 @@ class LineSearches:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        negative = flat & (curvature < -threshold)
         self.end(negative, Status.NEGATIVE_CURVATURE)
         self.end(flat, Status.ZERO_CURVATURE)
         last = torch.zeros_like(direction) if self._bad_direction is None else self._bad_direction
