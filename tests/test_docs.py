@@ -4,12 +4,15 @@ import doctest
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from laplace_debias.cli import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,6 +24,16 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
     assert (tmp_path / "posterior.safetensors").exists()
+
+
+def test_readme_commands_run(tmp_path, monkeypatch):
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("laplace-debias ")]
+    assert [command[1] for command in commands] == ["train", "fit", "tune"]
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert main([*command[1:], "--progress=false"]) == 0, command
 
 
 def test_the_tour_of_linear_algebra_runs(tmp_path, monkeypatch):
