@@ -161,7 +161,11 @@ def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
     metadata = {"format": FORMAT, "header": json.dumps(asdict(header))}
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
+        # safetensors makes files that their owner alone may read, instead of what the umask says.
+        partial.touch()
+        mode = partial.stat().st_mode
         save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata)
+        partial.chmod(mode)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

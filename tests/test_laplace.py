@@ -235,6 +235,14 @@ def test_evaluate_regression_reports_nll_and_rmse():
 # ------------------------------------------------------------------------------- on disk
 
 
+def test_a_saved_file_is_as_readable_as_any_other(fitted, tmp_path):
+    (tmp_path / "any").touch()
+    fitted.save(tmp_path / "posterior")
+    assert (tmp_path / "posterior").stat().st_mode == (tmp_path / "any").stat().st_mode
+    fitted.save(tmp_path / "posterior")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["any", "posterior"]
+
+
 def test_save_and_load_round_trip(fitted, model, loader, tmp_path):
     fitted.prior_precision = torch.rand(len(fitted.block_names)) + 0.5
     path = tmp_path / "posterior.safetensors"
