@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.inputs import Inputs, join, take
-from laplace_debias.curvature.kfac.directions import Eigenbasis, eigh
+from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis, eigh
 from laplace_debias.curvature.kfac.fit import (
     Batches,
     FactorSums,
@@ -66,23 +66,24 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
     ]
     of_folds = [sums for sums, _ in passes]
     seen = reduce(together, (seen for _, seen in passes))
-    bases = eigenbases({b: _total(of_folds, b) for b in problem.blocks}, seen.num_examples)
+    del passes
+    bases: dict[Block, Eigenbasis] = {}
+    table: Sums = {}
     if curvature == "ekfac":
+        bases = eigenbases({b: _total(of_folds, b) for b in problem.blocks}, seen.num_examples)
         table = exact_crossfit(problem, folds, starts, of_folds, bases)
-    else:
-        sizes = torch.tensor([len(y) for _, y in folds]).to(folds[0][1].device)
-        table = {}
-        for block, basis in bases.items():
-            along_G, along_A = (
-                crossfit_magnitudes(
-                    torch.stack([sums[block][i] for sums in of_folds]),
-                    sizes,
-                    known,
-                    problem.dtype,
-                )
-                for i, known in enumerate(_eigenpairs(basis))
-            )
-            table[block] = torch.outer(along_G, along_A)
+        return Fitted(assemble(problem, bases, table), seen)
+    sizes = torch.tensor([len(y) for _, y in folds]).to(folds[0][1].device)
+    for block in problem.blocks:
+        # A block's factors are freed once it is done with.
+        sides = zip(*(sums.pop(block) for sums in of_folds), strict=True)
+        G, A = (torch.stack(factors) for factors in sides)
+        basis = eigenbasis(G.sum(0) / seen.num_examples, A.sum(0) / seen.num_examples)
+        along_G, along_A = (
+            crossfit_magnitudes(factors, sizes, known, problem.dtype)
+            for factors, known in zip((G, A), _eigenpairs(basis), strict=True)
+        )
+        bases[block], table[block] = basis, torch.outer(along_G, along_A)
     return Fitted(assemble(problem, bases, table), seen)
 
 
