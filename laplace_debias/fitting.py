@@ -14,9 +14,14 @@ from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
 from laplace_debias.curvature.kfac.shrinkage import fit_shrunk
 from laplace_debias.curvature.kfac.stream import Backend
 from laplace_debias.curvature.likelihood import Likelihood
-from laplace_debias.curvature.whole import fit_crossfit_whole, fit_full, fit_low_rank
+from laplace_debias.curvature.whole import (
+    WHOLE_CURVATURES,
+    fit_crossfit_whole,
+    fit_full,
+    fit_low_rank,
+)
 
-CURVATURES = (*FITS, "lowrank", "full")
+CURVATURES = (*FITS, *WHOLE_CURVATURES)
 FOLDS = 8
 """How many folds cross-fitting takes, and how many groups tell how uncertain shrinkage's are."""
 MEMORY_BOUND = 2**27
@@ -87,7 +92,7 @@ class FitSettings:
     @property
     def is_whole(self) -> bool:
         """Whether all parameters make a single block."""
-        return self.curvature in ("lowrank", "full")
+        return self.curvature in WHOLE_CURVATURES
 
     def check(self, examples: Examples) -> None:
         """Refuse what cannot be fitted, before any work.

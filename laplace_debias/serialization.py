@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
-from laplace_debias.curvature.whole import WHOLE
+from laplace_debias.curvature.whole import WHOLE, WHOLE_CURVATURES
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -95,7 +95,7 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
         curvature: The curvature's name.
         rank: Of a low-rank one.
     """
-    if curvature in ("lowrank", "full"):
+    if curvature in WHOLE_CURVATURES:
         return [whole_block(WHOLE, sum(block.size for block in blocks), rank)]
     if curvature == "diag":
         return [kronecker_block(block.name, block.shape, ("U_G", "U_A")) for block in blocks]

@@ -127,6 +127,17 @@ def test_an_existing_posterior_is_kept_unless_told_otherwise(checkpoint, posteri
     assert posterior.read_bytes() != before
 
 
+def test_tune_keeps_another_file_unless_told_otherwise(checkpoint, posterior, tmp_path, capsys):
+    output = tmp_path / "kept"
+    output.write_text("mine")
+    options = [f"--posterior={posterior}", f"--output={output}", "--method=marglik"]
+    assert main(command("tune", checkpoint, *options)) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+    assert main(command("tune", checkpoint, *options, "--overwrite")) == 0
+    assert output.read_bytes() != b"mine"
+
+
 def test_a_missing_posterior_says_how_to_make_one(checkpoint, tmp_path, capsys):
     options = command("tune", checkpoint, f"--posterior={tmp_path / 'none.safetensors'}")
     assert main(options) == 2

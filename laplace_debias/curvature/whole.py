@@ -22,6 +22,8 @@ from laplace_debias.operators import (
 
 # The one block's name.
 WHOLE = "parameters"
+# What curvatures have it.
+WHOLE_CURVATURES = ("lowrank", "full")
 # Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
 _KEPT_ROWS = 2**30
 

@@ -119,6 +119,7 @@ class TuningSettings(NetworkSettings):
     Attributes:
         posterior: The file of `laplace-debias fit`.
         output: Where the tuned posterior goes; back into its file if None.
+        overwrite: Whether another existing file is replaced.
         method: `grid`, the best on validation images; `marglik`, the largest marginal likelihood.
         metric: What is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
         prior_precisions: The grid; 21 values from 1e-4 to 1e4 if None.
@@ -131,6 +132,7 @@ class TuningSettings(NetworkSettings):
 
     posterior: Path
     output: Path | None = None
+    overwrite: bool = False
     method: Literal["grid", "marglik"] = "grid"
     metric: Literal["nll", "ece", "brier", "accuracy"] = "nll"
     prior_precisions: tuple[float, ...] | None = None
@@ -206,6 +208,7 @@ def run_tune(settings: TuningSettings, console: Console | None = None) -> Tuning
 
     Raises:
         FileNotFoundError: If there is no such posterior.
+        FileExistsError: If the output exists.
         ValueError: If data, checkpoint or posterior is missing, damaged or of another network; as
             `Laplace.tune`.
         OSError: If the file cannot be written.
@@ -215,6 +218,9 @@ def run_tune(settings: TuningSettings, console: Console | None = None) -> Tuning
         raise FileNotFoundError(
             f"there is no posterior {settings.posterior}; make it with `laplace-debias fit`"
         )
+    output = settings.output or settings.posterior
+    if settings.output is not None and output.exists() and not settings.overwrite:
+        raise FileExistsError(f"{output} exists; choose another output, or --overwrite")
     model, data = settings.load()
     la = Laplace.load(settings.posterior, model)
     if settings.method == "marglik":
@@ -230,7 +236,6 @@ def run_tune(settings: TuningSettings, console: Console | None = None) -> Tuning
         tried = [row["prior_precision"] for row in found.table]
         if len(tried) > 1 and found.prior_precision in (min(tried), max(tried)):
             console.print("The best is at the end of the grid: widen prior_precisions.")
-    output = settings.output or settings.posterior
     output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output)
     name = found.metric.replace("_", " ")
