@@ -84,10 +84,21 @@ def posterior(made, method):
         "shrinkage": ([hand], {"shrinkage": True}),
     }
     name = method.removeprefix("EKFAC, ")
-    data, options = fits[name]
     curvature = "kfac" if name == method else "ekfac"
-    la = Laplace(model, curvature=curvature, params="weights")
-    return la.fit_batches(*map(batch, data), num_data=len(split.train), **options)
+    name = name.removesuffix(", full-batch trace")
+
+    def fitted(name):
+        data, options = fits[name]
+        la = Laplace(model, curvature=curvature, params="weights")
+        return la.fit_batches(*map(batch, data), num_data=len(split.train), **options)
+
+    la = fitted(name)
+    if method.endswith("full-batch trace"):
+        blocks = la.posterior.curvature.blocks
+        full = fitted("full-batch").posterior.curvature.blocks
+        for key, block in blocks.items():
+            block.magnitudes.mul_(full[key].to_dense().trace() / block.to_dense().trace())
+    return la
 
 
 @pytest.mark.parametrize(
@@ -96,6 +107,8 @@ def posterior(made, method):
         *("full-batch", "mini-batch", "debiased, 16 + 16", "debiased, 24 + 8"),
         *("debiased, 8 + 24", "debiased, 16 + 32", "debiased, 16 + all", "oracle magnitudes"),
         *("crossfit, 4 folds", "crossfit, 8 folds", "shrinkage", "EKFAC, full-batch"),
+        *("mini-batch, full-batch trace", "debiased, 16 + 16, full-batch trace"),
+        "crossfit, 8 folds, full-batch trace",
         *("EKFAC, mini-batch", "EKFAC, debiased, 16 + 16", "EKFAC, crossfit, 8 folds"),
     ],
 )

@@ -46,6 +46,11 @@ def oracle_name(directions: int) -> str:
     return f"debiased, {directions} + all"
 
 
+def trace_name(method: str) -> str:
+    """The method's magnitudes, scaled so that each factor has the full-batch trace."""
+    return f"{method}, full-batch trace"
+
+
 def average_name(decay: float, magnitudes: str = "") -> str:
     """A running average; its magnitudes, if others than its own, from `NEXT` or `STREAM`."""
     return f"average, decay {decay:g}{magnitudes}"
@@ -86,6 +91,22 @@ class Plan:
         return 2 * self.batch_size // self.groups
 
     @property
+    def usual(self) -> str:
+        """The cross-fitted method that stands for all of them."""
+        return crossfit_name(min(USUAL_FOLDS, self.groups))
+
+    @property
+    def scaled(self) -> dict[str, str]:
+        """The methods that come with the full-batch trace too, and the bases of these."""
+        b = self.batch_size
+        return {
+            MINI: "all",
+            split_name(b, b): "half",
+            self.usual: "all",
+            FULL_WITH_CROSSFIT: "full",
+        }
+
+    @property
     def methods(self) -> dict[str, str]:
         """The basis that each method's magnitudes are along."""
         b = self.batch_size
@@ -101,6 +122,7 @@ class Plan:
             oracle_name(b): "half",
             FULL_WITH_MINI: "full",
             FULL_WITH_CROSSFIT: "full",
+            **{trace_name(method): basis for method, basis in self.scaled.items()},
             **{
                 average_name(decay, of): f"{'stream' if of == STREAM else 'average'} {decay:g}"
                 for decay in self.average_decays
@@ -173,7 +195,10 @@ def magnitudes_of(
     values[split_name(b // 2, 3 * b // 2)] = along(total - quarter, bases["few"]) / (3 * b // 2)
 
     values[FULL_WITH_MINI] = values[MINI]
-    values[FULL_WITH_CROSSFIT] = values[crossfit_name(min(USUAL_FOLDS, plan.groups))]
+    values[FULL_WITH_CROSSFIT] = values[plan.usual]
+    for method in plan.scaled:
+        scale = factors.full.trace() / values[method].sum()
+        values[trace_name(method)] = values[method] * scale
     _averages(factors, plan, bases, values)
     return bases, values
 
