@@ -1,5 +1,6 @@
 """The commands `fit` and `tune`: a posterior in a file."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
+from laplace_debias.experiments import posterior_file
 from laplace_debias.problems import DataSource, get_problem, load_problem, save_checkpoint
 
 PROBLEM = get_problem("allcnn-digits")
@@ -142,3 +144,24 @@ def test_a_missing_posterior_says_how_to_make_one(checkpoint, tmp_path, capsys):
     options = command("tune", checkpoint, f"--posterior={tmp_path / 'none.safetensors'}")
     assert main(options) == 2
     assert "laplace-debias fit" in capsys.readouterr().err
+
+
+def test_tune_refuses_images_that_the_network_was_trained_on(
+    checkpoint, posterior, tmp_path, capsys, monkeypatch
+):
+    output = tmp_path / "tuned.safetensors"
+
+    def told_the_answers(*args, **kwargs):
+        """The network's own first choices as validation labels: all hits, as after training."""
+        model, data = load_problem(*args, **kwargs)
+        x, _ = data.val.batch(range(len(data.val)))
+        val = dataclasses.replace(data.val, labels=model(x).argmax(1))
+        return model, dataclasses.replace(data, val=val)
+
+    monkeypatch.setattr(posterior_file, "load_problem", told_the_answers)
+    options = [f"--posterior={posterior}", f"--output={output}", "--validation_examples=50"]
+    assert main(command("tune", checkpoint, *options)) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "on the validation images is 1.000" in told
+    assert "trained on the former" in told
+    assert not output.exists()

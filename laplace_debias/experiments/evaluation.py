@@ -17,6 +17,7 @@ from laplace_debias.experiments.comparison_report import (
 )
 from laplace_debias.problems import (
     ImageDataset,
+    Images,
     all_cnn_c,
     cifar10,
     load_checkpoint,
@@ -135,9 +136,7 @@ def device_from(name: str) -> torch.device:
 
 
 @torch.no_grad()
-def hits_of(
-    model: nn.Module, data: ImageDataset, batch_size: int, progress: bool = False
-) -> Tensor:
+def hits_of(model: nn.Module, data: Images, batch_size: int, progress: bool = False) -> Tensor:
     """Whether the network's first choice is the label, float64 [N] of zeros and ones.
 
     Args:
@@ -172,7 +171,8 @@ def check_held_out(test: Tensor, validation: Tensor) -> None:
         raise ValueError(
             f"the network's accuracy on the validation images is {validation.mean():.3f}, on test "
             f"images {test.mean():.3f}: it seems to have been trained on the former. Give the "
-            "data in the order (image folder or torchvision) that the checkpoint's split is for"
+            "data in the order (image folder or torchvision) that the checkpoint's split is for; "
+            "to a checkpoint without one, the seed that the network was trained with"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from laplace_debias.experiments.evaluation import device_from
+from laplace_debias.experiments.evaluation import check_held_out, device_from, hits_of
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import DataSource, Images, ProblemData, get_problem, load_problem
 from laplace_debias.report.tables import print_table
@@ -209,8 +209,8 @@ def run_tune(settings: TuningSettings, console: Console | None = None) -> Tuning
     Raises:
         FileNotFoundError: If there is no such posterior.
         FileExistsError: If the output exists.
-        ValueError: If data, checkpoint or posterior is missing, damaged or of another network; as
-            `Laplace.tune`.
+        ValueError: If data, checkpoint or posterior is missing, damaged or of another network; if
+            the network seems to have been trained on the validation images; as `Laplace.tune`.
         OSError: If the file cannot be written.
     """
     console = console or Console(highlight=False, markup=False)
@@ -228,6 +228,14 @@ def run_tune(settings: TuningSettings, console: Console | None = None) -> Tuning
     else:
         generator = torch.Generator().manual_seed(settings.seed)
         seen = _some(data.val, settings.validation_examples, generator, "validation_examples")
+        # As many test images: a prior precision tuned on images that the network was trained on
+        # is far too sure.
+        compared = torch.randperm(len(data.test), generator=generator)[: len(seen)]
+        of_test, of_validation = (
+            hits_of(model, images.subset(chosen), settings.batch_size, settings.progress)
+            for images, chosen in ((data.test, compared), (data.val, seen))
+        )
+        check_held_out(of_test, of_validation)
         batches = _Batches(data.val, seen, settings.batch_size)
         found = la.tune(
             batches, settings.metric, settings.prior_precisions, progress=settings.progress
