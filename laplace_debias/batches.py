@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from laplace_debias.curvature.inputs import Inputs, move, num_examples
@@ -67,9 +68,14 @@ class _Progress:
 def size_of(loader: Any) -> int | None:
     """The number of examples that a loader goes through, None if it does not say.
 
-    That of its sampler, which may take a part of the data set, or else of the data set.
+    That of its sampler, which may take a part of the data set, or else of the data set. A
+    `DataLoader` whose batches are made by the user knows no more than what makes them tells.
     """
-    for name in ("sampler", "dataset"):
+    names: tuple[str, ...] = ("sampler", "dataset")
+    if isinstance(loader, DataLoader) and loader.batch_size is None:
+        # Without a batch sampler the data set's entries are batches already.
+        loader, names = loader.batch_sampler, ("sampler",)
+    for name in names:
         source = getattr(loader, name, None)
         if isinstance(source, Sized):
             return len(source)

@@ -153,7 +153,9 @@ def _columns_at_once(
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
     """
-    jacobian = max(block.size for block in blocks if block.role != "table") * like.element_size()
+    # Of a table only the rows that are looked up have a Jacobian.
+    sizes = [block.size for block in blocks if block.role != "table"]
+    jacobian = max(sizes, default=0) * like.element_size()
     fitting = wanted.memory_bound // max(gradients, jacobian)
     needed = 1 if wanted.diagonal else num_columns
     if fitting < needed:

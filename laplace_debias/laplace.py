@@ -23,14 +23,21 @@ from laplace_debias.curvature.selection import (
     check_parameters,
     select_parameters,
 )
-from laplace_debias.curvature.shadow import check_deterministic, check_finite
+from laplace_debias.curvature.shadow import (
+    check_deterministic,
+    check_finite,
+    check_no_autocast,
+)
 from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.evaluation import evaluate_predictions
+from laplace_debias.fingerprint import changed, fingerprint
 from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.posterior import GaussianPosterior, check_prior_precision
 
 PriorPrecision = float | Tensor
+# One δ a grid point, [P], or one for each block, [P, blocks].
+Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 
 MODES = ("full", "mini", "debiased", "crossfit", "shrinkage")
 METHODS = ("glm", "glm-mc", "nn", "map")
@@ -130,6 +137,7 @@ class Laplace:
         self._backend = choose_backend(model, backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._posterior: GaussianPosterior | None = None
+        self._others: dict[str, int] = {}
         self._nll: float = float("nan")
 
     # ---------------------------------------------------------------- fitting
@@ -163,8 +171,12 @@ class Laplace:
 
         Raises:
             ValueError: For an unknown mode, an empty loader, fewer than two batches for
-                `"debiased"`, targets or outputs that do not fit the likelihood, NaN in the outputs.
+                `"debiased"`, targets or outputs that do not fit the likelihood, NaN in the outputs;
+                if the model draws random numbers or mixes the examples of a batch.
             TypeError: For targets or inputs of the wrong dtype.
+            NotImplementedError: If the forward pass uses Bayesian parameters outside of their
+                layers, or a layer in a way that has no Kronecker form here.
+            RuntimeError: Under autocast.
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
@@ -235,6 +247,7 @@ class Laplace:
         self._settings.check(examples)
         check_deterministic(self.model)
         check_finite(self.model)
+        check_no_autocast(self.model.get_parameter(self.param_names[0]).device)
         with torch.inference_mode(False):
             fitted = self._settings.fit(self._problem(generator), examples, self._on_device)
         self._set_posterior(fitted, num_data)
@@ -256,6 +269,7 @@ class Laplace:
             self._prior_precision,
             self._order_on_device(),
         )
+        self._others = fingerprint(self.model, self.param_names)
 
     def _order_on_device(self) -> Tensor | None:
         device = self.model.get_parameter(self.param_names[0]).device
@@ -363,7 +377,7 @@ class Laplace:
         self,
         x: Inputs,
         diagonal: bool = False,
-        outputs: Int[Tensor, "batch k"] | int | None = None,
+        outputs: Int[Tensor, "batch k"] | Sequence[Sequence[int]] | int | None = None,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
 
@@ -386,26 +400,26 @@ class Laplace:
         mean, covariances = _shared_moments([self], x, [delta], diagonal, outputs)
         return mean, covariances[0, 0]
 
-    def predict_grid(
-        self, x: Inputs, prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"]
-    ) -> list[Distribution]:
+    def predict_grid(self, x: Inputs, prior_precisions: Grid) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
         Args:
             x: Inputs, `[B, ...]`.
-            prior_precisions: One δ a grid point, `[P]`, or one for each block, `[P, blocks]`.
+            prior_precisions: One δ a grid point, `[P]`, or one for each block, `[P, blocks]`; a
+                tensor or a list.
 
         Returns:
             P predictives of batch shape `[B]`; the posterior's own prior precision stays.
 
         Raises:
-            ValueError: If a prior precision is not positive; as `predict`.
+            ValueError: If there is no prior precision, or one that is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
         return predict_grids([self], x, [prior_precisions])[0]
 
     def _checked_posterior(self) -> GaussianPosterior:
         posterior = self.posterior
+        check_no_autocast(posterior.mean.device)
         current = self._flat_parameters()
         if current.device != posterior.mean.device or current.dtype != posterior.mean.dtype:
             raise RuntimeError(
@@ -416,6 +430,10 @@ class Laplace:
             raise RuntimeError(
                 "The model's parameters have changed since the fit, so the posterior is not "
                 "around them any more: fit again."
+            )
+        if wrong := changed(self._others, fingerprint(self.model, self.param_names)):
+            raise RuntimeError(
+                f"{wrong[0]} has changed since the fit, so the model is another one: fit again."
             )
         return posterior
 
@@ -443,7 +461,8 @@ class Laplace:
         Raises:
             ValueError: For an unknown method, samples below 1, or samples of a method that
                 has none; outputs that are not finite.
-            RuntimeError: Before a fit, or if the model has changed since.
+            RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
+                since, or under autocast.
         """
         if method not in METHODS:
             raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
@@ -504,8 +523,8 @@ class Laplace:
                 raise ValueError(
                     'method="grid" needs held-out data: pass a loader, or use method="marglik".'
                 )
-            grid = torch.as_tensor(torch.logspace(-4, 4, 21) if grid is None else grid)
-            grid = grid.to(torch.float64)
+            grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
+            grid = torch.as_tensor(grid, dtype=torch.float64)
             self._checked_posterior()
             batches = self._on_device(with_progress(loader, progress, "tune"))
             found = tuning.tune_on_grid(self.predict_grid, self.likelihood, batches, metric, grid)
@@ -579,7 +598,8 @@ class Laplace:
                 block_names=self.block_names,
                 num_data=self.num_data,
                 nll=self._nll,
-                rank=serialization.rank_of(self.posterior),
+                rank=self._settings.rank,
+                others=self._others,
             ),
         )
 
@@ -623,7 +643,7 @@ class Laplace:
             likelihood=serialization.likelihood_from_json(header.likelihood),
             curvature=header.curvature,
             params=header.param_names,
-            rank=header.rank if header.curvature == "lowrank" else None,
+            rank=header.rank,
             joint=header.joint,
             sharing=header.sharing,
             backend=backend,
@@ -636,9 +656,17 @@ class Laplace:
             header,
             tensors,
             la._flat_parameters(),
-            serialization.expected_blocks(la._blocks, header.curvature, header.rank),
+            serialization.expected_blocks(
+                la._blocks, header.curvature, serialization.rank_of(header, tensors)
+            ),
             la._order_on_device(),
         )
+        la._others = fingerprint(model, la.param_names)
+        if wrong := changed(header.others, la._others):
+            raise ValueError(
+                f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
+                "posterior was fitted on."
+            )
         la._prior_precision = la._posterior.prior_precision
         la._nll = header.nll
         return la
@@ -647,7 +675,7 @@ class Laplace:
 def predict_grids(
     posteriors: Sequence[Laplace],
     x: Inputs,
-    prior_precisions: Sequence[Float[Tensor, " grid"] | Float[Tensor, "grid blocks"]],
+    prior_precisions: Sequence[Grid],
 ) -> list[list[Distribution]]:
     """`Laplace.predict_grid` for several fits of one model, which share the backward passes.
 
@@ -665,7 +693,10 @@ def predict_grids(
         RuntimeError: As `Laplace.predict`.
     """
     diagonal = all(la.likelihood.variances_suffice for la in posteriors)
-    mean, covariances = _shared_moments(posteriors, x, prior_precisions, diagonal)
+    grids = [torch.as_tensor(grid, dtype=torch.float64) for grid in prior_precisions]
+    if any(grid.ndim == 0 or len(grid) == 0 for grid in grids):
+        raise ValueError("The grid holds no prior precision: pass at least one, [δ].")
+    mean, covariances = _shared_moments(posteriors, x, grids, diagonal)
     if mean.ndim > 2 and not diagonal:
         covariances = predictive.within_positions(covariances, mean.shape)
     return [
@@ -679,7 +710,7 @@ def _shared_moments(
     x: Inputs,
     prior_precisions: Sequence[Tensor],
     diagonal: bool = False,
-    outputs: Tensor | int | None = None,
+    outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     first = posteriors[0]
     if any(

@@ -100,6 +100,9 @@ class DebiasedHessianFree(Optimizer):
         Debiasing mini-batch quadratics for applications in deep learning, Section 4.2.1.
     """
 
+    # Of the class: torch's copies of an optimizer keep nothing else of the instance.
+    last_step: StepReport | None = None
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -124,7 +127,6 @@ class DebiasedHessianFree(Optimizer):
             "line_search": line_search,
         }
         super().__init__(params, {**options, "weight_decay": weight_decay})
-        self.last_step: StepReport | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with a weight decay of their own; all else is the whole step's.

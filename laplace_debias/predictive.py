@@ -24,7 +24,7 @@ def map_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
 
 
 def chosen_outputs(
-    outputs: Float[Tensor, "batch *outputs"], choice: Tensor | int
+    outputs: Float[Tensor, "batch *outputs"], choice: Tensor | Sequence[Sequence[int]] | int
 ) -> Int[Tensor, "batch k"]:
     """Indices of outputs: those given, checked, or those of the largest ones.
 
@@ -41,6 +41,7 @@ def chosen_outputs(
         if not 1 <= choice <= size:
             raise ValueError(f"outputs={choice}: the model has {size} outputs an example.")
         return flat.topk(choice, dim=1).indices
+    choice = torch.as_tensor(choice)
     is_index = not choice.is_floating_point() and choice.ndim == 2 and len(choice) == batch
     if not is_index or choice.numel() == 0 or choice.min() < 0 or choice.max() >= size:
         raise ValueError(

@@ -339,12 +339,13 @@ class Cut:
     slopes: Float[Tensor, " k"]
     curvatures: Float[Tensor, "k k"]
 
-    def __call__(self, *coordinates: Tensor) -> Tensor:
+    def __call__(self, *coordinates: Tensor | float) -> Tensor:
         """The quadratic at points of the plane, at no product.
 
         Args:
             *coordinates: For each of the k directions its coordinates, of shapes that broadcast:
-                `cut(a)` on a line, `cut(a[:, None], b)` on a grid `[len(a), len(b)]`.
+                `cut(a)` on a line, `cut(a[:, None], b)` on a grid `[len(a), len(b)]`; numbers for
+                one point.
 
         Returns:
             A value for every point.
@@ -357,7 +358,8 @@ class Cut:
                 f"A cut along {len(self.slopes)} directions takes as many coordinates, got "
                 f"{len(coordinates)}: call it as cut(a, b, ...)."
             )
-        a = torch.stack(torch.broadcast_tensors(*coordinates), dim=-1)
+        given = [torch.as_tensor(each).to(self.slopes) for each in coordinates]
+        a = torch.stack(torch.broadcast_tensors(*given), dim=-1)
         return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
 
     def minimizer(self) -> Float[Tensor, " k"]:

@@ -22,7 +22,7 @@ from laplace_debias.operators import (
 )
 from laplace_debias.posterior import GaussianPosterior
 
-FORMAT = "laplace-debias/2"
+FORMAT = "laplace-debias/3"
 _PARTS = ("U_G", "U_A", "U", "magnitudes")
 
 
@@ -39,7 +39,9 @@ class Header:
         block_names: The curvature blocks.
         num_data: N.
         nll: Summed negative log-likelihood of the N examples, in nats.
-        rank: How many directions a low-rank curvature has, None for others.
+        rank: How many directions a low-rank curvature is asked for, as `Laplace` takes it. Data of
+            lower rank give fewer.
+        others: The `fingerprint` of what the model holds besides the Bayesian parameters.
     """
 
     likelihood: dict[str, Any]
@@ -51,6 +53,7 @@ class Header:
     num_data: int
     nll: float
     rank: int | None
+    others: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,12 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
     ]
 
 
-def rank_of(posterior: GaussianPosterior) -> int | None:
-    """The rank of a low-rank curvature, None for others."""
-    block = next(iter(posterior.curvature.blocks.values()))
-    return block.U.shape[1] if isinstance(block, LowRankPlusDiagonal) else None
+def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:
+    """How many directions a file's low-rank curvature has, None for others."""
+    if header.curvature != "lowrank":
+        return None
+    magnitudes = tensors.get("0.magnitudes")
+    return 0 if magnitudes is None else magnitudes.numel()
 
 
 def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:

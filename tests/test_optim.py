@@ -1,5 +1,7 @@
 """The Hessian-free optimiser, with step sizes from a second batch."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,6 +207,15 @@ def test_training_goes_on_from_a_saved_state():
         o.step(closure(m, x, y), closure(m, *data(1)))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_copy_can_be_asked_for_its_last_step():
+    x, y = data()
+    model = network()
+    optimizer = DebiasedHessianFree(model.parameters())
+    optimizer.step(closure(model, x, y))
+    assert optimizer.last_step is not None
+    assert copy.deepcopy(optimizer).last_step is None
 
 
 def test_a_closure_that_raises_in_the_line_search_leaves_the_parameters():

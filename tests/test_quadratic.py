@@ -112,6 +112,9 @@ def test_a_plane_is_six_numbers():
     assert_close(cut.curvatures, torch.diag(torch.linalg.eigvalsh(H)[-2:]), **EXACT)
     assert cut.value == q.value
     assert_close(cut.slopes, V.T @ q.gradient, **EXACT)
+    here = q(q.position + 0.5 * V[:, 0] - 2 * V[:, 1])
+    assert_close(cut(0.5, -2), here, **EXACT)
+    assert_close(cut(torch.tensor([1, 0]), 0)[1], q.value, **EXACT)
 
 
 @pytest.mark.parametrize("method", ["cg", "exact"])

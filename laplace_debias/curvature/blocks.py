@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -165,7 +165,7 @@ def parameter_order(
         parameter = model.get_parameter(name)
         positions[name] = torch.arange(start, start + parameter.numel()).view(parameter.shape)
         start += parameter.numel()
-    order = torch.cat([_entries(model, block, positions).flatten() for block in blocks])
+    order = torch.cat([entries_of(model, block, positions).flatten() for block in blocks])
     return None if torch.equal(order, torch.arange(start)) else order
 
 
@@ -223,12 +223,19 @@ def _attention_blocks(name: str, path: str, parameter: nn.Parameter, sharing: st
     return [Block(name, (name,), prefix + projection, "weight", shape, 0, sharing)]
 
 
-def _entries(
-    model: nn.Module, block: Block, positions: Mapping[str, Tensor]
-) -> Int[Tensor, "d_out d_in"]:
+def entries_of(
+    model: nn.Module, block: Block, values: Mapping[str, Tensor]
+) -> Shaped[Tensor, "d_out d_in"]:
+    """A block's entries, `[d_out, d_in]`, of something that there is for every parameter's entry.
+
+    Args:
+        model: The model.
+        block: The block.
+        values: Tensors of the parameters' shapes, by the parameters' names.
+    """
     path, _, _ = block.parameters[0].rpartition(".")
     layer = model.get_submodule(path)
-    weight = positions[block.parameters[0]]
+    weight = values[block.parameters[0]]
     d_out = block.shape[0]
     rows = slice(block.group * d_out, (block.group + 1) * d_out)
     if block.is_vector:
@@ -241,7 +248,7 @@ def _entries(
     else:
         matrix = weight[rows].flatten(1)
     if block.is_joint:
-        matrix = torch.cat([matrix, positions[block.parameters[1]][rows, None]], dim=1)
+        matrix = torch.cat([matrix, values[block.parameters[1]][rows, None]], dim=1)
     return matrix
 
 

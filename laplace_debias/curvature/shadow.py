@@ -78,13 +78,32 @@ def check_deterministic(model: nn.Module) -> None:
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuse a model that holds NaN or Inf.
+    """Refuse a model that holds NaN or Inf; a buffer may hold −Inf, as a mask of attention does.
 
     Raises:
-        ValueError: Naming the first parameter or buffer with an entry that is not finite.
+        ValueError: Naming the first parameter or buffer with such an entry.
     """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"{name} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
-            )
+    wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    wrong += [
+        name
+        for name, buffer in model.named_buffers()
+        if (buffer.isnan() | (buffer == torch.inf)).any()
+    ]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
+        )
+
+
+def check_no_autocast(device: torch.device) -> None:
+    """Refuse to work under autocast, which would round factors and rotations to half precision.
+
+    Raises:
+        RuntimeError: If it is on for the device.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError(
+            f"torch.autocast({device.type!r}) is on: curvature and predictives are computed in the "
+            "model's dtype. Leave the context, or turn it off here with "
+            f"torch.autocast({device.type!r}, enabled=False)."
+        )

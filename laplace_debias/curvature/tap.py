@@ -56,7 +56,7 @@ class Tap:
 
     def _recorder(self, path: str) -> Any:
         def record(
-            _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
+            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
         ) -> Tensor:
             x = inputs[0] if inputs else next(iter(named.values()))
             if self._common and path in self._common:
@@ -83,8 +83,8 @@ class Tap:
 
         Raises:
             ValueError: If a tapped layer takes no part in the forward pass.
-            NotImplementedError: If the forward pass overwrites a tapped layer's input, or merges
-                the examples with another dimension before one.
+            NotImplementedError: If the forward pass overwrites a tapped layer's input, merges the
+                examples with another dimension before one, or calls one with an `output_size`.
         """
         if self._common is None:
             self._common = frozenset()
@@ -97,6 +97,7 @@ class Tap:
                     "`relu_`, ...): use the out-of-place form there."
                 )
             check_batched(use.layer, use.x, self._batch)
+            check_output_size(use.layer, self._network.get_submodule(use.layer), use.x, use.z)
         called = {use.layer for use in self._uses}
         idle = [path for path in self._layers if path not in called]
         if idle:
@@ -161,7 +162,9 @@ class Tap:
         return max(1, sum(use.z[0].numel() * use.z.element_size() for use in self._uses))
 
     def last_layer(self, outputs: Tensor) -> Use | None:
-        """The use of a tapped layer whose output is the network's, if there is one."""
+        """The use of a tapped layer whose output is the network's, as it came, if there is one."""
+        if outputs._version > 0:
+            return None  # Overwritten since: `outputs /= temperature`.
         for use in self._uses:
             calls = sum(other.layer == use.layer for other in self._uses)
             if self._handed_on[use.layer] is outputs and calls == 1:
@@ -264,4 +267,26 @@ def check_batched(layer: str, x: Tensor, batch: int) -> None:
             "[batch, positions, features] (attention: batch_first=True), instead of merging them "
             "into the batch, and let position embeddings look up a position for every example; or "
             "leave the layer's parameters out with params=."
+        )
+
+
+def check_output_size(path: str, layer: nn.Module, x: Tensor, z: Tensor) -> None:
+    """Require a transposed convolution's output to be of the size that its own padding gives.
+
+    Raises:
+        NotImplementedError: If it was called with another `output_size`.
+    """
+    if not isinstance(layer, TRANSPOSED):
+        return
+    geometry = zip(
+        *(x.shape[2:], layer.stride, layer.padding, layer.dilation, layer.kernel_size),
+        layer.output_padding,
+        strict=True,
+    )
+    size = tuple((n - 1) * s - 2 * p + d * (k - 1) + extra + 1 for n, s, p, d, k, extra in geometry)
+    if tuple(z.shape[2:]) != size:
+        raise NotImplementedError(
+            f"{path} is called with output_size={tuple(z.shape[2:])}, where its output_padding "
+            f"gives {size}: set the output_padding of the layer instead, or leave its parameters "
+            "out with params=."
         )

@@ -22,6 +22,7 @@ from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.inputs import Inputs, join, take
 from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis, eigh
 from laplace_debias.curvature.kfac.fit import (
+    FITS,
     Batches,
     FactorSums,
     Fitted,
@@ -32,6 +33,7 @@ from laplace_debias.curvature.kfac.fit import (
     eigenbases,
     exact_sums,
     factor_sums,
+    fit_diagonal,
     together,
 )
 from laplace_debias.curvature.kfac.magnitudes import along
@@ -48,18 +50,23 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
 
     K-FAC takes one pass over the data, EKFAC two. Both hold the factors of all folds. A factor of
     full rank is decomposed K + 1 times; one of rank r, as few examples of a linear layer give it,
-    once, and then K matrices `[r, r]` are.
+    once, and then K matrices `[r, r]` are. The diagonal's directions are the coordinate axes,
+    whatever the data: out of fold or not, its magnitudes are the same.
 
     Args:
         problem: The network and its blocks.
         data: Batches `(x, y)`; example i belongs to fold i mod K.
         num_folds: K, at least 2.
-        curvature: `"kfac"` or `"ekfac"`.
+        curvature: `"kfac"`, `"ekfac"` or `"diag"`.
 
     Raises:
-        ValueError: If there are fewer examples than folds; as `sweep`.
+        ValueError: For another curvature; if there are fewer examples than folds; as `sweep`.
     """
+    if curvature not in FITS:
+        raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
     folds = split_folds(data, num_folds)
+    if curvature == "diag":
+        return fit_diagonal(problem, folds, None)
     starts = list(accumulate((len(y) for _, y in folds), initial=0))
     passes = [
         factor_sums(problem, [fold], first) for fold, first in zip(folds, starts, strict=False)

@@ -16,7 +16,7 @@ from laplace_debias.curvature.kfac.factors import gradient_factor, input_factor
 from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import along, ekfac_magnitudes
 from laplace_debias.curvature.kfac.stream import Backend, Consume, HookStream, Measure
-from laplace_debias.curvature.kfac.verify import check_overridden
+from laplace_debias.curvature.kfac.verify import check_jacobians, check_overridden
 from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.tap import Tap
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -238,7 +238,8 @@ def sweep(
         kept = 0
 
     for all_x, all_y in batches:
-        pace = pace or _pace(problem, all_x, additive, extra_bytes)
+        if pace is None:
+            pace = _pace(problem, all_x, additive, extra_bytes, is_first_pass=first == 0)
         for start in range(0, len(all_y), pace.examples):
             part = slice(start, start + pace.examples)
             x, y = take(all_x, part), all_y[part]
@@ -293,20 +294,28 @@ class _Pace:
     columns: int
 
 
-def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pace:
+def _pace(
+    problem: Problem, x: Inputs, additive: bool, extra_bytes: int, is_first_pass: bool
+) -> _Pace:
     """What fits into the memory bound, found by running one example.
 
+    The first pass of a fit looks first whether the model is one whose curvature this is.
+
     Raises:
-        ValueError: If one cotangent of one example does not fit, or the model is random.
-        NotImplementedError: If a layer is not what its class says.
+        ValueError: If one cotangent of one example does not fit; if the model is random, or its
+            outputs depend on the rest of the batch.
+        NotImplementedError: If a layer is not what its class says, or the outputs depend on its
+            parameters in another way than through it.
     """
     one = take(x, slice(0, 1))
     network = shadow(problem.model)
     tap = Tap(network, list(dict.fromkeys(b.layer for b in problem.blocks)))
     outputs = tap.forward(one)
     check_outputs(outputs)
-    check_overridden(network, list(problem.blocks), tap.uses)
-    check_repeatable(problem.model, one, outputs.detach())
+    if is_first_pass:
+        check_overridden(network, problem.blocks, tap.uses)
+        check_repeatable(problem.model, take(x, slice(0, 2)), outputs.detach())
+        check_jacobians(network, problem.model, problem.blocks, one, tap, outputs)
     columns = problem.cotangents.num_columns(outputs)
     size = tap.output_bytes() + extra_bytes
     if size > problem.memory_bound:
@@ -322,18 +331,42 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
 
 
 def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
-    """Require a model to give the same outputs again.
+    """Require a model to give the same outputs again, whatever else is in the batch.
+
+    Args:
+        model: The model.
+        x: One example or more.
+        outputs: What the first of them gave, alone.
 
     Raises:
-        ValueError: Otherwise: it draws random numbers that no module's mode tells of.
+        ValueError: If it draws random numbers that no module's mode tells of, or mixes the
+            examples of a batch.
     """
+    largest = float(outputs.abs().max())
+
+    def differ(others: Tensor, rtol: float, atol: float) -> bool:
+        same_shape = others.shape == outputs.shape
+        return not same_shape or not torch.allclose(outputs, others, rtol, atol * largest)
+
     with torch.no_grad():
-        again = call(shadow(model), x)
-    if not torch.allclose(outputs, again, rtol=1e-3, atol=1e-5 * float(outputs.abs().max())):
+        together = call(shadow(model), x)[:1]
+        if not differ(together, 1e-3, 1e-5):
+            return
+        again = call(shadow(model), take(x, slice(0, 1)))
+    if differ(again, 1e-3, 1e-5):
         raise ValueError(
             "Two forward passes give different outputs: the model draws random numbers "
             "(`F.dropout` without `training=self.training`, noise, ...), and curvature is that of "
             "a function. Make its forward pass deterministic in eval mode."
+        )
+    # Other sizes of a batch have other roundings.
+    tolerance = max(1e-2, 16 * torch.finfo(outputs.dtype).eps)
+    if differ(together, tolerance, tolerance):
+        raise ValueError(
+            "An example's outputs are others alone than beside a second one: the model mixes the "
+            "examples of a batch (statistics over the batch, attention along the wrong dimension, "
+            "...), and curvature per example is not defined. Let every example have outputs of "
+            "its own."
         )
 
 

@@ -1,14 +1,19 @@
-"""Layers with a forward pass of their own, held against what their base class computes."""
+"""What layers are taken to compute, held against automatic differentiation of one example."""
+
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from laplace_debias.curvature.blocks import Block, is_overridden
+from laplace_debias.curvature.blocks import Block, entries_of, is_overridden
+from laplace_debias.curvature.inputs import Inputs, call
+from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
-from laplace_debias.curvature.tap import Use
+from laplace_debias.curvature.shadow import shadow
+from laplace_debias.curvature.tap import Tap, Use
 
 
-def check_overridden(network: nn.Module, blocks: list[Block], uses: list[Use]) -> None:
+def check_overridden(network: nn.Module, blocks: Sequence[Block], uses: Sequence[Use]) -> None:
     """Require subclasses of torch's layers to have the Jacobian of the layer that they extend.
 
     A library's own `LayerNorm` computes what torch's does; weight standardisation or an adapter
@@ -63,3 +68,69 @@ def _agrees(layer: nn.Module, block: Block, use: Use) -> bool:
     return matrix.shape == J.shape and torch.allclose(
         J, matrix, rtol=1e-2, atol=1e-3 * float(matrix.abs().max())
     )
+
+
+def check_jacobians(
+    network: nn.Module,
+    model: nn.Module,
+    blocks: Sequence[Block],
+    x: Inputs,
+    tap: Tap,
+    outputs: Tensor,
+) -> None:
+    """Require the outputs to depend on the blocks' parameters through their layers alone.
+
+    A weight that the forward pass takes out of its layer (`F.linear(h, self.embedding.weight)`, the
+    head of many language models) has a Jacobian that the layer's inputs and output gradients do not
+    tell: curvature would be wrong without a word.
+
+    Args:
+        network: The shadow of the model that the tap is on.
+        model: The model.
+        blocks: The curvature blocks.
+        x: One example.
+        tap: A tap on the blocks' layers after its forward pass of the example.
+        outputs: What that gave.
+
+    Raises:
+        NotImplementedError: Naming the layer and its parameters.
+    """
+    generator = torch.Generator(outputs.device).manual_seed(0)
+    cotangent = torch.randn(
+        outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device
+    )
+    uses = dict(tap.backward(outputs, cotangent.unsqueeze(0), again=True))
+    twin = shadow(model)
+    names = list(dict.fromkeys(name for block in blocks for name in block.parameters))
+    parameters = [twin.get_parameter(name).requires_grad_(True) for name in names]
+    with torch.enable_grad():
+        found = torch.autograd.grad(call(twin, x), parameters, cotangent, allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+        for name, parameter, gradient in zip(names, parameters, found, strict=True)
+    }
+    eps = torch.finfo(outputs.dtype).eps
+    # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
+    rounding = eps**0.5 * max(float(gradient.norm()) for gradient in gradients.values())
+    for block in blocks:
+        expected = entries_of(twin, block, gradients)
+        J = _jacobian(network.get_submodule(block.layer), block, uses[block.layer], expected)
+        if (J - expected).norm() > max(1e-2, 16 * eps) * expected.norm() + rounding:
+            raise NotImplementedError(
+                f"The outputs depend on {list(block.parameters)} in another way than through the "
+                f"layer {block.layer}: the forward pass uses the parameters outside of it (a tied "
+                "head, `F.linear` with its weight, ...), so they have no curvature here. Leave "
+                "them out on purpose with params=lambda name, parameter: ..., or freeze them with "
+                "requires_grad_(False)."
+            )
+
+
+def _jacobian(layer: nn.Module, block: Block, uses: Uses, like: Tensor) -> Tensor:
+    """The block's Jacobian along the one cotangent of the one example, `[d_out, d_in]`."""
+    J = torch.zeros_like(like)
+    for _, part, columns in rotated_jacobians(layer, block, uses, None, None):
+        if columns is None:
+            J += part[0, 0]
+        else:
+            J[:, columns] += part[0, 0]
+    return J
