@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 from rich.console import Console
+from torch.func import hessian
+from torch.nn.functional import cross_entropy
 
 from laplace_debias import Laplace, metrics
 from laplace_debias.experiments import debiasing_study
@@ -62,7 +64,7 @@ def posterior(made, method):
     """What the front-end makes of the same examples, in the first draw."""
     _, model, split, _ = made
     order = torch.randperm(len(split.train), generator=torch.Generator().manual_seed(0))
-    full, hand = order[:FULL_EXAMPLES], order[FULL_EXAMPLES : FULL_EXAMPLES + 32]
+    full_indices, hand = order[:FULL_EXAMPLES], order[FULL_EXAMPLES : FULL_EXAMPLES + 32]
     further = order[FULL_EXAMPLES + 32 : FULL_EXAMPLES + 48]
 
     def batch(indices):
@@ -71,21 +73,21 @@ def posterior(made, method):
 
     of_four = torch.arange(32) % 4 == 3
     fits = {
-        "full-batch": ([full], {}),
+        "full-batch": ([full_indices], {}),
         "mini-batch": ([hand], {}),
         "debiased, 16 + 16": ([hand[::2], hand[1::2]], {}),
         "debiased, 24 + 8": ([hand[~of_four], hand[of_four]], {}),
         "debiased, 8 + 24": ([hand[of_four], hand[~of_four]], {}),
         "debiased, 16 + 32": ([hand[::2], torch.cat([hand[1::2], further])], {}),
-        "debiased, 16 + all": ([hand[::2], full], {}),
-        "oracle magnitudes": ([hand, full], {}),
+        "debiased, 16 + all": ([hand[::2], full_indices], {}),
+        "oracle magnitudes": ([hand, full_indices], {}),
         "crossfit, 4 folds": ([hand], {"folds": 4}),
         "crossfit, 8 folds": ([hand], {"folds": 8}),
         "shrinkage": ([hand], {"shrinkage": True}),
     }
     name = method.removeprefix("EKFAC, ")
     curvature = "kfac" if name == method else "ekfac"
-    name = name.removesuffix(", full-batch trace")
+    name = name.removesuffix(", full-batch trace").removesuffix(", scaled by the outputs")
 
     def fitted(name):
         data, options = fits[name]
@@ -98,6 +100,19 @@ def posterior(made, method):
         full = fitted("full-batch").posterior.curvature.blocks
         for key, block in blocks.items():
             block.magnitudes.mul_(full[key].to_dense().trace() / block.to_dense().trace())
+    if method.endswith("scaled by the outputs"):
+
+        def loss_curvature(indices):
+            """Mean trace of the dense Hessian of the cross-entropy in the logits."""
+            logits = model(split.train.batch(indices)[0].double())
+            label = torch.tensor([0])
+            return sum(
+                hessian(lambda f: cross_entropy(f[None], label))(f).trace() for f in logits
+            ) / len(logits)
+
+        seen = hand[1::2] if name.startswith("debiased") else hand
+        for block in la.posterior.curvature.blocks.values():
+            block.magnitudes.mul_(loss_curvature(full_indices) / loss_curvature(seen))
     return la
 
 
@@ -108,7 +123,8 @@ def posterior(made, method):
         *("debiased, 8 + 24", "debiased, 16 + 32", "debiased, 16 + all", "oracle magnitudes"),
         *("crossfit, 4 folds", "crossfit, 8 folds", "shrinkage", "EKFAC, full-batch"),
         *("mini-batch, full-batch trace", "debiased, 16 + 16, full-batch trace"),
-        "crossfit, 8 folds, full-batch trace",
+        *("crossfit, 8 folds, full-batch trace", "mini-batch, scaled by the outputs"),
+        "debiased, 16 + 16, scaled by the outputs",
         *("EKFAC, mini-batch", "EKFAC, debiased, 16 + 16", "EKFAC, crossfit, 8 folds"),
     ],
 )

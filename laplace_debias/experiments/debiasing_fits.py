@@ -1,6 +1,7 @@
 """The debiasing study's fits: all methods' posteriors from one draw, and what they predict."""
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from laplace_debias.experiments.debiasing_schemes import (
     Factors,
     crossfit_name,
     magnitudes_of,
+    outputs_name,
     split_name,
 )
 from laplace_debias.experiments.debiasing_settings import DebiasingSettings
@@ -101,8 +103,11 @@ class StudyFits:
             (bases_G, along_G), (bases_A, along_A) = sides
             for name, U_G in bases_G.items():
                 bases.setdefault(name, {})[block] = (U_G, bases_A[name])
-            for name in table:
+            for name in along_G:
                 table[name][block] = torch.outer(along_G[name], along_A[name])
+        for method, part in plan.measured_on.items():
+            scale = self.full_loss_curvature / self._loss_curvature(hand[part])
+            table[outputs_name(method)] = {b: scale * values for b, values in table[method].items()}
         return self._measured(
             {
                 name: self._posterior(bases[basis], table[name])
@@ -163,6 +168,20 @@ class StudyFits:
         x, y = self._batch(indices)
         losses = cross_entropy(self._problem.model(x), y, reduction="none")
         return indices[losses.argsort(descending=True).cpu()]
+
+    @cached_property
+    def full_loss_curvature(self) -> float:
+        """The full-batch examples' mean trace of the loss Hessian in the outputs."""
+        return self._loss_curvature(self._order[: self._settings.full_examples])
+
+    @torch.no_grad()
+    def _loss_curvature(self, indices: Tensor) -> float:
+        """Mean over examples of tr(diag(p) − ppᵀ), which takes nothing but forward passes."""
+        traces = []
+        for x, _ in self._batches(indices, "outputs"):
+            probs = self._problem.model(x).double().softmax(1)
+            traces.append(1 - probs.square().sum(1))
+        return torch.cat(traces).mean().item()
 
     @property
     def full(self) -> tuple[FactorSums, dict[Block, Eigenbasis]]:

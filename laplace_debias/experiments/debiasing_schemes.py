@@ -51,6 +51,11 @@ def trace_name(method: str) -> str:
     return f"{method}, full-batch trace"
 
 
+def outputs_name(method: str) -> str:
+    """The method's magnitudes, scaled by what forward passes tell of all data's loss curvature."""
+    return f"{method}, scaled by the outputs"
+
+
 def average_name(decay: float, magnitudes: str = "") -> str:
     """A running average; its magnitudes, if others than its own, from `NEXT` or `STREAM`."""
     return f"average, decay {decay:g}{magnitudes}"
@@ -97,7 +102,7 @@ class Plan:
 
     @property
     def scaled(self) -> dict[str, str]:
-        """The methods that come with the full-batch trace too, and the bases of these."""
+        """The methods that come with the full-batch trace too, and their bases."""
         b = self.batch_size
         return {
             MINI: "all",
@@ -105,6 +110,12 @@ class Plan:
             self.usual: "all",
             FULL_WITH_CROSSFIT: "full",
         }
+
+    @property
+    def measured_on(self) -> dict[str, slice]:
+        """On which examples at hand the magnitudes of some methods are measured."""
+        b = self.batch_size
+        return {MINI: slice(None), split_name(b, b): slice(1, None, 2), self.usual: slice(None)}
 
     @property
     def methods(self) -> dict[str, str]:
@@ -123,6 +134,7 @@ class Plan:
             FULL_WITH_MINI: "full",
             FULL_WITH_CROSSFIT: "full",
             **{trace_name(method): basis for method, basis in self.scaled.items()},
+            **{outputs_name(method): self.scaled[method] for method in self.measured_on},
             **{
                 average_name(decay, of): f"{'stream' if of == STREAM else 'average'} {decay:g}"
                 for decay in self.average_decays
