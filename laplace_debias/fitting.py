@@ -8,18 +8,21 @@ from torch import nn
 
 from laplace_debias.batches import Batches, OnDevice
 from laplace_debias.curvature.blocks import Block, Sharing
-from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
+from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents, flat_terms
+from laplace_debias.curvature.inputs import call
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
-from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
+from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem, check_outputs
 from laplace_debias.curvature.kfac.shrinkage import fit_shrunk
 from laplace_debias.curvature.kfac.stream import Backend
 from laplace_debias.curvature.likelihood import Likelihood
+from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.whole import (
     WHOLE_CURVATURES,
     fit_crossfit_whole,
     fit_full,
     fit_low_rank,
 )
+from laplace_debias.posterior import scaled
 
 CURVATURES = (*FITS, *WHOLE_CURVATURES)
 FOLDS = 8
@@ -37,12 +40,14 @@ class Examples:
         magnitudes: Batches that the curvature along them is measured on; None for the same.
         folds: Measure out of so many folds of `directions` instead.
         shrinkage: Correct the eigenvalues of K-FAC's factors in closed form instead.
+        scale: Batches whose loss curvature in the outputs scales the magnitudes.
     """
 
     directions: Batches
     magnitudes: Batches | None = None
     folds: int | None = None
     shrinkage: bool = False
+    scale: Batches | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,16 @@ class FitSettings:
                 "Shrinkage takes its magnitudes from the directions' own eigenvalues: pass neither "
                 "magnitudes nor folds."
             )
+        again = [examples.scale]
+        if examples.scale is not None:
+            again.append(
+                examples.directions if examples.magnitudes is None else examples.magnitudes
+            )
+        if any(isinstance(data, Iterator) for data in again):
+            raise TypeError(
+                "For the scale the data is gone through again, but an iterator can be read only "
+                "once: pass a DataLoader or a list of batches."
+            )
         is_read_twice = of_one and self.curvature in ("ekfac", "lowrank")
         if is_read_twice and isinstance(examples.directions, Iterator):
             raise TypeError(
@@ -170,3 +185,58 @@ class FitSettings:
             return fit_low_rank(problem, data, measured, rank)
         fit = fit_full if self.is_whole else FITS[self.curvature]
         return fit(problem, data, measured)
+
+    def scale(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        fitted: Fitted,
+        seen: Batches,
+        everything: Batches,
+    ) -> Fitted:
+        """The curvature, scaled by what forward passes tell of more data.
+
+        A block's trace is the examples' mean squared output gradients times activations; how much
+        of it a few examples hold goes with their share of the loss's curvature in the outputs, 1 −
+        Σ p² for a softmax, which takes no backward pass (a ratio estimator with that as covariate).
+
+        Args:
+            model: The trained network.
+            likelihood: Its likelihood.
+            fitted: The curvature.
+            seen: Batches that its magnitudes were measured on, on the model's device.
+            everything: Batches that the scale is of, likewise.
+
+        Raises:
+            ValueError: If the examples seen have no curvature, or a target does not fit.
+        """
+        of_seen = self._loss_curvature(model, likelihood, seen)
+        if of_seen == 0:
+            raise ValueError(
+                "The loss of the examples at hand has no curvature in the outputs, all of which "
+                "are certain: there is nothing to scale; take more examples."
+            )
+        ratio = self._loss_curvature(model, likelihood, everything) / of_seen
+        curvature = fitted.curvature.map(lambda _, block: scaled(block, ratio))
+        return Fitted(curvature, fitted.seen)
+
+    def _loss_curvature(self, model: nn.Module, likelihood: Likelihood, batches: Batches) -> float:
+        """Mean over examples of the loss's curvature in the outputs, summed over terms."""
+        network = shadow(model)
+        total, num_examples = 0.0, 0
+        for x, y in batches:
+            with torch.no_grad():
+                outputs = call(network, x)
+            check_outputs(outputs)
+            terms, labels = flat_terms(outputs, y)
+            likelihood.check(terms, labels)
+            if self.fisher.kind == "empirical":
+                values = likelihood.gradient(terms, labels).double().square().sum(1)
+            else:
+                values = likelihood.hessian_trace(terms)
+            counted = likelihood.counted(labels)
+            total += float(values.sum() if counted is None else (values * counted).sum())
+            num_examples += len(y)
+        if num_examples == 0:
+            raise ValueError("The data of the scale holds no example: pass at least one batch.")
+        return total / num_examples

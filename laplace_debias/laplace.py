@@ -149,6 +149,8 @@ class Laplace:
         num_data: int | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
+        *,
+        scale: bool = False,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
@@ -164,7 +166,9 @@ class Laplace:
             num_data: N; if None the number of examples that the loader's sampler goes through, or
                 for `"full"` of data that does not tell its size the number of examples seen.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
-            progress: Show a progress bar over the batches of a full fit.
+            progress: Show a progress bar over the batches of a full fit, or of the scale.
+            scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
+                the outputs, which takes a forward pass over it (see `fit_batches`).
 
         Returns:
             The object itself.
@@ -180,9 +184,12 @@ class Laplace:
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        if scale and mode == "full":
+            raise ValueError('mode="full" sees all data, whose scale it has: leave out scale=True.')
         # Of the other modes the batches are held, and may come from anything.
         seen = train_loader if mode == "full" else []
-        self._settings.check(Examples(seen, shrinkage=mode == "shrinkage"))
+        again = train_loader if scale else None
+        self._settings.check(Examples(seen, shrinkage=mode == "shrinkage", scale=again))
         if num_data is None:
             num_data = size_of(train_loader)
         if mode == "full":
@@ -207,6 +214,7 @@ class Laplace:
             folds=FOLDS if mode == "crossfit" else None,
             shrinkage=mode == "shrinkage",
             generator=generator,
+            scale=None if again is None else with_progress(again, progress, "scale"),
         )
 
     def fit_batches(
@@ -218,6 +226,7 @@ class Laplace:
         folds: int | None = None,
         shrinkage: bool = False,
         generator: torch.Generator | None = None,
+        scale: Batches | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
 
@@ -231,6 +240,12 @@ class Laplace:
                 folds or `magnitudes`; at least two examples. What is assumed says
                 `curvature.kfac.shrinkage`.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
+            scale: Batches `(x, y)`, say all training data, that take a forward pass each: the
+                magnitudes are multiplied by the ratio of the loss's mean curvature in the outputs
+                (tr ∇²_f ℓ; 1 − Σ p² for a softmax; of `fisher="empirical"` ‖∇_f ℓ‖²) over these
+                to that over the examples that the magnitudes were measured on. A few examples
+                rarely hold their share of the hard ones that curve the loss of a confident
+                network. None for no scaling.
 
         Returns:
             The object itself.
@@ -243,13 +258,19 @@ class Laplace:
         """
         if num_data is not None and num_data < 1:
             raise ValueError(f"num_data must be at least 1, got {num_data}.")
-        examples = Examples(directions, magnitudes, folds, shrinkage)
+        examples = Examples(directions, magnitudes, folds, shrinkage, scale)
         self._settings.check(examples)
         check_deterministic(self.model)
         check_finite(self.model)
         check_no_autocast(self.model.get_parameter(self.param_names[0]).device)
         with torch.inference_mode(False):
             fitted = self._settings.fit(self._problem(generator), examples, self._on_device)
+            if scale is not None:
+                seen = directions if magnitudes is None else magnitudes
+                fitted = self._settings.scale(
+                    *(self.model, self.likelihood, fitted),
+                    *(self._on_device(seen), self._on_device(scale)),
+                )
         self._set_posterior(fitted, num_data)
         return self
 

@@ -138,6 +138,11 @@ def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:
     return LowRankPlusDiagonal(block.U, function(block.magnitudes) - rest, rest)
 
 
+def scaled(block: LinearOperator, factor: float) -> LinearOperator:
+    """A curvature block times a number, of the same structure."""
+    return _apply(block, lambda values: factor * values)
+
+
 def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> None:
     """Require one positive finite number, or one a block.
 

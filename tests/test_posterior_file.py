@@ -39,6 +39,7 @@ def command(name: str, checkpoint: Path, *options: str) -> list[str]:
         ("debiased", ["--batch_size=6"], [(0, 6), (6, 12)]),
         ("mini", ["--batch_size=9"], [(0, 9)]),
         ("full", ["--batch_size=8", "--full_examples=12"], [(0, 12)]),
+        ("mini", ["--batch_size=9", "--scale=true"], [(0, 9)]),
     ],
 )
 def test_fit_saves_what_laplace_fits_to_the_same_images(
@@ -52,7 +53,8 @@ def test_fit_saves_what_laplace_fits_to_the_same_images(
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1))
     batches = [[data.train.batch(order[first:last])] for first, last in seen]
     la = Laplace(model, curvature="ekfac", params="weights", prior_precision=3.0)
-    la.fit_batches(*batches, num_data=len(data.train))
+    everything = [data.train.batch(range(len(data.train)))] if "--scale=true" in options else None
+    la.fit_batches(*batches, num_data=len(data.train), scale=everything)
     x = data.test.batch(range(4))[0]
     loaded = Laplace.load(output, model)
     assert loaded.num_data == len(data.train)
@@ -102,6 +104,7 @@ def test_tune_by_the_marginal_likelihood_goes_back_into_the_file(checkpoint, tmp
         ("fit", ["--batch_size=0"], "batch_size is 0"),
         ("fit", ["--mode=shrinkage", "--curvature=ekfac"], "Shrinkage is of"),
         ("fit", ["--mode=ful"], "mode"),
+        ("fit", ["--scale=true"], "sees all images"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),
         ("tune", ["--validation_examples=100000"], "there are 297 images"),
         ("tune", ["--method=marglik", "--metric=ece"], "needs no data"),

@@ -85,6 +85,10 @@ class Likelihood(ABC):
         """Which targets count, `[B]`; None for all."""
         return None
 
+    def hessian_trace(self, outputs: Float[Tensor, "batch outputs"]) -> Float[Tensor, " batch"]:
+        """The trace of ∇²_f ℓ of every example, `[B]`, float64."""
+        return self.hessian_root(outputs.double()).square().sum((0, 2))
+
     def gradient(
         self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
     ) -> Float[Tensor, "batch outputs"]:
@@ -184,6 +188,11 @@ class Categorical(Likelihood):
         root = -p.unsqueeze(-1) * below.unsqueeze(-2)  # [B, C, C−1]
         root = root.tril(-1) + F.pad(torch.diag_embed(diagonal), (0, 0, 0, 1))
         return root.movedim(-1, 0)
+
+    def hessian_trace(self, outputs: Tensor) -> Tensor:
+        """1 − Σ p², without a matrix of all classes."""
+        p = outputs.double().softmax(-1)
+        return (p * (1 - p)).sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
         """Class indices from the softmax; uses the first uniform of every example."""

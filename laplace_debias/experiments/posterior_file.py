@@ -84,10 +84,13 @@ class FittingSettings(NetworkSettings):
         prior_precision: δ, before it is tuned.
         full_examples: How many training images, chosen at random, stand for all of them with
             `mode=full`; all if None.
+        scale: Whether what few images tell is scaled by a forward pass over all of them; not with
+            `mode=full`.
         overwrite: Whether an existing file is replaced.
 
     Raises:
-        ValueError: If the problem is unknown or a number out of range.
+        ValueError: If the problem is unknown, a number out of range, or an option is of another
+            mode.
     """
 
     output: Path
@@ -99,6 +102,7 @@ class FittingSettings(NetworkSettings):
     sharing: Literal["expand", "reduce"] = "expand"
     prior_precision: float = 1.0
     full_examples: int | None = None
+    scale: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -110,6 +114,8 @@ class FittingSettings(NetworkSettings):
                 f"full_examples is {self.full_examples} with mode={self.mode}; expected it with "
                 "mode=full alone: the others see batches of batch_size"
             )
+        if self.scale and self.mode == "full":
+            raise ValueError("scale is true with mode=full, which sees all images: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +191,10 @@ def run_fit(settings: FittingSettings, console: Console | None = None) -> Laplac
     generator = torch.Generator().manual_seed(settings.seed)
     seen = _some(data.train, settings.full_examples, generator, "full_examples")
     batches = _Batches(data.train, seen, settings.batch_size)
-    la.fit(batches, settings.mode, len(data.train), generator, settings.progress)
+    la.fit(
+        *(batches, settings.mode, len(data.train), generator, settings.progress),
+        scale=settings.scale,
+    )
     la.save(output)
     console.print(
         f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
