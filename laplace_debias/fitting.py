@@ -8,20 +8,19 @@ from torch import nn
 
 from laplace_debias.batches import Batches, OnDevice
 from laplace_debias.curvature.blocks import Block, Sharing
-from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents, flat_terms
-from laplace_debias.curvature.inputs import call
+from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
-from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem, check_outputs
+from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
 from laplace_debias.curvature.kfac.shrinkage import fit_shrunk
 from laplace_debias.curvature.kfac.stream import Backend
 from laplace_debias.curvature.likelihood import Likelihood
-from laplace_debias.curvature.shadow import shadow
 from laplace_debias.curvature.whole import (
     WHOLE_CURVATURES,
     fit_crossfit_whole,
     fit_full,
     fit_low_rank,
 )
+from laplace_debias.loss_curvature import mean_loss_curvature
 from laplace_debias.posterior import scaled
 
 CURVATURES = (*FITS, *WHOLE_CURVATURES)
@@ -163,15 +162,29 @@ class FitSettings:
         return Problem(model, cotangents, blocks, backend, self.factor_dtype, self.memory_bound)
 
     def fit(
-        self, problem: Problem, examples: Examples, on_device: Callable[[Batches], OnDevice]
+        self,
+        problem: Problem,
+        likelihood: Likelihood,
+        examples: Examples,
+        on_device: Callable[[Batches], OnDevice],
     ) -> Fitted:
         """The curvature, of examples that `check` let pass.
 
         Args:
             problem: The network and its blocks.
+            likelihood: The network's likelihood.
             examples: The examples, anywhere.
             on_device: Moves batches to the model's device.
         """
+        ratio = self._ratio(problem, likelihood, examples, on_device)
+        fitted = self._fit(problem, examples, on_device)
+        if examples.scale is None:
+            return fitted
+        return Fitted(fitted.curvature.map(lambda _, block: scaled(block, ratio)), fitted.seen)
+
+    def _fit(
+        self, problem: Problem, examples: Examples, on_device: Callable[[Batches], OnDevice]
+    ) -> Fitted:
         data, folds = on_device(examples.directions), examples.folds
         measured = None if examples.magnitudes is None else on_device(examples.magnitudes)
         if examples.shrinkage:
@@ -186,57 +199,30 @@ class FitSettings:
         fit = fit_full if self.is_whole else FITS[self.curvature]
         return fit(problem, data, measured)
 
-    def scale(
+    def _ratio(
         self,
-        model: nn.Module,
+        problem: Problem,
         likelihood: Likelihood,
-        fitted: Fitted,
-        seen: Batches,
-        everything: Batches,
-    ) -> Fitted:
-        """The curvature, scaled by what forward passes tell of more data.
-
-        A block's trace is the examples' mean squared output gradients times activations; how much
-        of it a few examples hold goes with their share of the loss's curvature in the outputs, 1 −
-        Σ p² for a softmax, which takes no backward pass (a ratio estimator with that as covariate).
-
-        Args:
-            model: The trained network.
-            likelihood: Its likelihood.
-            fitted: The curvature.
-            seen: Batches that its magnitudes were measured on, on the model's device.
-            everything: Batches that the scale is of, likewise.
+        examples: Examples,
+        on_device: Callable[[Batches], OnDevice],
+    ) -> float:
+        """The loss's curvature in the outputs over the scale's examples, to that over those seen.
 
         Raises:
-            ValueError: If the examples seen have no curvature, or a target does not fit.
+            ValueError: If the examples seen have none; as `mean_loss_curvature`.
         """
-        of_seen = self._loss_curvature(model, likelihood, seen)
+        if examples.scale is None:
+            return 1.0
+        measured = examples.directions if examples.magnitudes is None else examples.magnitudes
+        of_all, of_seen = (
+            mean_loss_curvature(
+                problem.model, likelihood, on_device(data), self.fisher.kind == "empirical"
+            )
+            for data in (examples.scale, measured)
+        )
         if of_seen == 0:
             raise ValueError(
                 "The loss of the examples at hand has no curvature in the outputs, all of which "
                 "are certain: there is nothing to scale; take more examples."
             )
-        ratio = self._loss_curvature(model, likelihood, everything) / of_seen
-        curvature = fitted.curvature.map(lambda _, block: scaled(block, ratio))
-        return Fitted(curvature, fitted.seen)
-
-    def _loss_curvature(self, model: nn.Module, likelihood: Likelihood, batches: Batches) -> float:
-        """Mean over examples of the loss's curvature in the outputs, summed over terms."""
-        network = shadow(model)
-        total, num_examples = 0.0, 0
-        for x, y in batches:
-            with torch.no_grad():
-                outputs = call(network, x)
-            check_outputs(outputs)
-            terms, labels = flat_terms(outputs, y)
-            likelihood.check(terms, labels)
-            if self.fisher.kind == "empirical":
-                values = likelihood.gradient(terms, labels).double().square().sum(1)
-            else:
-                values = likelihood.hessian_trace(terms)
-            counted = likelihood.counted(labels)
-            total += float(values.sum() if counted is None else (values * counted).sum())
-            num_examples += len(y)
-        if num_examples == 0:
-            raise ValueError("The data of the scale holds no example: pass at least one batch.")
-        return total / num_examples
+        return of_all / of_seen

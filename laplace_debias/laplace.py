@@ -264,13 +264,8 @@ class Laplace:
         check_finite(self.model)
         check_no_autocast(self.model.get_parameter(self.param_names[0]).device)
         with torch.inference_mode(False):
-            fitted = self._settings.fit(self._problem(generator), examples, self._on_device)
-            if scale is not None:
-                seen = directions if magnitudes is None else magnitudes
-                fitted = self._settings.scale(
-                    *(self.model, self.likelihood, fitted),
-                    *(self._on_device(seen), self._on_device(scale)),
-                )
+            problem = self._problem(generator)
+            fitted = self._settings.fit(problem, self.likelihood, examples, self._on_device)
         self._set_posterior(fitted, num_data)
         return self
 

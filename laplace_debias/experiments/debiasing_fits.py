@@ -30,6 +30,7 @@ from laplace_debias.experiments.debiasing_schemes import (
 from laplace_debias.experiments.debiasing_settings import DebiasingSettings
 from laplace_debias.experiments.storage import Store
 from laplace_debias.functional import Wanted, functional_moments
+from laplace_debias.loss_curvature import mean_loss_curvature
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.posterior import GaussianPosterior
 from laplace_debias.problems import Images
@@ -174,14 +175,9 @@ class StudyFits:
         """The full-batch examples' mean trace of the loss Hessian in the outputs."""
         return self._loss_curvature(self._order[: self._settings.full_examples])
 
-    @torch.no_grad()
     def _loss_curvature(self, indices: Tensor) -> float:
-        """Mean over examples of tr(diag(p) − ppᵀ), which takes nothing but forward passes."""
-        traces = []
-        for x, _ in self._batches(indices, "outputs"):
-            probs = self._problem.model(x).double().softmax(1)
-            traces.append(1 - probs.square().sum(1))
-        return torch.cat(traces).mean().item()
+        batches = self._batches(indices, "outputs")
+        return mean_loss_curvature(self._problem.model, Categorical(), batches)
 
     @property
     def full(self) -> tuple[FactorSums, dict[Block, Eigenbasis]]:

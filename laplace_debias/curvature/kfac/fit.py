@@ -239,6 +239,7 @@ def sweep(
 
     for all_x, all_y in batches:
         if pace is None:
+            # Passes over further examples of the same fit need not look at the model again.
             pace = _pace(problem, all_x, additive, extra_bytes, is_first_pass=first == 0)
         for start in range(0, len(all_y), pace.examples):
             part = slice(start, start + pace.examples)
