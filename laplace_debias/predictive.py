@@ -10,6 +10,7 @@ from torch.func import jvp, vmap
 from laplace_debias.curvature.inputs import Inputs, call, call_with
 from laplace_debias.curvature.kfac.fit import check_outputs
 from laplace_debias.curvature.shadow import shadow
+from laplace_debias.operators.eigh import eigh
 
 # Weight samples that are pushed through the network at once.
 _SAMPLES_AT_ONCE = 8
@@ -73,7 +74,7 @@ def sample_outputs(
     generator: torch.Generator | None,
 ) -> Float[Tensor, "samples batch *outputs"]:
     """Draw outputs from their Gaussian, `[S, B, C]`; singular covariances are fine."""
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = eigh(covariance, "the functional covariance")
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     noise = torch.randn(
         num_samples, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device

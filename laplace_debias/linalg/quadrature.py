@@ -19,6 +19,7 @@ from laplace_debias.linalg.products import (
     check_square,
 )
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.eigh import eigh, eigvalsh
 from laplace_debias.operators.exact.spectrum import eigenvalues
 
 _BASIS_ELEMENTS = 2**28
@@ -103,7 +104,9 @@ def lanczos_quadrature(
             matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
             scale = float(matrix.norm(dim=0).max())
             _check_symmetric(A, matrix - matrix.T, scale)
-            return _of_eigenvalues(torch.linalg.eigvalsh((matrix + matrix.T) / 2), products.count)
+            return _of_eigenvalues(
+                eigvalsh((matrix + matrix.T) / 2, "the operator"), products.count
+            )
         together = max(1, _BASIS_ELEMENTS // (n * num_steps))
         parts = []
         for start in range(0, num_probes, together):
@@ -235,7 +238,7 @@ def _tridiagonal(products: Products, start: Tensor, num_steps: int) -> tuple[Ten
 
 def _gauss(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
     matrices = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
-    nodes, vectors = torch.linalg.eigh(matrices)
+    nodes, vectors = eigh(matrices, "the Lanczos matrices")
     weights = vectors[:, 0] ** 2
     return nodes, weights / weights.sum(dim=1, keepdim=True)
 

@@ -117,7 +117,8 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     table = {}
     for block, G in along_G.items():
         A = along_A[block] / measured.num_examples if block in along_A else G.new_ones(1)
-        table[block] = torch.outer(G / measured.num_examples, A)
+        on_others = torch.outer(G / measured.num_examples, A)
+        table[block] = bases[block].pooled(on_others, problem.dtype)
     return Fitted(assemble(problem, bases, table), together(seen, measured))
 
 
@@ -134,7 +135,10 @@ def fit_ekfac(problem: Problem, directions: Batches, magnitudes: Batches | None)
     bases = eigenbases(sums, seen.num_examples)
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
-    table = {block: squares / measured.num_examples for block, squares in table.items()}
+    table = {
+        block: bases[block].pooled(squares / measured.num_examples, problem.dtype)
+        for block, squares in table.items()
+    }
     everything = seen if magnitudes is None else together(seen, measured)
     return Fitted(assemble(problem, bases, table), everything)
 
@@ -409,7 +413,7 @@ def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
     bases = {}
     for block in list(sums):
         G, A = sums.pop(block)
-        bases[block] = eigenbasis(G / num_examples, A / num_examples)
+        bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
     return bases
 
 
