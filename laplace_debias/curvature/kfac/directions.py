@@ -44,10 +44,12 @@ class Eigenbasis:
             measured: Curvature measured along every pair of directions.
             precision: As `pooled` takes it.
         """
+        # In units of the block's curvature, not of one factor's.
+        along_G, along_A = self.along_G * self.along_A.max(), self.along_A * self.along_G.max()
         if self.U_G is not None:
-            measured = pooled(measured, self.along_G, precision)
+            measured = pooled(measured, along_G, precision)
         if self.U_A is not None:
-            measured = pooled(measured.T, self.along_A, precision).T
+            measured = pooled(measured.T, along_A, precision).T
         return measured
 
 
@@ -116,15 +118,21 @@ def pooled(
 
     the quotient of two traces of functions of the matrix, and so continuous in it.
 
+    A matrix may also be nothing but what rounding left of a sum that cancels: gradients at the keys
+    of attention add up to zero over positions. So eigenvectors whose eigenvalues are all below the
+    square of the resolution, as a share of the curvature measured, are averaged over as one space.
+
     Args:
         measured: Curvature along the eigenvectors, on any data; further dimensions are averaged
             column by column.
-        values: The eigenvalues, descending.
+        values: The eigenvalues, descending, in the units of `measured`.
         precision: What the eigenvalues' matrix was computed in.
     """
     width = resolution(precision) * values[0]
-    if bool((values[:-1] - values[1:] >= width).all()) and bool(width > 0):
+    if bool(values[0] <= resolution(precision) ** 2 * measured.max()):
+        return measured.mean(0, keepdim=True).expand_as(measured)
+    if bool((values[:-1] - values[1:] >= width).all()):
         return measured
-    distances = (values[:, None] - values).abs() / width.clamp_min(torch.finfo(values.dtype).tiny)
+    distances = (values[:, None] - values).abs() / width
     weights = (2 - 2 * distances).clamp(0, 1)
     return ((weights / weights.sum(1, keepdim=True)) @ measured.to(values)).to(measured)
