@@ -85,7 +85,9 @@ def eigh(
     """
     if factor.ndim == 1:
         return factor, None
-    values, vectors = decomposition.eigh(factor, what)
+    # A factor of few examples has few rows behind it.
+    pair = decomposition.low_rank_eigh(factor, what) or decomposition.eigh(factor, what)
+    values, vectors = pair
     # Below zero there is nothing but rounding.
     return values.flip(0).clamp_min(0), vectors.flip(1)
 
