@@ -33,7 +33,8 @@ from laplace_debias.evaluation import evaluate_predictions
 from laplace_debias.fingerprint import changed, fingerprint
 from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
-from laplace_debias.posterior import GaussianPosterior, check_prior_precision
+from laplace_debias.posterior import GaussianPosterior
+from laplace_debias.posterior_range import check_prior_precision
 
 PriorPrecision = float | Tensor
 # One δ a grid point, [P], or one for each block, [P, blocks].
@@ -277,14 +278,16 @@ class Laplace:
     def _set_posterior(self, fitted: Fitted, num_data: int | None) -> None:
         seen = fitted.seen
         num_data = seen.num_examples if num_data is None else num_data
-        self._nll = seen.nll * (num_data / seen.num_examples)
-        self._posterior = GaussianPosterior(
+        posterior = GaussianPosterior(
             self._flat_parameters(),
             fitted.curvature,
             num_data,
             self._prior_precision,
             self._order_on_device(),
         )
+        # A fit that is refused leaves the one before as it was.
+        self._posterior = posterior
+        self._nll = seen.nll * (posterior.num_data / seen.num_examples)
         self._others = fingerprint(self.model, self.param_names)
 
     def _order_on_device(self) -> Tensor | None:
@@ -338,21 +341,16 @@ class Laplace:
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
-        self._prior_precision = self._check_prior_precision(value)
+        prior_precision = self._check_prior_precision(value)
         if self._posterior is not None:
-            self._posterior = GaussianPosterior(
-                self._posterior.mean,
-                self._posterior.curvature,
-                self._posterior.num_data,
-                self._prior_precision,
-                self._posterior.order,
-            )
+            self._posterior = self._posterior.with_prior_precision(prior_precision)
+        self._prior_precision = prior_precision
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
-        device = self.model.get_parameter(self.param_names[0]).device
-        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=device)
+        first = self.model.get_parameter(self.param_names[0])
+        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=first.device)
         prior_precision = prior_precision.detach().clone()
-        check_prior_precision(prior_precision, len(self.block_names))
+        check_prior_precision(prior_precision, len(self.block_names), first.dtype)
         return prior_precision
 
     def sample(
@@ -740,9 +738,9 @@ def _shared_moments(
         )
     checked = [la._checked_posterior() for la in posteriors]
     num_blocks = len(first.block_names)
-    for grid in prior_precisions:
+    for posterior, grid in zip(checked, prior_precisions, strict=True):
         for point in grid:
-            check_prior_precision(point, num_blocks)
+            posterior.check_prior_precision(point)
     grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
     with torch.inference_mode(False):
         x = first._moved(x)

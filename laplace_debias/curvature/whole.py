@@ -40,7 +40,7 @@ def fit_full(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
     C = torch.zeros(size, size, dtype=problem.factor_dtype, device=device)
     seen = sweep_rows(problem, directions, lambda rows: C.addmm_(rows.T, rows))
-    along, U = eigh(C / seen.num_examples, "the curvature")
+    along, U = eigh(_finite(C) / seen.num_examples, "the curvature")
     assert U is not None
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
@@ -155,16 +155,33 @@ def _leading(
         precision: What the rows were computed in.
     """
     if rows.shape[0] > rows.shape[1]:
-        values, vectors = eigh(rows.T @ rows, "the curvature")
+        values, vectors = eigh(_finite(rows.T @ rows), "the curvature")
     else:
-        values, vectors = eigh(rows @ rows.T, "the products of Jacobian rows")
+        values, vectors = eigh(_finite(rows @ rows.T), "the products of Jacobian rows")
     assert vectors is not None
-    floor = values[0] * resolution(precision)
-    k = max(1, min(rank, int((values > floor).sum())))
+    # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
+    # the prior.
+    k = min(rank, int((values > values[0] * resolution(precision)).sum()))
     if rows.shape[0] > rows.shape[1]:
         return values[:k], vectors[:, :k]
-    U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].clamp_min(floor).sqrt()))
+    U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].sqrt()))
     return values[:k], U
+
+
+def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Products of Jacobian rows, none of which overflows.
+
+    Raises:
+        ValueError: If one does.
+    """
+    # No product is larger than the largest square.
+    if not products.diagonal().isfinite().all():
+        raise ValueError(
+            f"The curvature of {WHOLE} holds NaN or Inf: squares of the network's derivatives "
+            f"overflow {products.dtype}. Rescale the inputs, the targets and their sigma, or use "
+            "factor_dtype=torch.float64."
+        )
+    return products
 
 
 class _RowGram(LinearOperator):

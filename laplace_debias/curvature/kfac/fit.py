@@ -1,6 +1,6 @@
 """Fitting Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,8 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
         seen.num_examples,
         additive=True,
     )
+    check_finite_sums({block: [G] for block, G in along_G.items()})
+    check_finite_sums({block: [A] for block, A in along_A.items()})
     table = {}
     for block, G in along_G.items():
         A = along_A[block] / measured.num_examples if block in along_A else G.new_ones(1)
@@ -158,7 +160,9 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    return sums, sweep(problem, batches, measure, collect, first=first)
+    seen = sweep(problem, batches, measure, collect, first=first)
+    check_finite_sums({block: [squares] for block, squares in sums.items()})
+    return sums, seen
 
 
 def fit_diagonal(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
@@ -389,15 +393,35 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
         sums[block][1].add_(input_factor(layer, block, inputs))
 
     seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first, additive=True)
-    for block, (G, A) in sums.items():
-        if not (torch.isfinite(G).all() and torch.isfinite(A).all()):
-            raise ValueError(
-                f"The curvature of {block.name} holds NaN or Inf: its activations or gradients "
-                "overflow; try the model in a wider dtype."
-            )
+    check_finite_sums(sums)
+    for block, (_, A) in sums.items():
         if block.is_vector:
             A.mul_(seen.num_examples)
     return sums, seen
+
+
+def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
+    """Require what was summed over the data to be finite, block by block.
+
+    What is not finite in one batch is not in the sum either, so that the host waits for the device
+    once, behind the last batch.
+
+    Args:
+        sums: Sums of each block.
+
+    Raises:
+        ValueError: Naming the first block where one holds NaN or Inf, and its layer.
+    """
+    extremes = [torch.stack(torch.aminmax(part)).double() for of in sums.values() for part in of]
+    is_finite = iter(torch.stack(extremes).isfinite().all(1).tolist())
+    for block, of_block in sums.items():
+        if not all([next(is_finite) for _ in of_block]):
+            layer = f"layer {block.layer!r}" if block.layer else "the model"
+            raise ValueError(
+                f"The curvature of {block.name} holds NaN or Inf: the inputs of {layer}, or the "
+                "gradients at its outputs, hold Inf or overflow when they are squared. Look for "
+                "Inf in the data, rescale it, or convert the model to a wider dtype."
+            )
 
 
 def _no_input_factor(block: Block, like: Tensor) -> Tensor:
