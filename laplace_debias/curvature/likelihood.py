@@ -308,7 +308,17 @@ class Gaussian(Likelihood):
         noise = torch.diag(self._sigma(mean).square()).expand(*mean.shape[:-1], -1, -1)
         total = noise if covariance is None else covariance + noise
         # Rounding may have made it unsymmetric by more than torch's check accepts.
-        return MultivariateNormal(mean, covariance_matrix=(total + total.mT) / 2)
+        total = (total + total.mT) / 2
+        try:
+            return MultivariateNormal(mean, covariance_matrix=total)
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            largest = float(total.diagonal(dim1=-2, dim2=-1).max())
+            raise ValueError(
+                f"The predictive covariance is singular in {total.dtype}: beside variances of up "
+                f"to {largest:.3g} a noise of sigma = {self.sigma.tolist()} is lost to rounding. "
+                "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
+                "targets and sigma."
+            ) from error
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
         """The normal with the mixture's mean and covariance."""
