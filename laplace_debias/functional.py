@@ -112,9 +112,7 @@ def functional_moments(
             into = total[:, :, :, some]
             whole = None
             if is_whole:
-                whole = WholeMoments(
-                    posteriors, prior_precisions[:, :, 0], wanted.diagonal, roots
-                )
+                whole = WholeMoments(posteriors, prior_precisions[:, :, 0], wanted.diagonal, roots)
             for path, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
                 of_layer = [(i, block) for i, block in enumerate(blocks) if block.layer == path]
                 layer = network.get_submodule(path)

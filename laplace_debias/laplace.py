@@ -285,9 +285,15 @@ class Laplace:
             self._prior_precision,
             self._order_on_device(),
         )
+        nll = seen.nll * (posterior.num_data / seen.num_examples)
+        if not math.isfinite(nll):
+            raise ValueError(
+                f"The loss, summed over {posterior.num_data} examples, is {nll}: targets are too "
+                "far from the outputs for the likelihood (regression: in units of sigma). Check "
+                "both, or convert the model to a wider dtype."
+            )
         # A fit that is refused leaves the one before as it was.
-        self._posterior = posterior
-        self._nll = seen.nll * (posterior.num_data / seen.num_examples)
+        self._posterior, self._nll = posterior, nll
         self._others = fingerprint(self.model, self.param_names)
 
     def _order_on_device(self) -> Tensor | None:

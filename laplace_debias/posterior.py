@@ -17,10 +17,10 @@ from laplace_debias.operators import (
     Spectrum,
 )
 from laplace_debias.posterior_range import (
-    check_mean,
     check_num_data,
     check_precisions,
     largest_curvatures,
+    squared_norm,
 )
 
 
@@ -47,10 +47,11 @@ class GaussianPosterior:
     prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
     order: Int[Tensor, " parameters"] | None = None
     _largest: dict[str, float] = field(init=False, repr=False)
+    _square: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_data", check_num_data(self.num_data))
-        check_mean(self.mean)
+        object.__setattr__(self, "_square", squared_norm(self.mean))
         largest = largest_curvatures(self.curvature)
         object.__setattr__(self, "_largest", dict(zip(self.curvature.blocks, largest, strict=True)))
         self.check_prior_precision(self.prior_precision)
@@ -64,7 +65,9 @@ class GaussianPosterior:
             ValueError: Naming the block, if it is not positive and finite, or if a precision or
                 variance is out of the range of the dtype.
         """
-        check_precisions(self._largest, self.num_data, prior_precision, self.curvature.dtype)
+        check_precisions(
+            self._largest, self.num_data, prior_precision, self._square, self.curvature.dtype
+        )
 
     def with_prior_precision(
         self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]

@@ -43,17 +43,19 @@ def check_num_data(num_data: object) -> int:
     return whole
 
 
-def check_mean(mean: Float[Tensor, " parameters"]) -> None:
-    """Require finite parameters.
+def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
+    """The squared norm of parameters, which must be finite.
 
     Raises:
-        ValueError: Otherwise.
+        ValueError: If a parameter or the norm is not.
     """
-    if mean.numel() and not all(map(math.isfinite, _extremes([mean])[0])):
+    square = mean.double().square().sum().item()
+    if not math.isfinite(square):
         raise ValueError(
-            "The posterior's mean holds NaN or Inf: the model has diverged or its checkpoint is "
-            "damaged."
+            "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
+            "diverged or its checkpoint is damaged."
         )
+    return square
 
 
 def largest_curvatures(curvature: BlockDiagonal) -> list[float]:
@@ -154,7 +156,11 @@ def check_prior_precision(
 
 
 def check_precisions(
-    largest: Mapping[str, float], num_data: int, prior_precision: Tensor, dtype: torch.dtype
+    largest: Mapping[str, float],
+    num_data: int,
+    prior_precision: Tensor,
+    square: float,
+    dtype: torch.dtype,
 ) -> None:
     r"""Require precisions $N\Lambda + \delta$ and variances that are normal numbers of a dtype.
 
@@ -165,6 +171,7 @@ def check_precisions(
         largest: The largest curvature of every block.
         num_data: N.
         prior_precision: δ, one number or one a block.
+        square: The squared norm of the mean: δ times it is part of the marginal likelihood.
         dtype: What the posterior is computed in.
 
     Raises:
@@ -189,6 +196,11 @@ def check_precisions(
                 f"{1 / tiny:.3g}. Rescale the inputs, the targets and their sigma, use a smaller "
                 "prior precision, or convert the model to a wider dtype."
             )
+    if not math.isfinite(max(deltas) * square):
+        raise ValueError(
+            f"The prior's log-density overflows: a prior precision of {max(deltas):.3g} times a "
+            f"squared norm of the parameters of {square:.3g}. Use a smaller prior precision."
+        )
 
 
 def _values(prior_precision: Tensor) -> list[float]:
