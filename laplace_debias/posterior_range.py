@@ -1,7 +1,7 @@
-"""What a posterior must be to be computed with: finite, and within the range of its dtype.
+r"""What a posterior must be to be computed with: finite, and within the range of its dtype.
 
-All of a posterior's numbers are functions of the precisions along its directions, $N\\Lambda + \\delta$.
-They are looked at once, where a posterior is made, instead of wherever one is used.
+All of a posterior's numbers are functions of the precisions along its directions,
+$N\Lambda + \delta$. They are checked once, where a posterior is made.
 """
 
 import math
@@ -185,8 +185,8 @@ def check_precisions(
         if delta < num_data * tiny:
             raise ValueError(
                 f"The prior precision of {name}, {delta:.3g}, is too small for {dtype} and N = "
-                f"{num_data}: expected at least {num_data * tiny:.3g}. Use a larger one, or convert "
-                "the model to a wider dtype."
+                f"{num_data}: expected at least {num_data * tiny:.3g}. Use a larger one, or "
+                "convert the model to a wider dtype."
             )
         if num_data * curvature + delta > 1 / tiny:
             raise ValueError(

@@ -136,7 +136,7 @@ def orthonormalisers(posteriors: Sequence[GaussianPosterior]) -> list[Float[Tens
         if U.shape[0] == U.shape[1]:
             roots.append(None)
             continue
-        products = sum((part.mT @ part for part in map(torch.Tensor.double, U.split(_ROWS))))
+        products = sum(part.mT @ part for part in map(torch.Tensor.double, U.split(_ROWS)))
         roots.append(torch.linalg.cholesky(products))
     return roots
 

@@ -415,7 +415,8 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
     extremes = [torch.stack(torch.aminmax(part)).double() for of in sums.values() for part in of]
     is_finite = iter(torch.stack(extremes).isfinite().all(1).tolist())
     for block, of_block in sums.items():
-        if not all([next(is_finite) for _ in of_block]):
+        found = [next(is_finite) for _ in of_block]
+        if not all(found):
             layer = f"layer {block.layer!r}" if block.layer else "the model"
             raise ValueError(
                 f"The curvature of {block.name} holds NaN or Inf: the inputs of {layer}, or the "
