@@ -130,6 +130,8 @@ def pooled(
         values: The eigenvalues, descending, in the units of `measured`.
         precision: What the eigenvalues' matrix was computed in.
     """
+    if len(values) == 0:
+        return measured
     width = resolution(precision) * values[0]
     if bool(values[0] <= resolution(precision) ** 2 * measured.max()):
         return measured.mean(0, keepdim=True).expand_as(measured)
