@@ -282,6 +282,9 @@ def damaged(path, how):
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
+        # As of format 3, which has no checksum: what else is checked.
+        metadata["format"] = "laplace-debias/3"
+        del metadata["checksum"]
         if how == "format":
             metadata["format"] = "laplace-debias/999"
         elif how == "missing":
@@ -316,7 +319,7 @@ def damaged(path, how):
         ("negative", "negative magnitudes"),
         ("json", "The header of .* is damaged"),
         ("likelihood", "likelihood .* is unknown"),
-        ("num_data", "num_data is -3"),
+        ("num_data", "num_data = -3"),
     ],
 )
 def test_damaged_files_are_refused(fitted, model, tmp_path, how, says):
