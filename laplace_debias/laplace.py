@@ -647,10 +647,9 @@ class Laplace:
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
-        What comes back predicts as what was saved, to the last bit: a file that was changed in any
-        byte is refused. Files of the format before (3) have no checksum; of them all else is
-        checked. That directions are orthonormal is checked to single precision with random vectors,
-        at the cost of a few products with each.
+        A file that was changed in any byte is refused, by its checksum. Files of the format before
+        (3) have none; of them all else is checked. That directions are orthonormal is checked to
+        single precision with random vectors, at the cost of a few products with each.
 
         Args:
             path: The file.

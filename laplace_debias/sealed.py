@@ -210,7 +210,10 @@ def _exactly(file: BufferedReader, buffer: Buffer) -> Buffer:
 
 
 def _texts_and_tensors(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    described = parsed_json(header)
+    try:
+        described = parsed_json(header)
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from error
     if not isinstance(described, dict):
         raise DamagedFileError("its header is no JSON object")
     texts = described.pop("__metadata__", {})

@@ -273,14 +273,15 @@ class Gaussian(Likelihood):
             raise ValueError(f"sigma must be one positive number, or one an output, got {sigma}.")
 
     def _sigma(self, outputs: Tensor) -> Tensor:
+        if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
+            raise ValueError(
+                f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
+            )
         return self.sigma.to(outputs).expand(outputs.shape[-1])
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require floating-point targets of the outputs' shape."""
-        if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[1]:
-            raise ValueError(
-                f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[1]} outputs."
-            )
+        self._sigma(outputs)
         if targets.shape != outputs.shape:
             raise ValueError(
                 f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
