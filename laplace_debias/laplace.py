@@ -693,7 +693,7 @@ class Laplace:
             tensors,
             la._flat_parameters(),
             serialization.expected_blocks(
-                la._blocks, header.curvature, serialization.rank_of(tensors)
+                la._blocks, header.curvature, serialization.rank_of(header, tensors)
             ),
             la._order_on_device(),
         )

@@ -151,12 +151,12 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
     ]
 
 
-def rank_of(tensors: Mapping[str, Tensor]) -> int | None:
+def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:
     """How many directions a file's low-rank curvature has, None for others.
 
-    `"full"`, too, is of low rank where it is cross-fitted to few examples.
+    A full curvature that was cross-fitted on fewer Jacobian rows than parameters is low-rank, too.
     """
-    if "0.U" not in tensors:
+    if header.curvature != "lowrank" and not (header.curvature == "full" and "0.U" in tensors):
         return None
     magnitudes = tensors.get("0.magnitudes")
     return 0 if magnitudes is None else magnitudes.numel()

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from jaxtyping import config
 
 from tests import fuzz_posterior_files
 from tests.fuzz_posterior_files import (
@@ -23,6 +24,14 @@ from tests.fuzz_posterior_files import (
 @pytest.fixture(scope="module")
 def subjects():
     return fuzz_posterior_files.subjects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unchecked():
+    """As for a user, whose annotations nobody checks: errors are the package's own."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")

@@ -259,14 +259,6 @@ def test_sigma_of_another_number_of_outputs_is_refused_by_name(tmp_path):
         Laplace.load(tmp_path / "la", model).predict(X)
 
 
-def test_full_curvature_of_few_cross_fitted_examples_survives_the_file(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
-    data = [(torch.randn(6, 4), torch.randint(3, (6,)))]
-    la = Laplace(model, curvature="full").fit_batches(data, folds=2)
-    la.save(tmp_path / "la")
-    assert_alike(Laplace.load(tmp_path / "la", model), la)
-
-
 # ------------------------------------------------------------------------------- hostile headers
 
 
