@@ -33,7 +33,6 @@ from laplace_debias.evaluation import evaluate_predictions
 from laplace_debias.fingerprint import changed, fingerprint
 from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
-from laplace_debias.plain_data import shown
 from laplace_debias.posterior import GaussianPosterior
 from laplace_debias.posterior_range import check_prior_precision
 
@@ -667,13 +666,7 @@ class Laplace:
             OSError: If it cannot be read.
         """
         header, tensors = serialization.load(Path(path))
-        known = dict(model.named_parameters())
-        missing = [name for name in header.param_names if name not in known]
-        if missing:
-            raise ValueError(
-                f"The file's parameters {shown(missing)} are not in the model: it was saved for "
-                "another model."
-            )
+        serialization.check_names(header, dict(model.named_parameters()))
         la = cls(
             model,
             likelihood=serialization.likelihood_from_json(header.likelihood),

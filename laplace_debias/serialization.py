@@ -5,7 +5,7 @@ read with all other checks. A file is refused with a `ValueError`, or it is what
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,24 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
     except ValueError as error:
         raise ValueError(f"The header of {path} is damaged ({error}).") from error
     return Header(**{**plain, "nll": float(plain["nll"])}), tensors
+
+
+def check_names(header: Header, known: Collection[str]) -> None:
+    """Require that the model has the file's parameters.
+
+    Args:
+        header: The file's header.
+        known: Names of the model's parameters.
+
+    Raises:
+        ValueError: If it lacks one: the file belongs to another model.
+    """
+    missing = [name for name in header.param_names if name not in known]
+    if missing:
+        raise ValueError(
+            f"The file's parameters {shown(missing)} are not in the model: it was saved for "
+            "another model."
+        )
 
 
 def posterior_from(

@@ -27,6 +27,7 @@ from laplace_debias.cli import main
 from laplace_debias.experiments.posterior_file import NetworkSettings
 from laplace_debias.problems.storage import read_tensors, write_tensors
 from laplace_debias.report.tables import read_csv, write_csv
+from laplace_debias.sealed import read_sealed, write_sealed
 from tests.fuzz_posterior_files import answers, as_format_3, resealed
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -151,6 +152,20 @@ def test_a_file_overwritten_in_place_does_not_change_what_was_loaded(la, path):
     assert_alike(loaded, la)
     path.write_bytes(b"")
     assert_alike(loaded, la)
+
+
+def test_tensors_of_any_shape_survive(tmp_path):
+    """A low-rank curvature may have no direction at all."""
+    shapes = [(), (0,), (5, 0), (0, 5), (3,), (2, 3)]
+    tensors = {f"{n}": torch.randn(shape).to(torch.float64) for n, shape in enumerate(shapes)}
+    tensors |= {f"{n}.transposed": torch.randn(shape).mT for n, shape in enumerate(shapes[2:3])}
+    texts = {"format": "a", "header": '"checksum":"' + "0" * 64 + '"}'}
+    write_sealed(tmp_path / "file", texts, tensors)
+    found_texts, found = read_sealed(tmp_path / "file", {"a": True})
+    assert found_texts == texts
+    for reading in (found, load_file(tmp_path / "file")):
+        assert reading.keys() == tensors.keys()
+        assert all(torch.equal(reading[name], tensors[name]) for name in tensors)
 
 
 # ------------------------------------------------------------------------------- older formats
