@@ -621,7 +621,7 @@ class Laplace:
             serialization.Header(
                 likelihood=serialization.likelihood_to_json(self.likelihood),
                 curvature=self._settings.curvature,
-                joint=self._settings.joint,
+                joint=bool(self._settings.joint),
                 sharing=sharing if isinstance(sharing, str) else dict(sharing),
                 param_names=self.param_names,
                 block_names=self.block_names,

@@ -10,6 +10,11 @@ from typing import Any
 _LARGEST_EXACT = 2**53
 """The largest whole number up to which float64 holds all of them."""
 
+_LONGEST = 500
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
+_SHORT.maxstring = _SHORT.maxother = 80
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -90,10 +95,10 @@ def check_fields(data: Any, kinds: Mapping[str, Kind], where: str) -> None:
     """
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {shown(data)}, expected a mapping.")
-    missing = [name for name in kinds if name not in data]
-    unknown = [name for name in data if name not in kinds]
-    if missing or unknown:
-        raise ValueError(f"{where} lacks {missing}, and has {shown(unknown)} that nobody knows.")
+    if missing := [name for name in kinds if name not in data]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}.")
+    if unknown := [name for name in data if name not in kinds]:
+        raise ValueError(f"{where} has {shown(unknown)}, expected {', '.join(kinds)} alone.")
     for name, value in data.items():
         if not kinds[name].accepts(value):
             raise ValueError(f"{where} has {name} = {shown(value)}, expected {kinds[name].told}.")
@@ -115,7 +120,8 @@ def parsed_json(text: str | bytes) -> Any:
 
 def shown(value: Any) -> str:
     """A value for a message, cut off where it is long or deep."""
-    return reprlib.repr(value)
+    text = _SHORT.repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
