@@ -49,31 +49,32 @@ def written_atomically(
             reason, with a message that names `path` and says what to do.
     """
     target = check_target(path, make_folders=make_folders)
-    temporary: Path | None = None
-    descriptor: int | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target)
         temporary, descriptor = _locked_partial(target)
+    except OSError as error:
+        raise _explained(error, path) from error
+    is_open = True
+    try:
         if target.exists():
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
         yield temporary
         os.fsync(descriptor)
         if fcntl is None:  # Windows moves no file that is open.
             os.close(descriptor)
-            descriptor = None
+            is_open = False
         os.replace(temporary, target)
         _sync_folder(target.parent)
     except OSError as error:
-        ours = [str(place) for place in (temporary, target, *target.parents)]
-        if error.filename not in (None, *ours):
+        # Another file may have failed, which was to be copied here.
+        if error.filename not in (None, str(temporary), str(target.parent)):
             raise
         raise _explained(error, path) from error
     finally:
-        if descriptor is not None:
+        if is_open:
             os.close(descriptor)
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) -> Path:
@@ -179,7 +180,9 @@ def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
             "(`ulimit -f`): raise the limit, or choose another place."
         )
     else:
-        told = f"{path} cannot be written ({error.strerror or error}): choose another place."
+        told = (
+            f"{path} cannot be written ({error.strerror or error}): choose another name or place."
+        )
     kind = type(error) if error.errno is None else type(OSError(error.errno, ""))
     explained = kind(told)
     explained.errno = error.errno

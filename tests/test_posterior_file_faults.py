@@ -419,6 +419,13 @@ def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path):
     assert_alike(Laplace.load(path, large.model), large)
 
 
+def test_the_error_of_another_file_is_left_as_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught, written_atomically(tmp_path / "copy"):
+        (tmp_path / "original").read_bytes()
+    assert caught.value.filename == str(tmp_path / "original")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("place", ["fsync", "replace"])
 def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
     before = path.read_bytes()
@@ -444,6 +451,7 @@ def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
         ("no parent", FileNotFoundError, "There is no folder .*: make it first"),
         ("pipe", OSError, "a device or a pipe"),
         ("loop", OSError, "leads back to itself"),
+        ("long name", OSError, "cannot be written .*: choose another name"),
     ],
 )
 def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, what, error, says):
@@ -459,6 +467,8 @@ def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, what, err
         os.mkfifo(target)
     elif what == "loop":
         target.symlink_to(target)
+    elif what == "long name":
+        target = tmp_path / ("a" * 250)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(error, match=says):
         la.save(target)
