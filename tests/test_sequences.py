@@ -79,6 +79,7 @@ def test_the_loss_of_an_example_is_the_sum_over_its_counted_positions(decoder, d
     assert la._nll == pytest.approx(nll.item(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_monte_carlo_labels_of_all_positions_make_one_column(decoder, data):
     """Unbiased: the mean over many labels is within four standard errors of the exact trace."""
     exact = Laplace(decoder, curvature="diag").fit_batches([data])
