@@ -5,9 +5,14 @@ import os
 # The networks here are tiny: one thread each, and the processes of pytest-xdist side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import faulty_eigh
 import pytest
 import torch
 from jaxtyping import config as jaxtyping_config
+
+FAULT = os.environ.get("LAPLACE_DEBIAS_FAULTY_EIGH")
+if FAULT:
+    faulty_eigh.install(FAULT)
 
 # What the package imports. A module that is first imported from an instrumented one is compiled
 # anew, because jaxtyping keeps the byte code of everything below it apart.
