@@ -63,20 +63,3 @@ class _Progress:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         return iter(tqdm(self._batches, desc=self._what, unit="batch", leave=False))
-
-
-def size_of(loader: Any) -> int | None:
-    """The number of examples that a loader goes through, None if it does not say.
-
-    That of its sampler, which may take a part of the data set, or else of the data set. A
-    `DataLoader` whose batches are made by the user knows no more than what makes them tells.
-    """
-    names: tuple[str, ...] = ("sampler", "dataset")
-    if isinstance(loader, DataLoader) and loader.batch_size is None:
-        # Without a batch sampler the data set's entries are batches already.
-        loader, names = loader.batch_sampler, ("sampler",)
-    for name in names:
-        source = getattr(loader, name, None)
-        if isinstance(source, Sized):
-            return len(source)
-    return None

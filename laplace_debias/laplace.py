@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias import predictive, serialization, tuning
-from laplace_debias.batches import Batches, OnDevice, size_of, with_progress
+from laplace_debias.batches import Batches, OnDevice, with_progress
 from laplace_debias.curvature.blocks import Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.columns import Fisher
 from laplace_debias.curvature.inputs import Inputs, move
@@ -29,6 +30,14 @@ from laplace_debias.curvature.shadow import (
     check_no_autocast,
 )
 from laplace_debias.curvature.whole import WHOLE
+from laplace_debias.data_size import (
+    Expected,
+    check_num_data,
+    data_size,
+    expected_of_all,
+    expected_of_some,
+    refuse_misleading,
+)
 from laplace_debias.evaluation import evaluate_predictions
 from laplace_debias.fingerprint import changed, fingerprint
 from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
@@ -56,7 +65,8 @@ class Laplace:
     Args:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
-            `"binary"` (one logit), or a `Likelihood`.
+            `"binary"` (one logit), `"multilabel"` (one logit a label, several of which may apply;
+            targets 0 or 1, `[B, C]`), or a `Likelihood`.
         curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
@@ -147,7 +157,7 @@ class Laplace:
         self,
         train_loader: Batches,
         mode: str = "full",
-        num_data: int | None = None,
+        num_data: SupportsIndex | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
         *,
@@ -164,8 +174,11 @@ class Laplace:
                 whole first batch, magnitudes out of fold (8 folds of its examples). `"shrinkage"`:
                 directions from the whole first batch, its factors' eigenvalues corrected in closed
                 form (K-FAC alone).
-            num_data: N; if None the number of examples that the loader's sampler goes through, or
-                for `"full"` of data that does not tell its size the number of examples seen.
+            num_data: N, the number of training examples, which the curvature is scaled to whatever
+                the fit sees (a subset, say, that stands for all). If None, N is the number of
+                examples that the loader's sampler goes through, or for `"full"` of data that does
+                not tell its size the number of examples seen. A sampler that repeats examples or
+                splits them over processes does not tell N.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
             progress: Show a progress bar over the batches of a full fit, or of the scale.
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
@@ -177,8 +190,10 @@ class Laplace:
         Raises:
             ValueError: For an unknown mode, an empty loader, fewer than two batches for
                 `"debiased"`, targets or outputs that do not fit the likelihood, NaN in the outputs;
-                if the model draws random numbers or mixes the examples of a batch.
-            TypeError: For targets or inputs of the wrong dtype.
+                if the model draws random numbers or mixes the examples of a batch; if every target
+                is ignored; for `num_data` below 1 or above 2**53, and without it if the loader does
+                not tell N, or if a full fit sees another number of examples than the loader told.
+            TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If the forward pass uses Bayesian parameters outside of their
                 layers, or a layer in a way that has no Kronecker form here.
             RuntimeError: Under autocast.
@@ -190,40 +205,35 @@ class Laplace:
         # Of the other modes the batches are held, and may come from anything.
         seen = train_loader if mode == "full" else []
         again = train_loader if scale else None
+        given = None if num_data is None else check_num_data(num_data)
         self._settings.check(Examples(seen, shrinkage=mode == "shrinkage", scale=again))
-        if num_data is None:
-            num_data = size_of(train_loader)
         if mode == "full":
+            expected = expected_of_all(train_loader, given)
             data = with_progress(train_loader, progress, "fit")
-            return self.fit_batches(data, num_data=num_data, generator=generator)
-        if num_data is None:
-            raise ValueError(
-                f'mode="{mode}" sees a part of the data, and the loader does not tell how many '
-                "examples there are in all: pass num_data=."
-            )
+            return self._fit(Examples(data), expected, generator)
         wanted = 2 if mode == "debiased" else 1
+        expected = expected_of_some(train_loader, given, mode, wanted)
         batches = list(itertools.islice(train_loader, wanted))
         if len(batches) < wanted:
             raise ValueError(
                 f'mode="{mode}" needs {wanted} batch(es), the loader gave {len(batches)}: use a '
                 "smaller batch size or more data."
             )
-        return self.fit_batches(
+        examples = Examples(
             batches[:1],
             batches[1:] or None,
-            num_data=num_data,
-            folds=FOLDS if mode == "crossfit" else None,
-            shrinkage=mode == "shrinkage",
-            generator=generator,
-            scale=None if again is None else with_progress(again, progress, "scale"),
+            FOLDS if mode == "crossfit" else None,
+            mode == "shrinkage",
+            None if again is None else with_progress(again, progress, "scale"),
         )
+        return self._fit(examples, expected, generator)
 
     def fit_batches(
         self,
         directions: Batches,
         magnitudes: Batches | None = None,
         *,
-        num_data: int | None = None,
+        num_data: SupportsIndex | None = None,
         folds: int | None = None,
         shrinkage: bool = False,
         generator: torch.Generator | None = None,
@@ -234,7 +244,8 @@ class Laplace:
         Args:
             directions: Batches `(x, y)` that give the eigenbases.
             magnitudes: Batches that the curvature along them is measured on; None for the same.
-            num_data: N; the number of examples in `directions` and `magnitudes` if None.
+            num_data: N, as `fit` takes it; the number of examples in `directions` and `magnitudes`
+                if None.
             folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
                 folds; no `magnitudes` then.
             shrinkage: Correct the eigenvalues of K-FAC's factors in closed form instead, without
@@ -252,14 +263,21 @@ class Laplace:
             The object itself.
 
         Raises:
-            ValueError: As `fit`; also for `num_data` below 1, for `folds` with `magnitudes`, fewer
-                than two or more than there are examples; for `shrinkage` with one of them, or of
-                another curvature than `"kfac"`.
+            ValueError: As `fit`; also for `folds` with `magnitudes`, fewer than two or more than
+                there are examples; for `shrinkage` with one of them, or of another curvature than
+                `"kfac"`.
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
-        if num_data is not None and num_data < 1:
-            raise ValueError(f"num_data must be at least 1, got {num_data}.")
+        if num_data is None:
+            for data in (directions, magnitudes):
+                refuse_misleading(data_size(data))
+        expected = Expected(None if num_data is None else check_num_data(num_data))
         examples = Examples(directions, magnitudes, folds, shrinkage, scale)
+        return self._fit(examples, expected, generator)
+
+    def _fit(
+        self, examples: Examples, expected: Expected, generator: torch.Generator | None
+    ) -> "Laplace":
         self._settings.check(examples)
         check_deterministic(self.model)
         check_finite(self.model)
@@ -267,7 +285,7 @@ class Laplace:
         with torch.inference_mode(False):
             problem = self._problem(generator)
             fitted = self._settings.fit(problem, self.likelihood, examples, self._on_device)
-        self._set_posterior(fitted, num_data)
+        self._set_posterior(fitted, expected.given(fitted.seen.num_examples))
         return self
 
     def _problem(self, generator: torch.Generator | None) -> Problem:
@@ -275,9 +293,8 @@ class Laplace:
             self.model, self.likelihood, self._blocks, self._backend, generator
         )
 
-    def _set_posterior(self, fitted: Fitted, num_data: int | None) -> None:
+    def _set_posterior(self, fitted: Fitted, num_data: int) -> None:
         seen = fitted.seen
-        num_data = seen.num_examples if num_data is None else num_data
         posterior = GaussianPosterior(
             self._flat_parameters(),
             fitted.curvature,
@@ -476,7 +493,8 @@ class Laplace:
             generator: For the draws.
 
         Returns:
-            `Categorical`, `Bernoulli` or `MultivariateNormal`; the latter includes the noise σ².
+            `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
+            their probabilities) or `MultivariateNormal`, which includes the noise σ².
 
         Raises:
             ValueError: For an unknown method, samples below 1, or samples of a method that
@@ -521,7 +539,8 @@ class Laplace:
 
         Args:
             loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves the whole grid.
-            metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive.
+            metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive; of
+                several labels the NLL is summed over those of an example, the others are over all.
             grid: Prior precisions to try; 21 from 1e-4 to 1e4 if None.
             method: `"grid"`, or `"marglik"`: maximise the marginal likelihood, no data needed.
             progress: Show a progress bar over the loader.
@@ -531,7 +550,8 @@ class Laplace:
 
         Raises:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
-                empty loader; if the marginal likelihood has no optimum.
+                empty loader or one whose targets are all ignored; if the marginal likelihood has no
+                optimum.
             RuntimeError: Before a fit.
         """
         if method == "marglik":
@@ -574,10 +594,12 @@ class Laplace:
             progress: Show progress bars over the loaders.
 
         Returns:
-            The metrics by name; for regression NLL and RMSE.
+            The metrics by name, as `metrics.evaluate` has them; for several labels as
+            `metrics.evaluate_multilabel`; for regression NLL and RMSE.
 
         Raises:
-            ValueError: As `predict`; for an empty loader; for `ood` with a regression likelihood.
+            ValueError: As `predict`; for an empty loader or one whose targets are all ignored; for
+                `ood` with a regression likelihood.
         """
         self._checked_posterior()
 
