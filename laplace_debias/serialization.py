@@ -16,7 +16,13 @@ from torch import Tensor
 from laplace_debias.atomic import check_target, written_atomically
 from laplace_debias.curvature.blocks import SHARINGS, Block
 from laplace_debias.curvature.kfac.fit import FITS
-from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_debias.curvature.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
 from laplace_debias.curvature.whole import WHOLE, WHOLE_CURVATURES
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -95,6 +101,7 @@ _FIELDS = {
 _LIKELIHOODS = {
     "classification": {"ignore_index": _INT64},
     "binary": {},
+    "multilabel": {},
     "regression": {"sigma": either(POSITIVE, list_of(POSITIVE))},
 }
 
@@ -172,11 +179,13 @@ def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
         return {"name": "classification", "ignore_index": likelihood.ignore_index}
     if type(likelihood) is Bernoulli:
         return {"name": "binary"}
+    if type(likelihood) is MultiLabel:
+        return {"name": "multilabel", "ignore_index": likelihood.ignore_index}
     if type(likelihood) is Gaussian:
         return {"name": "regression", "sigma": likelihood.sigma.tolist()}
     raise ValueError(
         f"A {type(likelihood).__name__} cannot be written to a file: only 'classification', "
-        "'binary' and 'regression' can."
+        "'binary', 'multilabel' and 'regression' can."
     )
 
 
@@ -191,7 +200,12 @@ def likelihood_from_json(data: Mapping[str, Any]) -> Likelihood:
         raise ValueError(f"The file's likelihood {shown(data)} is unknown: it is damaged.")
     options = {key: value for key, value in data.items() if key != "name"}
     check_fields(options, _LIKELIHOODS[name], "The file's likelihood")
-    kinds = {"classification": Categorical, "binary": Bernoulli, "regression": Gaussian}
+    kinds: dict[str, type[Likelihood]] = {
+        "classification": Categorical,
+        "binary": Bernoulli,
+        "multilabel": MultiLabel,
+        "regression": Gaussian,
+    }
     return kinds[name](**options)
 
 
