@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -44,6 +45,8 @@ from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.posterior import GaussianPosterior
 from laplace_debias.posterior_range import check_prior_precision
+from laplace_debias.randomness import seeded
+from laplace_debias.threads import Lock
 
 PriorPrecision = float | Tensor
 # One δ a grid point, [P], or one for each block, [P, blocks].
@@ -52,6 +55,8 @@ Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 MODES = ("full", "mini", "debiased", "crossfit", "shrinkage")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
+# Held for the moment in which a fit or a prior precision takes the place of another.
+_EXCHANGE = Lock()
 
 
 class Laplace:
@@ -61,6 +66,14 @@ class Laplace:
     parameters, C the curvature of the mean loss, N the number of training examples and δ the prior
     precision (Eq. 4 and 17 of Tatzel et al., 2025, "Debiasing mini-batch quadratics for
     applications in deep learning"). The model itself is never changed.
+
+    Any number of threads may predict, sample, evaluate and save with one object, and fit objects of
+    one model or of several. Where a thread fits or tunes an object that others use, a call of
+    theirs sees it as it was before or as it is after, `evaluate` batch by batch.
+
+    Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
+    a function of it and of the data, the order of a shuffling loader included, and torch's global
+    generator on the CPU is left as it was.
 
     Args:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
@@ -179,7 +192,8 @@ class Laplace:
                 examples that the loader's sampler goes through, or for `"full"` of data that does
                 not tell its size the number of examples seen. A sampler that repeats examples or
                 splits them over processes does not tell N.
-            generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
+            generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation,
+                and leaves torch's global generator alone; that one if None.
             progress: Show a progress bar over the batches of a full fit, or of the scale.
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
@@ -213,7 +227,7 @@ class Laplace:
             return self._fit(Examples(data), expected, generator)
         wanted = 2 if mode == "debiased" else 1
         expected = expected_of_some(train_loader, given, mode, wanted)
-        batches = list(itertools.islice(train_loader, wanted))
+        batches = list(itertools.islice(seeded(train_loader, generator), wanted))
         if len(batches) < wanted:
             raise ValueError(
                 f'mode="{mode}" needs {wanted} batch(es), the loader gave {len(batches)}: use a '
@@ -251,7 +265,7 @@ class Laplace:
             shrinkage: Correct the eigenvalues of K-FAC's factors in closed form instead, without
                 folds or `magnitudes`; at least two examples. What is assumed says
                 `curvature.kfac.shrinkage`.
-            generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
+            generator: Seeds the labels of `fisher="mc"` and what loaders draw, as in `fit`.
             scale: Batches `(x, y)`, say all training data, that take a forward pass each: the
                 magnitudes are multiplied by the ratio of the loss's mean curvature in the outputs
                 (tr ∇²_f ℓ; 1 − Σ p² for a softmax; of `fisher="empirical"` ‖∇_f ℓ‖²) over these
@@ -284,7 +298,8 @@ class Laplace:
         check_no_autocast(self.model.get_parameter(self.param_names[0]).device)
         with torch.inference_mode(False):
             problem = self._problem(generator)
-            fitted = self._settings.fit(problem, self.likelihood, examples, self._on_device)
+            on_device = partial(self._on_device, generator=generator)
+            fitted = self._settings.fit(problem, self.likelihood, examples, on_device)
         self._set_posterior(fitted, expected.given(fitted.seen.num_examples))
         return self
 
@@ -295,23 +310,21 @@ class Laplace:
 
     def _set_posterior(self, fitted: Fitted, num_data: int) -> None:
         seen = fitted.seen
-        posterior = GaussianPosterior(
-            self._flat_parameters(),
-            fitted.curvature,
-            num_data,
-            self._prior_precision,
-            self._order_on_device(),
-        )
-        nll = seen.nll * (posterior.num_data / seen.num_examples)
+        others = fingerprint(self.model, self.param_names)
+        mean, order = self._flat_parameters(), self._order_on_device()
+        nll = seen.nll * (num_data / seen.num_examples)
         if not math.isfinite(nll):
             raise ValueError(
-                f"The loss, summed over {posterior.num_data} examples, is {nll}: targets are too "
-                "far from the outputs for the likelihood (regression: in units of sigma). Check "
-                "both, or convert the model to a wider dtype."
+                f"The loss, summed over {num_data} examples, is {nll}: targets are too far from "
+                "the outputs for the likelihood (regression: in units of sigma). Check both, or "
+                "convert the model to a wider dtype."
             )
-        # A fit that is refused leaves the one before as it was.
-        self._posterior, self._nll = posterior, nll
-        self._others = fingerprint(self.model, self.param_names)
+        with _EXCHANGE:
+            posterior = GaussianPosterior(
+                mean, fitted.curvature, num_data, self._prior_precision, order
+            )
+            # A fit that is refused leaves the one before as it was.
+            self._posterior, self._nll, self._others = posterior, nll, others
 
     def _order_on_device(self) -> Tensor | None:
         device = self.model.get_parameter(self.param_names[0]).device
@@ -321,9 +334,10 @@ class Laplace:
         values = [self.model.get_parameter(name).detach() for name in self.param_names]
         return torch.cat([value.flatten() for value in values])
 
-    def _on_device(self, batches: Batches) -> OnDevice:
+    def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> OnDevice:
         first = self.model.get_parameter(self.param_names[0])
-        return OnDevice(batches, first.device, {p.dtype for p in self.model.parameters()})
+        dtypes = {p.dtype for p in self.model.parameters()}
+        return OnDevice(seeded(batches, generator), first.device, dtypes)
 
     def _moved(self, x: Inputs) -> Inputs:
         first = self.model.get_parameter(self.param_names[0])
@@ -365,9 +379,10 @@ class Laplace:
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
         prior_precision = self._check_prior_precision(value)
-        if self._posterior is not None:
-            self._posterior = self._posterior.with_prior_precision(prior_precision)
-        self._prior_precision = prior_precision
+        with _EXCHANGE:
+            if self._posterior is not None:
+                self._posterior = self._posterior.with_prior_precision(prior_precision)
+            self._prior_precision = prior_precision
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
         first = self.model.get_parameter(self.param_names[0])
@@ -396,13 +411,14 @@ class Laplace:
         Args:
             prior_precision: δ to evaluate at, differentiable; the current one if None.
         """
-        posterior = self.posterior
-        delta = self.prior_precision if prior_precision is None else prior_precision
+        with _EXCHANGE:
+            posterior, nll = self.posterior, self._nll
+        delta = posterior.prior_precision if prior_precision is None else prior_precision
         delta = torch.as_tensor(delta, dtype=torch.float64, device=self.mean.device)
         check_prior_precision(delta.detach(), len(self.block_names))
         normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
         return (
-            -self._nll
+            -nll
             + posterior.log_prior(delta)
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
@@ -490,7 +506,7 @@ class Laplace:
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
-            generator: For the draws.
+            generator: For the draws; torch's global one if None.
 
         Returns:
             `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
@@ -534,6 +550,7 @@ class Laplace:
         grid: Float[Tensor, " grid"] | Sequence[float] | None = None,
         method: str = "grid",
         progress: bool = False,
+        generator: torch.Generator | None = None,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
@@ -544,6 +561,8 @@ class Laplace:
             grid: Prior precisions to try; 21 from 1e-4 to 1e4 if None.
             method: `"grid"`, or `"marglik"`: maximise the marginal likelihood, no data needed.
             progress: Show a progress bar over the loader.
+            generator: Seeds the loader's order and augmentation, and leaves torch's global
+                generator alone; that one if None. The `"glm"` predictive draws nothing.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried.
@@ -555,8 +574,10 @@ class Laplace:
             RuntimeError: Before a fit.
         """
         if method == "marglik":
-            if loader is not None or grid is not None or metric != "nll":
-                raise ValueError('method="marglik" uses neither a loader, a grid nor a metric.')
+            if (loader, grid, generator) != (None, None, None) or metric != "nll":
+                raise ValueError(
+                    'method="marglik" uses neither a loader, a grid, a metric nor a generator.'
+                )
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":
             if loader is None:
@@ -566,7 +587,7 @@ class Laplace:
             grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
             grid = torch.as_tensor(grid, dtype=torch.float64)
             self._checked_posterior()
-            batches = self._on_device(with_progress(loader, progress, "tune"))
+            batches = self._on_device(with_progress(loader, progress, "tune"), generator)
             found = tuning.tune_on_grid(self.predict_grid, self.likelihood, batches, metric, grid)
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
@@ -590,7 +611,7 @@ class Laplace:
                 `auroc_<name>` and the like (in-distribution = 0, OOD = 1).
             method: As `predict`.
             samples: As `predict`.
-            generator: As `predict`.
+            generator: As `predict`; also seeds the order and augmentation of the loaders.
             progress: Show progress bars over the loaders.
 
         Returns:
@@ -607,7 +628,7 @@ class Laplace:
             return self.predict(x, method, samples, generator)
 
         def batches(data: Batches) -> Batches:
-            return self._on_device(with_progress(data, progress, "evaluate"))
+            return self._on_device(with_progress(data, progress, "evaluate"), generator)
 
         return evaluate_predictions(
             predict,
@@ -637,9 +658,11 @@ class Laplace:
                 What was there before is still there.
         """
         sharing = self._settings.sharing
+        with _EXCHANGE:
+            posterior, nll, others = self._checked_posterior(), self._nll, self._others
         serialization.save(
             Path(path),
-            self._checked_posterior(),
+            posterior,
             serialization.Header(
                 likelihood=serialization.likelihood_to_json(self.likelihood),
                 curvature=self._settings.curvature,
@@ -647,10 +670,10 @@ class Laplace:
                 sharing=sharing if isinstance(sharing, str) else dict(sharing),
                 param_names=self.param_names,
                 block_names=self.block_names,
-                num_data=self.num_data,
-                nll=self._nll,
+                num_data=posterior.num_data,
+                nll=nll,
                 rank=self._settings.rank,
-                others=self._others,
+                others=others,
             ),
         )
 
