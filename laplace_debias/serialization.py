@@ -101,7 +101,7 @@ _FIELDS = {
 _LIKELIHOODS = {
     "classification": {"ignore_index": _INT64},
     "binary": {},
-    "multilabel": {},
+    "multilabel": {"ignore_index": _INT64},
     "regression": {"sigma": either(POSITIVE, list_of(POSITIVE))},
 }
 

@@ -108,7 +108,7 @@ def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: in
         seen = together(seen, sweep_rows(problem, [fold], of_fold.append, seen.num_examples))
         rows.append(torch.cat(of_fold))
 
-    def leading(some: list[Rows]) -> tuple[Tensor, Tensor]:
+    def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
         joined = torch.cat(some).to(problem.factor_dtype)
         if rank is not None:
             return _leading(joined, rank, problem.dtype)
