@@ -64,13 +64,13 @@ def num_examples(inputs: Inputs) -> int:
         TypeError: If there is no tensor among them.
         ValueError: If they have no example, or not all the same number.
     """
-    sizes = {len(x) if x.ndim else 0 for x in _tensors(inputs)}
+    sizes = {len(x) if x.ndim else 0 for x in tensors_of(inputs)}
     if not sizes:
         raise TypeError(
             f"Inputs must be a tensor, a tuple or a mapping of tensors, got {_kind(inputs)}."
         )
     if len(sizes) > 1 or 0 in sizes:
-        shapes = [tuple(x.shape) for x in _tensors(inputs)]
+        shapes = [tuple(x.shape) for x in tensors_of(inputs)]
         raise ValueError(
             f"Inputs must hold at least one example, the same number in every tensor, got {shapes}."
         )
@@ -117,7 +117,7 @@ def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> 
         ValueError: As `num_examples`.
     """
     num_examples(inputs)
-    for x in _tensors(inputs):
+    for x in tensors_of(inputs):
         if x.is_floating_point() and x.dtype not in dtypes:
             raise TypeError(
                 f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: "
@@ -130,7 +130,8 @@ def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> 
     )
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """The tensors among the inputs."""
     if isinstance(inputs, Tensor):
         return [inputs]
     if isinstance(inputs, Mapping):

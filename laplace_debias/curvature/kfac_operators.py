@@ -225,6 +225,10 @@ class LossCotangents:
         """As `Cotangents`."""
         return {"exact": outputs[0].numel(), "mc": self.mc_samples, "empirical": 1}[self.fisher]
 
+    def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
+        """As `Cotangents`."""
+        return self.loss.counted(self.loss.labels(targets, first))
+
     def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """As `Cotangents`."""
         self.loss.check(outputs.shape, targets)

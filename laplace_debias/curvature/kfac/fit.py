@@ -13,8 +13,9 @@ from laplace_debias.curvature.columns import Cotangents
 from laplace_debias.curvature.inputs import Inputs, call, take
 from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.kfac.factors import gradient_factor, input_factor
-from laplace_debias.curvature.kfac.layers import Uses
+from laplace_debias.curvature.kfac.layers import Masks, Uses
 from laplace_debias.curvature.kfac.magnitudes import along, ekfac_magnitudes
+from laplace_debias.curvature.kfac.positions import PositionFinder
 from laplace_debias.curvature.kfac.stream import Backend, Consume, HookStream, Measure
 from laplace_debias.curvature.kfac.verify import check_jacobians, check_overridden
 from laplace_debias.curvature.shadow import shadow
@@ -23,7 +24,10 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 Batches = Iterable[tuple[Inputs, Tensor]]
 Sums = dict[Block, Tensor]
-ConsumeInputs = Callable[[nn.Module, Block, Sequence[Sequence[Tensor]]], None]
+# From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
+ConsumeInputs = Callable[
+    [nn.Module, Block, Sequence[Sequence[Tensor]], Sequence[Masks | None]], None
+]
 # G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
 # Bytes of layers' inputs that are kept until A is computed from them.
@@ -101,8 +105,13 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     def project_gradients(block: Block, G: Tensor) -> None:
         add_to(along_G, block, along(G.to(problem.factor_dtype), bases[block].U_G))
 
-    def project_inputs(layer: nn.Module, block: Block, inputs: Sequence[Sequence[Tensor]]) -> None:
-        A = input_factor(layer, block, inputs).to(problem.factor_dtype)
+    def project_inputs(
+        layer: nn.Module,
+        block: Block,
+        inputs: Sequence[Sequence[Tensor]],
+        masks: Sequence[Masks | None],
+    ) -> None:
+        A = input_factor(layer, block, inputs, masks).to(problem.factor_dtype)
         add_to(along_A, block, along(A, bases[block].U_A))
 
     measured = sweep(
@@ -212,7 +221,8 @@ def sweep(
         measure: What to compute of a block on a chunk of a batch.
         consume: Takes what was measured of a block.
         consume_inputs: If given, takes at the end of every batch (of a very large one also within)
-            the layer of one weight block after the other and what went into it, chunk by chunk.
+            the layer of one weight block after the other, what went into it, chunk by chunk, and
+            which positions take part. Then `measure` is told them too, where not all do.
         first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
             it, so that different data get different labels.
         additive: Whether measuring one cotangent after the other costs no more than all at once.
@@ -225,7 +235,8 @@ def sweep(
     network = shadow(problem.model)
     stream = problem.backend(network, problem.blocks)
     num_seen, nll, pace = 0, torch.zeros((), dtype=torch.float64), None
-    inputs: dict[Block, list[list[Tensor]]] = {}
+    inputs: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
+    masks: dict[str, Masks] = {}
     fresh: set[Block] = set()
     kept = 0
 
@@ -234,15 +245,18 @@ def sweep(
         if consume_inputs is not None and not block.is_vector and block in fresh:
             # Further cotangents of the same examples come with the same inputs.
             fresh.discard(block)
-            inputs.setdefault(block, []).append([x for x, _ in uses])
+            used = [x for x, _ in uses]
+            inputs.setdefault(block, []).append((used, masks.get(block.layer)))
             kept += sum(x.numel() * x.element_size() for x, _ in uses)
+        if block.layer in masks:
+            return measure(layer, block, uses, masks[block.layer])
         return measure(layer, block, uses)
 
     def hand_over_inputs(consume_inputs: ConsumeInputs) -> None:
         nonlocal kept
         while inputs:
             block, parts = inputs.popitem()
-            consume_inputs(network.get_submodule(block.layer), block, _joined(parts))
+            consume_inputs(network.get_submodule(block.layer), block, *_joined(parts))
         kept = 0
 
     for all_x, all_y in batches:
@@ -261,6 +275,9 @@ def sweep(
                 return cotangents
 
             fresh.update(problem.blocks)
+            if consume_inputs is not None:
+                masks.clear()
+                masks.update(pace.positions.find(x, y, first + num_seen))
             stream(x, columns, measure_and_keep, consume, pace.columns)
             num_seen += len(y)
             if consume_inputs is not None and kept > _KEPT_INPUTS:
@@ -272,11 +289,15 @@ def sweep(
     return Seen(num_seen, nll.item())
 
 
-def _joined(parts: list[list[Tensor]]) -> list[list[Tensor]]:
+def _joined(
+    parts: list[tuple[list[Tensor], Masks | None]],
+) -> tuple[list[list[Tensor]], list[Masks | None]]:
     """The parts of a batch in one, where they are alike."""
-    if len({tuple(x.shape[1:] for x in part) for part in parts}) > 1:
-        return parts
-    return [[torch.cat(uses) for uses in zip(*parts, strict=True)]]
+    inputs, masks = [part for part, _ in parts], [mask for _, mask in parts]
+    is_masked = any(mask is not None for mask in masks)
+    if is_masked or len({tuple(x.shape[1:] for x in part) for part in inputs}) > 1:
+        return inputs, masks
+    return [[torch.cat(uses) for uses in zip(*inputs, strict=True)]], [None]
 
 
 def check_outputs(outputs: Any) -> None:
@@ -297,10 +318,11 @@ def check_outputs(outputs: Any) -> None:
 
 @dataclass(frozen=True)
 class _Pace:
-    """How many examples and cotangents go through the network at once."""
+    """How many examples and cotangents go through the network at once, and what finds padding."""
 
     examples: int
     columns: int
+    positions: PositionFinder
 
 
 def _pace(
@@ -325,6 +347,9 @@ def _pace(
         check_overridden(network, problem.blocks, tap.uses)
         check_repeatable(problem.model, take(x, slice(0, 2)), outputs.detach())
         check_jacobians(network, problem.model, problem.blocks, one, tap, outputs)
+    positions = PositionFinder(
+        problem.model, problem.blocks, problem.cotangents, network, tap.uses, outputs
+    )
     columns = problem.cotangents.num_columns(outputs)
     size = tap.output_bytes() + extra_bytes
     if size > problem.memory_bound:
@@ -336,7 +361,7 @@ def _pace(
     if additive and tap.one_by_one and problem.backend is HookStream:
         at_once = 1
     examples = problem.memory_bound // (_SHARE * at_once * size)
-    return _Pace(max(1, examples), at_once)
+    return _Pace(max(1, examples), at_once, positions)
 
 
 def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
@@ -389,8 +414,13 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
             sums[block] = (torch.zeros_like(G), _no_input_factor(block, G))
         sums[block][0].add_(G)
 
-    def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Sequence[Tensor]]) -> None:
-        sums[block][1].add_(input_factor(layer, block, inputs))
+    def add_inputs(
+        layer: nn.Module,
+        block: Block,
+        inputs: Sequence[Sequence[Tensor]],
+        masks: Sequence[Masks | None],
+    ) -> None:
+        sums[block][1].add_(input_factor(layer, block, inputs, masks))
 
     seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first, additive=True)
     check_finite_sums(sums)
