@@ -28,8 +28,8 @@ _CHANNELS_FIRST = (
 # A layer's uses in one forward pass: input [B, ...] and output gradients [K, B, ...].
 Uses = Sequence[tuple[Tensor, Tensor]]
 
-# For every use of a layer, which positions take part.
-Masks = Sequence[Bool[Tensor, "batch positions"]]
+# For every use of a layer, which positions take part, [B, T]; uses may differ in T.
+Masks = Sequence[Tensor]
 
 # Unfolded activations are made in slices of at most so many numbers.
 _SLICE = 2**22
