@@ -2,7 +2,7 @@
 
 A simulation of R runs tells a coverage c to √(c (1 − c) / R). A test fails where the number of runs
 covered would have a probability below 0.001 if the coverage were within 0.93 and 0.97. With
-`INTERVAL_RUNS=4000` in the environment that is 0.917 and 0.978 (two minutes).
+`INTERVAL_RUNS=4000` in the environment that is 0.917 and 0.978, and some minutes.
 """
 
 import math
@@ -27,7 +27,7 @@ from laplace_debias.linalg import (
 from laplace_debias.operators import Diagonal
 
 SIZE = 60
-RUNS = int(os.environ.get("INTERVAL_RUNS", "400"))
+RUNS = int(os.environ.get("INTERVAL_RUNS", "250"))
 INDEX = torch.arange(SIZE, dtype=torch.float64)
 SPECTRA = {
     "flat": torch.linspace(1, 3, SIZE, dtype=torch.float64),
@@ -45,6 +45,7 @@ ESTIMATORS = {
     "diagonal-hutchinson": lambda A, **k: diagonal(A, "hutchinson", **k),
     "diagonal-xdiag": lambda A, **k: diagonal(A, "xdiag", **k),
 }
+OTHER_PROBES = ("hutchinson-gaussian", "hutchinson-spherical")
 WIDER = {("xtrace", "low-rank")}
 """Where intervals are known to cover more: XTrace adds a covariance that may be none."""
 
@@ -62,8 +63,14 @@ def check_coverage(covered, runs, may_be_more=False):
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(
+    ("name", "spectrum"),
+    [
+        (name, spectrum)
+        for name in ESTIMATORS
+        for spectrum in (["decaying"] if name in OTHER_PROBES else SPECTRA)
+    ],
+)
 def test_intervals_after_12_products_cover_the_truth_in_95_percent_of_runs(name, spectrum):
     A = symmetric(SPECTRA[spectrum], is_symmetric=True)
     truth = truth_of(name, A)
@@ -77,7 +84,7 @@ def test_intervals_after_12_products_cover_the_truth_in_95_percent_of_runs(name,
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("num_matvecs", [30, 48])
+@pytest.mark.parametrize("num_matvecs", [30])
 @pytest.mark.parametrize("name", ["hutchinson", "hutch++", "xtrace", "frobenius"])
 def test_more_products_keep_the_coverage(name, num_matvecs):
     A = symmetric(SPECTRA["indefinite"], is_symmetric=True)
@@ -123,10 +130,10 @@ def test_log_determinants_cover_whether_or_not_the_quadrature_has_converged(deca
     values = 10 ** (-decades * uniform(120))
     A, truth = symmetric(values), values.log().sum()
     source, covered = generator(5), 0
-    for _ in range(40):
+    for _ in range(30):
         lower, upper = logdet(A, 4, num_steps, generator=source).interval()
         covered += int(lower <= truth <= upper)
-    check_coverage(covered, 40, may_be_more=True)
+    check_coverage(covered, 30, may_be_more=True)
 
 
 VALUES = {
@@ -160,7 +167,7 @@ def test_densities_cover_the_truth_at_any_width_and_number_of_steps(
     A = symmetric(values)
     width = relative_width * float(values.max() - values.min())
     source, shares = generator(6), []
-    for _ in range(12):
+    for _ in range(8):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             density = density_of(A, width, num_steps, source)
@@ -182,7 +189,7 @@ def test_densities_cover_the_truth_at_any_width_and_number_of_steps(
 def test_densities_over_decades_cover_the_truth_where_nodes_are(width, num_steps):
     places = -2 * uniform(200)
     A, source, shares = symmetric(10**places), generator(6), []
-    for _ in range(12):
+    for _ in range(8):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             density = spectral_density(

@@ -44,7 +44,8 @@ def diagonal(
       out of the sketch. Half of its products are with the adjoint. Best on decaying spectra. Its
       standard errors allow for the dependence of the probes' estimates.
 
-    Intervals of 95 % (`Estimate.interval`) cover an entry in 93 to 97 % of runs from 12 products on.
+    Intervals of 95 % (`Estimate.interval`) cover an entry in 93 to 97 % of runs from 12 products
+    on.
 
     A structured operator's diagonal is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).

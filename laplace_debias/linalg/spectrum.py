@@ -105,10 +105,10 @@ def spectral_density(
     own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ with g the Gaussian at λ. And the quadrature's
     error: with nodes further apart than `width` the density is a comb of peaks. It is told by the
     changes to averages of Gauss's rule and Laurie's anti-Gaussian one, of all and of half the
-    steps, as their root mean square from one node to the next. Where the steps resolve the width, intervals of
-    95 % cover in 93 to 97 % of runs; where they do not, in more, and there is a warning. Of
-    operators that are nearly diagonal Rademacher probes tell more than the error says. On the
-    logarithmic scale nothing tells of eigenvalues smaller than the smallest nodes: where these are
+    steps, as their root mean square from one node to the next. Where the steps resolve the width,
+    intervals of 95 % cover in 93 to 97 % of runs; where they do not, in more, and there is a
+    warning. For operators that are nearly diagonal the error is overestimated. On the logarithmic
+    scale nothing tells of eigenvalues smaller than the smallest nodes: where these are
     many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
 
     Args:
