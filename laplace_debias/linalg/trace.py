@@ -57,10 +57,10 @@ def trace(
 
     Intervals of 95 % (`Estimate.interval`) cover the trace in 93 to 97 % of runs from 12 products
     on, in simulations of flat, decaying, indefinite spectra and low ranks with noise. XTrace's
-    cover in 98 % where few outliers stand over a nearly constant rest, in 90 % where a single one stands
-    a thousand times over it. For operators that claim to be symmetric the vectors $A\omega$ tell
-    the spread; for others the samples do, and where few eigenvalues are nearly all of the trace,
-    intervals after 12 products cover in 88 to 93 %.
+    cover in 99 % where few outliers stand over a nearly constant rest, in 90 % where a single one
+    stands a thousand times over it. For operators that claim to be symmetric the vectors $A\omega$
+    tell the spread; for others the samples do, and where few eigenvalues are nearly all of the
+    trace, intervals after 12 products cover in 88 to 93 %.
 
     A structured operator's trace is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).
