@@ -576,7 +576,7 @@ class Laplace:
         if method == "marglik":
             if (loader, grid, generator) != (None, None, None) or metric != "nll":
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a grid, a metric nor a generator.'
+                    'method="marglik" uses neither a loader, a generator, a grid nor a metric.'
                 )
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":
