@@ -1,7 +1,7 @@
 """A fitted posterior on disk: one safetensors file, no pickle.
 
-Format 4 has a checksum over the whole file (see `sealed`): a file that differs in any byte from what
-was saved is refused. Files of format 3, which has none, are read with all other checks.
+Format 4 has a checksum over the whole file (see `sealed`): a file that differs in any byte from
+what was saved is refused. Files of format 3, which has none, are read with all other checks.
 """
 
 import json
