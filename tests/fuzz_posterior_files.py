@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.likelihood import Gaussian
+from laplace_debias.curvature.likelihood import Categorical
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
-LIKELIHOODS = ("classification", "binary", "regression")
+LIKELIHOODS = ("classification", "binary", "multilabel", "regression")
 UNCHANGED, SAME, REFUSED, OTHER = "same bytes", "same answer", "refused", "another posterior"
 DIFFERENT, CRASHED, BROKEN = "DIFFERENT ANSWER", "OTHER EXCEPTION", "NOT IN GOOD ORDER"
 BAD = (DIFFERENT, CRASHED, BROKEN)
@@ -99,7 +99,7 @@ def subjects() -> list[Subject]:
 def _fitted(
     curvature: str, likelihood: str, dtype: torch.dtype, joint: bool
 ) -> tuple[Laplace, torch.Tensor]:
-    outputs = {"classification": 3, "binary": 1, "regression": 2}[likelihood]
+    outputs = {"classification": 3, "binary": 1, "multilabel": 2, "regression": 2}[likelihood]
     model = nn.Sequential(
         nn.Conv1d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, outputs), nn.BatchNorm1d(outputs)
     )
@@ -110,6 +110,7 @@ def _fitted(
     y = {
         "classification": torch.randint(3, (9,)),
         "binary": torch.randint(2, (9, 1)).to(dtype),
+        "multilabel": torch.randint(2, (9, 2)).to(dtype),
         "regression": torch.randn(9, 2, dtype=dtype),
     }[likelihood]
     la = Laplace(
@@ -129,7 +130,7 @@ def answers(la: Laplace, x: torch.Tensor) -> list[torch.Tensor]:
     """What a loaded posterior says."""
     predictive = la.predict(x)
     # A categorical distribution has no mean.
-    moments = ("mean", "variance") if isinstance(la.likelihood, Gaussian) else ("probs",)
+    moments = ("probs",) if isinstance(la.likelihood, Categorical) else ("mean", "variance")
     return [
         *(getattr(predictive, moment) for moment in moments),
         la.sample(2, torch.Generator().manual_seed(0)),

@@ -256,7 +256,7 @@ def test_save_and_load_round_trip(fitted, model, loader, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["posterior.safetensors"]
 
 
-@pytest.mark.parametrize("likelihood", ["binary", "regression"])
+@pytest.mark.parametrize("likelihood", ["binary", "multilabel", "regression"])
 def test_likelihoods_survive_the_file(likelihood, tmp_path):
     model = nn.Sequential(nn.Linear(3, 1)).eval()
     y = torch.randint(2, (9, 1)).float()
