@@ -268,7 +268,7 @@ class Bernoulli(Likelihood):
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch 1"]:
         """Zeros and ones from the sigmoid."""
-        return (uniforms.to(outputs) < outputs.sigmoid()).to(outputs.dtype)
+        return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
         r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
