@@ -14,6 +14,8 @@ from laplace_debias.operators import Identity, LinearOperator, from_scipy
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
+# What is tested in float32 each day; the others with the slow tests. In float64 all are.
+DAILY_IN_FLOAT32 = ("test_dense", "test_products_with_vector_and_matrix", "test_adjoint")
 
 
 class OperatorConformance:

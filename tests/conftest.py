@@ -40,6 +40,21 @@ def pytest_sessionstart(session):
             importlib.import_module(name)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items):
+    import conformance  # not above: the package must not be imported before it is instrumented
+
+    for item in items:
+        in_float32 = "callspec" in vars(item) and item.callspec.params.get("dtype") == torch.float32
+        if (
+            in_float32
+            and isinstance(item.cls, type)
+            and issubclass(item.cls, conformance.OperatorConformance)
+            and item.originalname not in conformance.DAILY_IN_FLOAT32
+        ):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish():
     """Half a million objects live as long as the process: no later collection visits them."""
     gc.collect()

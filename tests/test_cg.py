@@ -47,7 +47,9 @@ def test_solves_to_the_tolerance_in_the_norm_it_promises():
     assert solution.residual_norms[-1] <= 1e-10 * b.norm() < solution.residual_norms[-2]
 
 
-@pytest.mark.parametrize("spread", ["log", "linear", "clustered"])
+@pytest.mark.parametrize(
+    "spread", [pytest.param("log", marks=pytest.mark.slow), "linear", "clustered"]
+)
 def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
     ours, theirs = [], []
     for seed in range(8):

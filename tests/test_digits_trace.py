@@ -16,6 +16,7 @@ def loss_roots(logits):
     return (p.diag() - torch.outer(p, p)) / p.sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_the_error_of_xtrace_after_100_products_is_below_1_percent():
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import one_axis_at_a_time
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, trace
@@ -49,8 +50,7 @@ def bare(estimator):
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize(("estimator", "spectrum"), one_axis_at_a_time(ESTIMATORS, SPECTRA))
 def test_standard_error_covers_the_truth_in_about_95_percent_of_runs(estimator, spectrum):
     A = symmetric(SPECTRA[spectrum])
     function = bare(estimator)
@@ -63,8 +63,10 @@ def test_standard_error_covers_the_truth_in_about_95_percent_of_runs(estimator, 
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("estimator", ESTIMATORS[:-1])
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "spherical"])
+@pytest.mark.parametrize(
+    ("estimator", "distribution"),
+    one_axis_at_a_time(ESTIMATORS[:-1], ["rademacher", "gaussian", "spherical"]),
+)
 def test_estimates_are_unbiased_for_operators_that_are_not_symmetric(estimator, distribution):
     n = 40
     A = Matrix(torch.randn(n, n, dtype=torch.float64, generator=generator(7)) + torch.eye(n))

@@ -86,6 +86,7 @@ def test_severity_raises_the_distance_to_the_clean_image(images, kind):
     assert all(b > slack * a for a, b in pairwise(distances))
 
 
+@pytest.mark.slow
 def test_mixed_corruption_gives_each_image_one_of_the_kinds_evenly():
     images = COLOUR[:1].expand(520, -1, -1, -1)
     mixed = corrupt(images, 4, seed=1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import one_axis_at_a_time
 from torch import nn
 from torch.func import hessian
 from torch.nn.functional import cross_entropy
@@ -44,9 +45,14 @@ def curvature_of(la):
     return torch.block_diag(*(b.to_dense() for b in la.posterior.curvature.blocks.values()))
 
 
-@pytest.mark.parametrize("kind", ["exact", "mc", "empirical"])
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
-@pytest.mark.parametrize("way", ["mini", "debiased", "crossfit"])
+@pytest.mark.parametrize(
+    ("kind", "curvature", "way"),
+    one_axis_at_a_time(
+        ["exact", "mc", "empirical"],
+        ["kfac", "ekfac", "diag", "lowrank", "full"],
+        ["mini", "debiased", "crossfit"],
+    ),
+)
 def test_the_magnitudes_are_multiplied_by_the_ratio_of_loss_curvatures(kind, curvature, way):
     model = network()
     first, second, everything = data(8, 0), data(6, 1), data(50, 2)

@@ -47,7 +47,7 @@ def network(checkpoint):
     return digits_net().eval()
 
 
-@pytest.mark.parametrize("kind", [GGN, Hessian])
+@pytest.mark.parametrize("kind", [GGN, pytest.param(Hessian, marks=pytest.mark.slow)])
 def test_the_spectrum_is_that_of_the_first_training_images(checkpoint, tmp_path, kind):
     settings = SpectrumSettings(
         **SMALL, matrix=kind.__name__.lower(), checkpoint=checkpoint, output=tmp_path
