@@ -471,5 +471,5 @@ def test_noise_too_small_for_the_dtype_is_refused(curvature):
     model = piecewise_linear(torch.float32)
     x = torch.randn(3, 2)
     la = Laplace(model, "regression", curvature, sigma=1e-30)
-    with pytest.raises(ValueError, match=r"curvature of .* holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"sigma is 1e-30, whose square is out of the range"):
         la.fit_batches([(x, model(x).detach())])

@@ -274,6 +274,23 @@ def test_sigma_of_another_number_of_outputs_is_refused_by_name(tmp_path):
         Laplace.load(tmp_path / "la", model).predict(X)
 
 
+@pytest.mark.parametrize("sigma", [1e-30, 1e30])
+def test_a_sigma_that_the_dtype_cannot_square_is_refused(tmp_path, sigma):
+    model = nn.Linear(4, 2).eval()
+    data = [(X, torch.randn(3, 2))]
+    la = Laplace(model, "regression").fit_batches(data)
+    la.save(tmp_path / "la")
+    likelihood = {"name": "regression", "sigma": [1.0, sigma]}
+    old_file(tmp_path / "la", lambda header, tensors: header.update(likelihood=likelihood))
+    with pytest.raises(ValueError, match=r"square is out of the range of torch\.float32: rescale"):
+        Laplace.load(tmp_path / "la", model).predict(X)
+    with pytest.raises(ValueError, match=r"square is out of the range of torch\.float32: rescale"):
+        Laplace(model, "regression", sigma=sigma).fit_batches(data)
+    double = model.double()
+    la = Laplace(double, "regression", sigma=1e30).fit_batches([(X.double(), data[0][1].double())])
+    assert la.predict(X.double()).variance.isfinite().all()
+
+
 # ------------------------------------------------------------------------------- hostile headers
 
 

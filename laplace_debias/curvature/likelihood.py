@@ -376,6 +376,13 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
             )
+        variance, limits = self.sigma.square(), torch.finfo(outputs.dtype)
+        if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
+            raise ValueError(
+                f"sigma is {self.sigma.tolist()}, whose square is out of the range of "
+                f"{outputs.dtype}: rescale the targets and sigma, or convert the model to a wider "
+                "dtype."
+            )
         return self.sigma.to(outputs).expand(outputs.shape[-1])
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
