@@ -17,7 +17,7 @@ from laplace_debias.curvature.likelihood import Categorical
 
 F64 = torch.float64
 V, D, CLASSES, IGNORED, PAD = 5, 4, 3, -100, 0
-LENGTHS = (3, 5, 2, 4, 5, 1, 4, 3, 2, 5, 4, 3, 5, 2)
+LENGTHS = (3, 5, 2, 4, 5, 1, 4, 3)
 N = len(LENGTHS)
 
 
@@ -331,10 +331,9 @@ def fitted(model, *data, curvature="kfac", mode="full", generator=0, **settings)
 def test_kfac_is_that_of_every_example_without_padding(name, sharing):
     model, data = build(name), examples(name)
     expected = oracle_blocks(model, data, sharing)
-    for side in ("right", "left") if name in LEFT_TOO else ("right",):
-        for length in (5, 9):
-            la = fitted(model, padded(name, data, length, side), sharing=sharing)
-            assert_blocks(la, expected)
+    for length, side in ((5, "right"), (9, "left" if name in LEFT_TOO else "right")):
+        la = fitted(model, padded(name, data, length, side), sharing=sharing)
+        assert_blocks(la, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -418,14 +417,13 @@ def test_posteriors_do_not_depend_on_the_padding(name, fisher, sharing, curvatur
     model, data = build(name), examples(name)
     settings = {"fisher": fisher, "sharing": sharing, "curvature": curvature}
     one = fitted(model, padded(name, data, 5), **settings)
-    for length, side in ((11, "right"), (8, "left")):
-        two = fitted(model, padded(name, data, length, side), **settings)
-        # Summed over positions, gradients of keys vanish: these directions are nobody's choice.
-        free = curvature == "ekfac" and sharing == "reduce"
-        assert_same(one, two, 1e-10, ["attention.qkv.weight"] if free else [])
-        for a_block, b_block in zip(blocks(one), blocks(two), strict=True):
-            a, b = a_block.magnitudes.sum(), b_block.magnitudes.sum()
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+    two = fitted(model, padded(name, data, 11, "left"), **settings)
+    # Summed over positions, gradients of keys vanish: these directions are nobody's choice.
+    free = curvature == "ekfac" and sharing == "reduce"
+    assert_same(one, two, 1e-10, ["attention.qkv.weight"] if free else [])
+    for a_block, b_block in zip(blocks(one), blocks(two), strict=True):
+        a, b = a_block.magnitudes.sum(), b_block.magnitudes.sum()
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("mode", ["mini", "debiased", "crossfit"])
@@ -434,13 +432,12 @@ def test_every_mode(curvature, mode):
     model, data = build("bidirectional"), examples("bidirectional")
     halves = data[: N // 2], data[N // 2 :]
     fits = []
-    for length, side in ((5, "right"), (9, "right"), (9, "left")):
+    for length, side in ((5, "right"), (9, "left")):
         batches = [padded("bidirectional", half, length, side) for half in halves]
         if mode == "crossfit":
             batches = [padded("bidirectional", data, length, side)]
         fits.append(fitted(model, *batches, curvature=curvature, mode=mode))
-    assert_same(fits[0], fits[1], 1e-10)
-    assert_same(fits[0], fits[2], 1e-10)
+    assert_same(*fits, 1e-10)
 
 
 @pytest.mark.parametrize("name", ["causal", "bidirectional, mean", "padding_idx"])
@@ -536,7 +533,7 @@ def test_models_without_padding_take_no_further_pass(passes):
     data = examples("by token")
     same_length = [data[i] for i, length in enumerate(LENGTHS) if length == 5]
     fitted(build("by token"), padded("by token", same_length, 5))
-    x, y = padded("causal", [examples("causal")[i] for i in (1, 4, 9)], 5)
+    x, y = padded("causal", [examples("causal")[i] for i in (1, 4)], 5)
     fitted(build("causal"), (x, y))
     fitted(build("causal"), padded("causal", examples("causal"), 5), curvature="diag")
     assert not passes

@@ -90,7 +90,8 @@ class Fisher:
         gradients = []
         numbers = None
         if counted is not None:
-            numbers = places(counted.unsqueeze(-1).expand_as(terms).reshape(len(outputs), -1))
+            of_terms = counted.reshape(len(terms), -1).expand_as(terms)
+            numbers = places(of_terms.reshape(len(outputs), -1))
         for sample in range(self.mc_samples):
             uniforms = keyed_uniforms(self.seed, sample, first, outputs.flatten(1), numbers)
             labels = likelihood.sample(terms, uniforms.reshape(terms.shape))
@@ -152,7 +153,9 @@ class LikelihoodCotangents:
         if len(positions) < ndim - 1:
             return None
         counted = self.likelihood.counted(targets.flatten(0, ndim - 2))
-        return None if counted is None else counted.unflatten(0, positions).unsqueeze(-1)
+        if counted is None:
+            return None
+        return counted.reshape(*positions, -1)
 
     def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """As `Cotangents`; the loss is the negative log-likelihood in nats."""

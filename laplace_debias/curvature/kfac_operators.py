@@ -36,7 +36,8 @@ class KFAC(Permuted):
     `nn.CrossEntropyLoss`, `nn.MSELoss` and `nn.BCEWithLogitsLoss` weighs the cotangents at the
     outputs as it weighs the loss, and $c$ is what the loss's reduction divides by. With factors
     over N examples $G = \frac1{NT}\sum g g^\top$ of the summed loss and $A = \frac1N\sum a a^\top$
-    (T positions share the weight; $\sum$ over examples, positions and cotangents), a block is
+    (T positions share the weight, the ignored and padded ones left out, example by example; $\sum$
+    over examples, positions and cotangents), a block is
     $\frac Nc\, G \otimes A$; that of a bias or a scale is exact. A is the mean over all
     examples, whatever they weigh: `EKFAC` has magnitudes of the weighted examples.
 

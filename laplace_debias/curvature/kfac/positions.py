@@ -103,9 +103,13 @@ class PositionFinder:
         if counted is None and not _may_hold_padding(x, self._is_pooled):
             return {}
         if self._pass is None:
+            # Hooks cost time, and most data holds no padding.
             self._pass = _Pass(self._model, self._layers)
         found = self._pass.run(x, counted)
-        return found if any(not bool(m.all()) for masks in found.values() for m in masks) else {}
+        if not found:
+            return {}
+        everywhere = [mask.all() for masks in found.values() for mask in masks]
+        return {} if bool(torch.stack(everywhere).all()) else found
 
 
 def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
@@ -157,8 +161,10 @@ class _Pass:
                 module.register_forward_hook(self._record, prepend=True, with_kwargs=True)
 
     def _record(
-        self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
-    ) -> Tensor:
+        self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> Any:
+        if not isinstance(output, Tensor):
+            return output
         if not output.requires_grad:
             output = output.detach().requires_grad_()
         x = inputs[0] if inputs else next(iter(named.values()))
