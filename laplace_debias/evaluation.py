@@ -10,6 +10,7 @@ from torch.distributions import Distribution
 
 from laplace_debias import metrics
 from laplace_debias.batches import Batches
+from laplace_debias.curvature.class_dim import targets_classes_last
 from laplace_debias.curvature.columns import flat_terms
 from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.likelihood import Likelihood
@@ -32,7 +33,11 @@ class Scored(NamedTuple):
 
 
 def evaluate_predictions(
-    predict: Predict, likelihood: Likelihood, batches: Batches, ood: Mapping[str, Batches]
+    predict: Predict,
+    likelihood: Likelihood,
+    batches: Batches,
+    ood: Mapping[str, Batches],
+    class_dim: int | None = None,
 ) -> dict[str, float]:
     """Metrics of a predictive on labelled data, and of its entropy on OOD data.
 
@@ -41,6 +46,7 @@ def evaluate_predictions(
         likelihood: What targets must fit.
         batches: Labelled batches.
         ood: Out-of-distribution batches by name; labels are ignored.
+        class_dim: As `score`.
 
     Returns:
         For class probabilities what `metrics.evaluate` gives; for regression `nll` and `rmse`.
@@ -52,7 +58,7 @@ def evaluate_predictions(
     for x, y in batches:
         predictive = predict(x)
         has_probabilities = hasattr(predictive, "probs")
-        scored.append(score(likelihood, predictive, y))
+        scored.append(score(likelihood, predictive, y, class_dim))
     if not scored:
         raise ValueError("The loader holds no batch: nothing to evaluate.")
     values, log_probs, labels = (torch.cat(parts) for parts in zip(*scored, strict=True))
@@ -72,13 +78,19 @@ def evaluate_predictions(
     return metrics.evaluate(values, labels.reshape(len(values)).long(), ood_probs)
 
 
-def score(likelihood: Likelihood, predictive: Distribution, targets: Tensor) -> Scored:
+def score(
+    likelihood: Likelihood,
+    predictive: Distribution,
+    targets: Tensor,
+    class_dim: int | None = None,
+) -> Scored:
     """Score a predictive on the targets that count.
 
     Args:
         likelihood: What the targets must fit.
         predictive: Batch shape `[B]`, or `[B, ...]` with further positions.
         targets: As a fit takes them.
+        class_dim: Which dimension of targets with an entry for every output has the classes.
 
     Raises:
         ValueError: If the targets do not fit.
@@ -86,7 +98,9 @@ def score(likelihood: Likelihood, predictive: Distribution, targets: Tensor) -> 
     """
     values, outputs = _flat(predictive)
     shape = predictive.batch_shape
-    _, labels = flat_terms(outputs.unflatten(0, shape), targets)
+    outputs_in_shape = outputs.unflatten(0, shape)
+    targets = targets_classes_last(outputs_in_shape, targets, class_dim)
+    _, labels = flat_terms(outputs_in_shape, targets)
     likelihood.check(outputs, labels)
     counted = likelihood.counted(labels)
     if counted is None:

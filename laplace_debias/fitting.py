@@ -8,6 +8,7 @@ from torch import nn
 
 from laplace_debias.batches import Batches, OnDevice
 from laplace_debias.curvature.blocks import Block, Sharing
+from laplace_debias.curvature.class_dim import check_class_dim
 from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
 from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
@@ -48,6 +49,17 @@ class Examples:
     shrinkage: bool = False
     scale: Batches | None = None
 
+    @property
+    def mode(self) -> str:
+        """What kind of fit they make, as `Laplace` calls it."""
+        if self.shrinkage:
+            kind = "shrinkage"
+        elif self.folds is not None:
+            kind = "crossfit"
+        else:
+            kind = "batches" if self.magnitudes is None else "debiased"
+        return kind if self.scale is None else f"{kind}, scaled"
+
 
 @dataclass(frozen=True)
 class FitSettings:
@@ -61,6 +73,7 @@ class FitSettings:
         sharing: How positions share a weight.
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients.
+        class_dim: Which dimension of the outputs has the classes; the last if None.
 
     Raises:
         ValueError: If one of them is none that there is, or does not go with another.
@@ -73,6 +86,7 @@ class FitSettings:
     sharing: Sharing
     rank: int | None
     memory_bound: int
+    class_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.curvature not in CURVATURES:
@@ -92,6 +106,7 @@ class FitSettings:
             raise ValueError(
                 f"memory_bound must be a positive number of bytes, got {self.memory_bound}."
             )
+        check_class_dim(self.class_dim)
 
     @property
     def is_whole(self) -> bool:
@@ -147,7 +162,7 @@ class FitSettings:
         """What curvature is taken of.
 
         Args:
-            model: The trained network.
+            model: The trained network, with the classes in the outputs' last dimension.
             likelihood: Its likelihood.
             blocks: The blocks of its Bayesian parameters.
             backend: Where their inputs and output gradients come from.
@@ -158,7 +173,7 @@ class FitSettings:
             device = "cpu" if generator is None else generator.device
             seed = torch.randint(2**62, (), generator=generator, device=device)
             fisher = Fisher(fisher.kind, fisher.mc_samples, int(seed))
-        cotangents = LikelihoodCotangents(likelihood, fisher)
+        cotangents = LikelihoodCotangents(likelihood, fisher, self.class_dim)
         return Problem(model, cotangents, blocks, backend, self.factor_dtype, self.memory_bound)
 
     def fit(
@@ -216,7 +231,11 @@ class FitSettings:
         measured = examples.directions if examples.magnitudes is None else examples.magnitudes
         of_all, of_seen = (
             mean_loss_curvature(
-                problem.model, likelihood, on_device(data), self.fisher.kind == "empirical"
+                problem.model,
+                likelihood,
+                on_device(data),
+                self.fisher.kind == "empirical",
+                self.class_dim,
             )
             for data in (examples.scale, measured)
         )

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Header:
         rank: How many directions a low-rank curvature is asked for, as `Laplace` takes it. Data of
             lower rank give fewer.
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
+        class_dim: Which dimension of the outputs has the classes; the last if None.
+        mode: How the posterior was fitted, for `repr`; None if it is not known.
     """
 
     likelihood: dict[str, Any]
@@ -54,6 +56,8 @@ class Header:
     nll: float
     rank: int | None
     others: dict[str, int]
+    class_dim: int | None = None
+    mode: str | None = None
 
 
 @dataclass(frozen=True)
@@ -200,9 +204,15 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
         )
     try:
         data = json.loads(metadata["header"])
-        header = Header(**{field.name: data[field.name] for field in fields(Header)})
+        # Files of an earlier version do not hold what has a default.
+        names = [f.name for f in fields(Header) if f.default is MISSING or f.name in data]
+        header = Header(**{name: data[name] for name in names})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"The header of {path} is damaged ({error!r}).") from error
+    for name, kind in (("class_dim", int), ("mode", str)):
+        value = getattr(header, name)
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"The header of {path} is damaged: its {name} is {value!r}.")
     return header, tensors
 
 

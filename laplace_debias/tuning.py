@@ -51,6 +51,7 @@ def tune_on_grid(
     batches: Batches,
     metric: str,
     grid: Float[Tensor, " grid"],
+    class_dim: int | None = None,
 ) -> Tuning:
     """The prior precision with the best metric on held-out data, in one pass.
 
@@ -60,6 +61,7 @@ def tune_on_grid(
         batches: Held-out batches `(x, y)`.
         metric: `"nll"`, or with class probabilities `"accuracy"`, `"brier"` or `"ece"`.
         grid: Prior precisions.
+        class_dim: As `score`.
 
     Raises:
         ValueError: For a metric that does not fit, a grid that is empty or not positive, no batch,
@@ -79,7 +81,7 @@ def tune_on_grid(
     for x, y in batches:
         predictives = predict_grid(x, grid)
         for point, predicted in zip(scores, predictives, strict=True):
-            point.add(score(likelihood, predicted, y))
+            point.add(score(likelihood, predicted, y, class_dim))
     return _best(metric, grid.tolist(), [point.value() for point in scores])
 
 
