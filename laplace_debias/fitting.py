@@ -57,7 +57,7 @@ class Examples:
         elif self.folds is not None:
             kind = "crossfit"
         else:
-            kind = "batches" if self.magnitudes is None else "debiased"
+            kind = "given batches" if self.magnitudes is None else "debiased"
         return kind if self.scale is None else f"{kind}, scaled"
 
 

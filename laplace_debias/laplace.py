@@ -168,6 +168,11 @@ class Laplace:
         self.likelihood = likelihood_from(likelihood, sigma)
         self._params = params
         self._selected = None if needs_example(model, params) else self._select(None)
+        if class_dim not in (None, -1) and backend == "backpack":
+            raise NotImplementedError(
+                f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
+                "use backend='hooks' or 'auto', or put the classes last in the model."
+            )
         self._backend = choose_backend(classes_last(model, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._posterior: GaussianPosterior | None = None
@@ -226,8 +231,10 @@ class Laplace:
         """Find the last layer by the first batch, or check it; tell probabilities from logits.
 
         Raises:
-            ValueError: If there is no last layer, or it is not what it was.
+            ValueError: If there is no last layer, it is not what it was, or there is no batch.
         """
+        if self._selected is None and not batches.first:
+            raise ValueError("The data holds no example: pass a loader with at least one batch.")
         for x, _ in self._on_device(batches.first):
             if is_last_layer(self._params):
                 found = self._select(x)

@@ -31,9 +31,15 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
             `nn.Sequential` that ends in one of torch's layers.
 
     Raises:
-        ValueError: Naming the candidates, if there is not exactly one; if it is frozen, or shares
-            its parameters with another layer; if there is no example where one is needed.
+        ValueError: Naming the candidates, if there is not exactly one; if it or the whole model
+            is frozen, or it shares its parameters with another layer; if there is no example where
+            one is needed.
     """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f'params="{LAST_LAYER}" selects no parameter: the model has no trainable one '
+            "(requires_grad)."
+        )
     path = _last_of_sequential(model) if example is None else None
     if path is not None:
         return _trainable(model, path, [])
@@ -51,7 +57,8 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
 
 def needs_example(model: nn.Module, selection: object) -> bool:
     """Whether the last layer is asked for and the structure alone does not tell it."""
-    return is_last_layer(selection) and _last_of_sequential(model) is None
+    is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+    return is_trainable and is_last_layer(selection) and _last_of_sequential(model) is None
 
 
 def is_last_layer(selection: object) -> bool:
