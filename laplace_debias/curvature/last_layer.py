@@ -187,7 +187,7 @@ def _trainable(model: nn.Module, path: str, called: Sequence[str]) -> list[str]:
     Raises:
         ValueError: If there are none, or other layers share them.
     """
-    layer = model.get_submodule(path)
+    layer = _owner(model, path)
     title = f"{path or 'model'} ({type(layer).__name__})"
     own = {id(parameter) for parameter in layer.parameters()}
     sharing = [
