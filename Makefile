@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench demo examples experiments test lint format clean
+.PHONY: bench demo examples experiments test test-all test-arithmetic test-python lint format clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -58,8 +58,23 @@ $(call targets,$(CONFIGS)): experiment-%: .venv/.installed
 	$(BIN)/laplace-debias experiment $(or $(NAME_$*),$*) --config configs/experiments/$*.yaml \
 	  --resume $(SOURCE)
 
+# `make test` leaves out what is marked slow; CI and `make test-all` run everything.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: .venv/.installed
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/.installed
+	$(PYTEST)
+
+# The tests of `make test` under other arithmetic, a line a setting: half an hour on two cores.
+test-arithmetic: .venv/.installed
+	$(BIN)/python tests/arithmetic.py
+
+# The same with another Python, in an environment that is removed again (6 GB, minutes to install):
+# `make test-python PYTHON=python3.13`; with OPTIONS=--lowest the lowest versions that are allowed.
+test-python:
+	$(PYTHON) tests/other_python.py $(PYTHON) $(OPTIONS)
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .

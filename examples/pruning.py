@@ -16,6 +16,7 @@ from laplace_debias.linalg import diagonal
 from laplace_debias.problems import DIGITS_RECIPE, digits, digits_net, train
 from laplace_debias.report.style import OKABE_ITO, save, style_axes
 
+NUM_PRODUCTS = 400  # with the GGN, for its diagonal
 SPARSITIES = (0.0, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     # Weights alone are pruned: biases are few.
     A = GGN(model, nn.CrossEntropyLoss(), batches, params="weights")
     generator = torch.Generator().manual_seed(0)
-    estimate = diagonal(A, "xdiag", num_matvecs=400, generator=generator)
+    estimate = diagonal(A, "xdiag", num_matvecs=NUM_PRODUCTS, generator=generator)
     relative = float(estimate.standard_error.norm() / estimate.value.norm())
     exact = EKFAC(model, nn.CrossEntropyLoss(), batches, params="weights")
     print(

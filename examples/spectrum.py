@@ -20,6 +20,9 @@ from laplace_debias.report.style import OKABE_ITO, save, style_axes
 STEP_SIZES = (0.1, 0.2)
 NUM_STEPS = 600
 EVERY = 25
+NUM_PRODUCTS = 100  # for a trace
+NUM_PROBES = 10  # of a spectral density
+TOL = 1e-4  # of the eigenvalues at the end
 
 
 def main() -> None:
@@ -60,10 +63,12 @@ def main() -> None:
     G = GGN(model, loss, [(x, targets)]) / (2 * len(x))
     densities = {}
     for name, A in (("Hessian", H), ("GGN", G)):
-        total = trace(A, "xtrace", num_matvecs=100, generator=generator)
-        values, _ = eigsh(A, k=3, tol=1e-4, generator=generator)
-        lowest = eigsh(A, k=1, which="smallest", tol=1e-4, generator=generator).values[0]
-        densities[name] = spectral_density(A, num_probes=10, num_steps=60, generator=generator)
+        total = trace(A, "xtrace", num_matvecs=NUM_PRODUCTS, generator=generator)
+        values, _ = eigsh(A, k=3, tol=TOL, generator=generator)
+        lowest = eigsh(A, k=1, which="smallest", tol=TOL, generator=generator).values[0]
+        densities[name] = spectral_density(
+            A, num_probes=NUM_PROBES, num_steps=60, generator=generator
+        )
         print(
             f"{name}: trace {float(total):.3f} ± {float(total.standard_error):.3f}; eigenvalues "
             f"{', '.join(f'{float(v):.2f}' for v in values)}, …, {float(lowest):.3f}"

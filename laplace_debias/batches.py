@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from laplace_debias.curvature.inputs import Inputs, move, num_examples
+from laplace_debias.curvature.likelihood import Likelihood
 
 # Pairs (inputs, targets), as tuples or, from a DataLoader, lists; inputs as `curvature.inputs` has
 # them.
@@ -51,6 +51,38 @@ class OnDevice:
             yield x, y.to(self._device, non_blocking=True)
 
 
+class Counted:
+    """The same batches, of which at least one target must count.
+
+    Which ones do is seen as the batches pass, so that a pass over many is not held up; what is
+    missing is told at its end, before anything is made of it.
+
+    Args:
+        batches: The source.
+        likelihood: Says which targets count.
+        what: What the error calls the batches.
+    """
+
+    def __init__(self, batches: OnDevice, likelihood: Likelihood, what: str) -> None:
+        self._batches = batches
+        self._likelihood = likelihood
+        self._what = what
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        num_batches, counts = 0, False
+        for x, y in self._batches:
+            num_batches += 1
+            counts = counts or self._likelihood.counts_any(y)
+            yield x, y
+        if num_batches and not counts:
+            ignored = getattr(self._likelihood, "ignore_index", None)
+            kind = "" if ignored is None else f" (ignore_index={ignored})"
+            raise ValueError(
+                f"Every target of the {self._what} is ignored{kind}, so that they tell nothing: "
+                "pass batches in which at least one target counts."
+            )
+
+
 def with_progress(batches: Batches, progress: bool, what: str) -> Batches:
     """The same batches, with a progress bar on each pass if wanted."""
     return _Progress(batches, what) if progress else batches
@@ -63,20 +95,3 @@ class _Progress:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         return iter(tqdm(self._batches, desc=self._what, unit="batch", leave=False))
-
-
-def size_of(loader: Any) -> int | None:
-    """The number of examples that a loader goes through, None if it does not say.
-
-    That of its sampler, which may take a part of the data set, or else of the data set. A
-    `DataLoader` whose batches are made by the user knows no more than what makes them tells.
-    """
-    names: tuple[str, ...] = ("sampler", "dataset")
-    if isinstance(loader, DataLoader) and loader.batch_size is None:
-        # Without a batch sampler the data set's entries are batches already.
-        loader, names = loader.batch_sampler, ("sampler",)
-    for name in names:
-        source = getattr(loader, name, None)
-        if isinstance(source, Sized):
-            return len(source)
-    return None

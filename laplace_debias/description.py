@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_debias.curvature.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
 
 _FEW = 4
 
@@ -65,7 +71,7 @@ def _likelihood(likelihood: Likelihood) -> str:
         sigma = likelihood.sigma
         noise = f"{sigma.item():g}" if sigma.ndim == 0 else f"one for each of {len(sigma)} outputs"
         return f"regression, sigma = {noise}"
-    names = {Categorical: "classification", Bernoulli: "binary"}
+    names = {Categorical: "classification", Bernoulli: "binary", MultiLabel: "multilabel"}
     return names.get(type(likelihood), type(likelihood).__name__)
 
 

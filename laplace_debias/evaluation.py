@@ -1,12 +1,12 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Bernoulli, Distribution, Independent
 
 from laplace_debias import metrics
 from laplace_debias.batches import Batches
@@ -22,7 +22,8 @@ class Scored(NamedTuple):
     """What a predictive says of the targets that count, one row for each.
 
     Attributes:
-        values: Class probabilities, `[n, C]` or for a single logit `[n]`; else means, `[n, C]`.
+        values: Class probabilities, `[n, C]` or for a single logit `[n]`; of several labels their
+            probabilities, `[n, C]`; else means, `[n, C]`.
         log_probs: Log-densities of the targets, `[n]`.
         labels: The targets.
     """
@@ -30,6 +31,39 @@ class Scored(NamedTuple):
     values: Float[Tensor, "n *outputs"]
     log_probs: Float[Tensor, " n"]
     labels: Tensor
+
+    @property
+    def classified(self) -> tuple[Float[Tensor, "m *classes"], Integer[Tensor, " m"]]:
+        """Class probabilities and labels as `metrics` has them; each of several labels a row."""
+        if self.labels.numel() == self.values.numel():
+            return self.values.flatten(), self.labels.flatten().long()
+        return self.values, self.labels.long()
+
+    @property
+    def nll(self) -> float:
+        """The mean negative log-likelihood of the targets, in nats."""
+        return -self.log_probs.double().mean().item()
+
+
+def together(parts: Sequence[Scored], what: str) -> Scored:
+    """The scores of several batches in one.
+
+    Args:
+        parts: Those of each batch.
+        what: What there is to do with them, for the error.
+
+    Raises:
+        ValueError: If there is no batch, or no target that counts.
+    """
+    if not parts:
+        raise ValueError(f"The loader holds no batch: nothing to {what}.")
+    scored = Scored(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    if not len(scored.log_probs):
+        raise ValueError(
+            f"Every target of the loader is ignored: nothing to {what}. Pass batches in which at "
+            "least one target counts."
+        )
+    return scored
 
 
 def evaluate_predictions(
@@ -49,33 +83,43 @@ def evaluate_predictions(
         class_dim: As `score`.
 
     Returns:
-        For class probabilities what `metrics.evaluate` gives; for regression `nll` and `rmse`.
+        For class probabilities what `metrics.evaluate` gives; for several labels what
+        `metrics.evaluate_multilabel` gives; for regression `nll` and `rmse`.
 
     Raises:
-        ValueError: For an empty loader, or OOD data with a regression likelihood.
+        ValueError: For an empty loader, one whose targets are all ignored, or OOD data with a
+            regression likelihood.
     """
-    scored, has_probabilities = [], False
+    parts, has_probabilities, is_multilabel = [], False, False
     for x, y in batches:
         predictive = predict(x)
-        has_probabilities = hasattr(predictive, "probs")
-        scored.append(score(likelihood, predictive, y, class_dim))
-    if not scored:
-        raise ValueError("The loader holds no batch: nothing to evaluate.")
-    values, log_probs, labels = (torch.cat(parts) for parts in zip(*scored, strict=True))
+        is_multilabel = _is_multilabel(predictive)
+        has_probabilities = is_multilabel or hasattr(predictive, "probs")
+        parts.append(score(likelihood, predictive, y, class_dim))
+    scored = together(parts, "evaluate")
     if not has_probabilities:
         if ood:
             raise ValueError("OOD detection by the entropy needs class probabilities.")
-        return {
-            "nll": -log_probs.double().mean().item(),
-            "rmse": (values - labels).square().double().mean().sqrt().item(),
-        }
+        errors = scored.values - scored.labels
+        return {"nll": scored.nll, "rmse": errors.square().double().mean().sqrt().item()}
     ood_probs = {}
     for name, data in ood.items():
-        parts = [_flat(predict(x))[0] for x, _ in data]
-        if not parts:
+        predicted = [_flat(predict(x))[0] for x, _ in data]
+        if not predicted:
             raise ValueError(f"The OOD loader {name!r} holds no batch.")
-        ood_probs[name] = torch.cat(parts)
-    return metrics.evaluate(values, labels.reshape(len(values)).long(), ood_probs)
+        ood_probs[name] = torch.cat(predicted)
+    if is_multilabel:
+        report = metrics.evaluate_multilabel(scored.values, scored.labels.long(), ood_probs)
+    else:
+        report = metrics.evaluate(*scored.classified, ood_probs)
+    if is_multilabel or scored.values.ndim == 1:
+        # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
+        report["nll"] = scored.nll
+    return report
+
+
+def _is_multilabel(predictive: Distribution) -> bool:
+    return isinstance(predictive, Independent) and isinstance(predictive.base_dist, Bernoulli)
 
 
 def score(
@@ -99,7 +143,7 @@ def score(
     values, outputs = _flat(predictive)
     shape = predictive.batch_shape
     outputs_in_shape = outputs.unflatten(0, shape)
-    targets = targets_classes_last(outputs_in_shape, targets, class_dim)
+    targets = targets_classes_last(targets, outputs_in_shape.ndim, class_dim)
     _, labels = flat_terms(outputs_in_shape, targets)
     likelihood.check(outputs, labels)
     counted = likelihood.counted(labels)

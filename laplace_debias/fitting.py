@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from laplace_debias.batches import Batches, OnDevice
+from laplace_debias.batches import Batches, Counted, OnDevice
 from laplace_debias.curvature.blocks import Block, Sharing
 from laplace_debias.curvature.class_dim import check_class_dim
 from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
@@ -59,6 +59,11 @@ class Examples:
         else:
             kind = "given batches" if self.magnitudes is None else "debiased"
         return kind if self.scale is None else f"{kind}, scaled"
+
+    @property
+    def name_of_directions(self) -> str:
+        """What errors call `directions`."""
+        return "data" if self.magnitudes is None else "batches of the directions"
 
 
 @dataclass(frozen=True)
@@ -190,18 +195,28 @@ class FitSettings:
             likelihood: The network's likelihood.
             examples: The examples, anywhere.
             on_device: Moves batches to the model's device.
+
+        Raises:
+            ValueError: As the fits; if all targets of the directions, of the magnitudes or of the
+                scale are ignored.
         """
-        ratio = self._ratio(problem, likelihood, examples, on_device)
-        fitted = self._fit(problem, examples, on_device)
+
+        def counted(batches: Batches, what: str) -> Counted:
+            return Counted(on_device(batches), likelihood, what)
+
+        ratio = self._ratio(problem, likelihood, examples, counted)
+        fitted = self._fit(problem, examples, counted)
         if examples.scale is None:
             return fitted
         return Fitted(fitted.curvature.map(lambda _, block: scaled(block, ratio)), fitted.seen)
 
     def _fit(
-        self, problem: Problem, examples: Examples, on_device: Callable[[Batches], OnDevice]
+        self, problem: Problem, examples: Examples, counted: Callable[[Batches, str], Counted]
     ) -> Fitted:
-        data, folds = on_device(examples.directions), examples.folds
-        measured = None if examples.magnitudes is None else on_device(examples.magnitudes)
+        data, folds = counted(examples.directions, examples.name_of_directions), examples.folds
+        measured = None
+        if examples.magnitudes is not None:
+            measured = counted(examples.magnitudes, "batches of the magnitudes")
         if examples.shrinkage:
             return fit_shrunk(problem, data, FOLDS)
         rank = (self.rank or _RANK) if self.curvature == "lowrank" else None
@@ -219,7 +234,7 @@ class FitSettings:
         problem: Problem,
         likelihood: Likelihood,
         examples: Examples,
-        on_device: Callable[[Batches], OnDevice],
+        counted: Callable[[Batches, str], Counted],
     ) -> float:
         """The loss's curvature in the outputs over the scale's examples, to that over those seen.
 
@@ -228,16 +243,18 @@ class FitSettings:
         """
         if examples.scale is None:
             return 1.0
-        measured = examples.directions if examples.magnitudes is None else examples.magnitudes
+        measured, name = examples.magnitudes, "batches of the magnitudes"
+        if measured is None:
+            measured, name = examples.directions, examples.name_of_directions
         of_all, of_seen = (
             mean_loss_curvature(
                 problem.model,
                 likelihood,
-                on_device(data),
+                counted(data, what),
                 self.fisher.kind == "empirical",
                 self.class_dim,
             )
-            for data in (examples.scale, measured)
+            for data, what in ((examples.scale, "data of the scale"), (measured, name))
         )
         if of_seen == 0:
             raise ValueError(

@@ -18,7 +18,7 @@ from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.posterior import GaussianPosterior
 from laplace_debias.weighted import weighted_gram, weighted_squares
-from laplace_debias.whole_moments import WholeMoments, places_of
+from laplace_debias.whole_moments import WholeMoments, orthonormalisers, places_of
 
 # A chunk's output gradients take this share of the memory bound: the Jacobians that are made of
 # them take more, and larger chunks are no faster.
@@ -78,6 +78,7 @@ def functional_moments(
     tap = Tap(network, list(dict.fromkeys(block.layer for block in blocks)))
     is_whole = WHOLE in posteriors[0].curvature.blocks
     places = places_of(blocks)
+    roots = orthonormalisers(posteriors) if is_whole else []
     means, covariances = [], []
     start, chunk = 0, 1  # The first example shows how much memory one takes.
     while start < num_examples(x):
@@ -111,7 +112,7 @@ def functional_moments(
             into = total[:, :, :, some]
             whole = None
             if is_whole:
-                whole = WholeMoments(posteriors, prior_precisions[:, :, 0], wanted.diagonal)
+                whole = WholeMoments(posteriors, prior_precisions[:, :, 0], wanted.diagonal, roots)
             for path, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
                 of_layer = [(i, block) for i, block in enumerate(blocks) if block.layer == path]
                 layer = network.get_submodule(path)
@@ -125,11 +126,28 @@ def functional_moments(
         covariances.append(total)
         start += num_examples(take(x, part))
     mean, covariance = torch.cat(means), torch.cat(covariances, dim=2)
+    _check_covariance(covariance, prior_precisions)
     if wanted.outputs is None:
         mean = mean.unflatten(1, outputs.shape[1:])
     if wanted.diagonal:
         return mean, covariance.reshape(*covariance.shape[:2], *mean.shape)
     return mean, (covariance + covariance.mT) / 2
+
+
+def _check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
+    """Require finite covariances.
+
+    Raises:
+        ValueError: Otherwise: the posterior is in range, but its products with the Jacobian of
+            these inputs are not.
+    """
+    if not torch.stack(torch.aminmax(covariance)).isfinite().all():
+        raise ValueError(
+            f"The covariance of the outputs overflows {covariance.dtype}: the squared Jacobian of "
+            f"these inputs over the prior precision (from {float(prior_precisions.min()):.3g}) is "
+            "too large. Rescale the inputs, use a larger prior precision, or convert the model to "
+            "a wider dtype."
+        )
 
 
 def _columns(

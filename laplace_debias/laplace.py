@@ -4,7 +4,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias import predictive, serialization, tuning
-from laplace_debias.batches import Batches, OnDevice, size_of, with_progress
+from laplace_debias.batches import Batches, OnDevice, with_progress
 from laplace_debias.curvature.blocks import Block, Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.class_dim import classes_last, warn_of_probabilities
 from laplace_debias.curvature.columns import Fisher
@@ -33,13 +35,24 @@ from laplace_debias.curvature.shadow import (
     shadow,
 )
 from laplace_debias.curvature.whole import WHOLE
+from laplace_debias.data_size import (
+    Expected,
+    check_num_data,
+    data_size,
+    expected_of_all,
+    expected_of_some,
+    refuse_misleading,
+)
 from laplace_debias.description import Described
 from laplace_debias.evaluation import evaluate_predictions
 from laplace_debias.fingerprint import changed, fingerprint
 from laplace_debias.first_batch import FirstBatchKnown
 from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
-from laplace_debias.posterior import GaussianPosterior, check_prior_precision
+from laplace_debias.posterior import GaussianPosterior
+from laplace_debias.posterior_range import check_prior_precision
+from laplace_debias.randomness import seeded
+from laplace_debias.threads import Lock
 
 PriorPrecision = float | Tensor
 # One δ a grid point, [P], or one for each block, [P, blocks].
@@ -50,6 +63,8 @@ METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
 # Examples that are run before a fit, to tell logits from probabilities.
 _FIRST_EXAMPLES = 4
+# Held for the moment in which a fit or a prior precision takes the place of another.
+_EXCHANGE = Lock()
 
 
 @dataclass(frozen=True)
@@ -69,10 +84,19 @@ class Laplace:
     precision (Eq. 4 and 17 of Tatzel et al., 2025, "Debiasing mini-batch quadratics for
     applications in deep learning"). The model itself is never changed.
 
+    Any number of threads may predict, sample, evaluate and save with one object, and fit objects of
+    one model or of several. Where a thread fits or tunes an object that others use, a call of
+    theirs sees it as it was before or as it is after, `evaluate` batch by batch.
+
+    Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
+    a function of it and of the data, the order of a shuffling loader included, and torch's global
+    generator on the CPU is left as it was.
+
     Args:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
-            `"binary"` (one logit), or a `Likelihood`.
+            `"binary"` (one logit), `"multilabel"` (one logit a label, several of which may apply;
+            targets 0 or 1, `[B, C]`), or a `Likelihood`.
         curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
@@ -259,10 +283,11 @@ class Laplace:
         return classes_last(self.model, self._settings.class_dim)
 
     @property
-    def _device(self) -> torch.device:
+    def _first_parameter(self) -> nn.Parameter:
+        """The first Bayesian parameter; the first trainable one as long as they are not known."""
         if self._selected is None:
-            return next(self.model.parameters()).device
-        return self.model.get_parameter(self._selected.names[0]).device
+            return next(p for p in self.model.parameters() if p.requires_grad)
+        return self.model.get_parameter(self._selected.names[0])
 
     # ---------------------------------------------------------------- fitting
 
@@ -270,7 +295,7 @@ class Laplace:
         self,
         train_loader: Batches,
         mode: str = "full",
-        num_data: int | None = None,
+        num_data: SupportsIndex | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
         *,
@@ -287,9 +312,13 @@ class Laplace:
                 whole first batch, magnitudes out of fold (8 folds of its examples). `"shrinkage"`:
                 directions from the whole first batch, its factors' eigenvalues corrected in closed
                 form (K-FAC alone).
-            num_data: N; if None the number of examples that the loader's sampler goes through, or
-                for `"full"` of data that does not tell its size the number of examples seen.
-            generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
+            num_data: N, the number of training examples, which the curvature is scaled to whatever
+                the fit sees (a subset, say, that stands for all). If None, N is the number of
+                examples that the loader's sampler goes through, or for `"full"` of data that does
+                not tell its size the number of examples seen. A sampler that repeats examples or
+                splits them over processes does not tell N.
+            generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation,
+                and leaves torch's global generator alone; that one if None.
             progress: Show a progress bar over the batches of a full fit, or of the scale.
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
@@ -300,8 +329,10 @@ class Laplace:
         Raises:
             ValueError: For an unknown mode, an empty loader, fewer than two batches for
                 `"debiased"`, targets or outputs that do not fit the likelihood, NaN in the outputs;
-                if the model draws random numbers or mixes the examples of a batch.
-            TypeError: For targets or inputs of the wrong dtype.
+                if the model draws random numbers or mixes the examples of a batch; if every target
+                is ignored; for `num_data` below 1 or above 2**53, and without it if the loader does
+                not tell N, or if a full fit sees another number of examples than the loader told.
+            TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If the forward pass uses Bayesian parameters outside of their
                 layers, or a layer in a way that has no Kronecker form here.
             RuntimeError: Under autocast.
@@ -313,44 +344,37 @@ class Laplace:
         # Of the other modes the batches are held, and may come from anything.
         seen = train_loader if mode == "full" else []
         again = train_loader if scale else None
+        given = None if num_data is None else check_num_data(num_data)
         self._settings.check(Examples(seen, shrinkage=mode == "shrinkage", scale=again))
-        if num_data is None:
-            num_data = size_of(train_loader)
         if mode == "full":
+            expected = expected_of_all(train_loader, given)
             data = with_progress(train_loader, progress, "fit")
-            self.fit_batches(data, num_data=num_data, generator=generator)
-            self._mode = mode
-            return self
-        if num_data is None:
-            raise ValueError(
-                f'mode="{mode}" sees a part of the data, and the loader does not tell how many '
-                "examples there are in all: pass num_data=."
-            )
+            return self._fit(Examples(data), expected, generator, mode)
         wanted = 2 if mode == "debiased" else 1
-        batches = list(itertools.islice(train_loader, wanted))
+        expected = expected_of_some(train_loader, given, mode, wanted)
+        batches = list(itertools.islice(seeded(train_loader, generator), wanted))
         if len(batches) < wanted:
             raise ValueError(
                 f'mode="{mode}" needs {wanted} batch(es), the loader gave {len(batches)}: use a '
                 "smaller batch size or more data."
             )
-        self.fit_batches(
+        examples = Examples(
             batches[:1],
             batches[1:] or None,
-            num_data=num_data,
-            folds=FOLDS if mode == "crossfit" else None,
-            shrinkage=mode == "shrinkage",
-            generator=generator,
-            scale=None if again is None else with_progress(again, progress, "scale"),
+            FOLDS if mode == "crossfit" else None,
+            mode == "shrinkage",
+            None if again is None else with_progress(again, progress, "scale"),
         )
-        self._mode = f"{mode}, scaled" if scale else mode
-        return self
+        return self._fit(
+            examples, expected, generator, mode if again is None else f"{mode}, scaled"
+        )
 
     def fit_batches(
         self,
         directions: Batches,
         magnitudes: Batches | None = None,
         *,
-        num_data: int | None = None,
+        num_data: SupportsIndex | None = None,
         folds: int | None = None,
         shrinkage: bool = False,
         generator: torch.Generator | None = None,
@@ -361,13 +385,14 @@ class Laplace:
         Args:
             directions: Batches `(x, y)` that give the eigenbases.
             magnitudes: Batches that the curvature along them is measured on; None for the same.
-            num_data: N; the number of examples in `directions` and `magnitudes` if None.
+            num_data: N, as `fit` takes it; the number of examples in `directions` and `magnitudes`
+                if None.
             folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
                 folds; no `magnitudes` then.
             shrinkage: Correct the eigenvalues of K-FAC's factors in closed form instead, without
                 folds or `magnitudes`; at least two examples. What is assumed says
                 `curvature.kfac.shrinkage`.
-            generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
+            generator: Seeds the labels of `fisher="mc"` and what loaders draw, as in `fit`.
             scale: Batches `(x, y)`, say all training data, that take a forward pass each: the
                 magnitudes are multiplied by the ratio of the loss's mean curvature in the outputs
                 (tr ∇²_f ℓ; 1 − Σ p² for a softmax; of `fisher="empirical"` ‖∇_f ℓ‖²) over these
@@ -379,59 +404,81 @@ class Laplace:
             The object itself.
 
         Raises:
-            ValueError: As `fit`; also for `num_data` below 1, for `folds` with `magnitudes`, fewer
-                than two or more than there are examples; for `shrinkage` with one of them, or of
-                another curvature than `"kfac"`.
+            ValueError: As `fit`; also for `folds` with `magnitudes`, fewer than two or more than
+                there are examples; for `shrinkage` with one of them, or of another curvature than
+                `"kfac"`.
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
-        if num_data is not None and num_data < 1:
-            raise ValueError(f"num_data must be at least 1, got {num_data}.")
+        if num_data is None:
+            for data in (directions, magnitudes):
+                refuse_misleading(data_size(data))
+        expected = Expected(None if num_data is None else check_num_data(num_data))
         examples = Examples(directions, magnitudes, folds, shrinkage, scale)
+        return self._fit(examples, expected, generator, examples.mode)
+
+    def _fit(
+        self,
+        examples: Examples,
+        expected: Expected,
+        generator: torch.Generator | None,
+        mode: str,
+    ) -> "Laplace":
         self._settings.check(examples)
         check_deterministic(self.model)
         check_finite(self.model)
-        check_no_autocast(self._device)
+        check_no_autocast(self._first_parameter.device)
         with torch.inference_mode(False):
-            known = FirstBatchKnown(directions)
-            self._look_at(known)
-            examples = replace(examples, directions=known)
             problem = self._problem(generator)
-            fitted = self._settings.fit(problem, self.likelihood, examples, self._on_device)
-        self._set_posterior(fitted, num_data)
-        self._mode = examples.mode
+            known = FirstBatchKnown(seeded(examples.directions, generator))
+            self._look_at(known)
+            problem = replace(problem, blocks=self._blocks)
+            examples = replace(examples, directions=known)
+            on_device = partial(self._on_device, generator=generator)
+            fitted = self._settings.fit(problem, self.likelihood, examples, on_device)
+        self._set_posterior(fitted, expected.given(fitted.seen.num_examples), mode)
         return self
 
     def _problem(self, generator: torch.Generator | None) -> Problem:
+        blocks = [] if self._selected is None else self._blocks
         return self._settings.problem(
-            self._network, self.likelihood, self._blocks, self._backend, generator
+            self._network, self.likelihood, blocks, self._backend, generator
         )
 
-    def _set_posterior(self, fitted: Fitted, num_data: int | None) -> None:
+    def _set_posterior(self, fitted: Fitted, num_data: int, mode: str) -> None:
         seen = fitted.seen
-        num_data = seen.num_examples if num_data is None else num_data
-        self._nll = seen.nll * (num_data / seen.num_examples)
-        self._posterior = GaussianPosterior(
-            self._flat_parameters(),
-            fitted.curvature,
-            num_data,
-            self._prior_precision,
-            self._order_on_device(),
-        )
-        self._others = fingerprint(self.model, self.param_names)
+        others = fingerprint(self.model, self.param_names)
+        mean, order = self._flat_parameters(), self._order_on_device()
+        nll = seen.nll * (num_data / seen.num_examples)
+        if not math.isfinite(nll):
+            raise ValueError(
+                f"The loss, summed over {num_data} examples, is {nll}: targets are too far from "
+                "the outputs for the likelihood (regression: in units of sigma). Check both, or "
+                "convert the model to a wider dtype."
+            )
+        with _EXCHANGE:
+            posterior = GaussianPosterior(
+                mean, fitted.curvature, num_data, self._prior_precision, order
+            )
+            # A fit that is refused leaves the one before as it was.
+            self._posterior, self._nll, self._others = posterior, nll, others
+            self._mode = mode
 
     def _order_on_device(self) -> Tensor | None:
         order = self._known.order
-        return None if order is None else order.to(self._device)
+        return None if order is None else order.to(self._first_parameter.device)
 
     def _flat_parameters(self) -> Float[Tensor, " parameters"]:
         values = [self.model.get_parameter(name).detach() for name in self.param_names]
         return torch.cat([value.flatten() for value in values])
 
-    def _on_device(self, batches: Batches) -> OnDevice:
-        return OnDevice(batches, self._device, {p.dtype for p in self.model.parameters()})
+    def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> OnDevice:
+        if not isinstance(batches, FirstBatchKnown):
+            batches = seeded(batches, generator)
+        dtypes = {p.dtype for p in self.model.parameters()}
+        return OnDevice(batches, self._first_parameter.device, dtypes)
 
     def _moved(self, x: Inputs) -> Inputs:
-        return move(x, self._device, {p.dtype for p in self.model.parameters()})
+        return move(x, self._first_parameter.device, {p.dtype for p in self.model.parameters()})
 
     # -------------------------------------------------------------- posterior
 
@@ -472,22 +519,19 @@ class Laplace:
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
-        self._prior_precision = self._check_prior_precision(value)
-        if self._posterior is not None:
-            self._posterior = GaussianPosterior(
-                self._posterior.mean,
-                self._posterior.curvature,
-                self._posterior.num_data,
-                self._prior_precision,
-                self._posterior.order,
-            )
+        prior_precision = self._check_prior_precision(value)
+        with _EXCHANGE:
+            if self._posterior is not None:
+                self._posterior = self._posterior.with_prior_precision(prior_precision)
+            self._prior_precision = prior_precision
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
-        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+        first = self._first_parameter
+        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=first.device)
         prior_precision = prior_precision.detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
         num_blocks = len(self.block_names) if self._selected else prior_precision.numel()
-        check_prior_precision(prior_precision, num_blocks)
+        check_prior_precision(prior_precision, num_blocks, first.dtype)
         return prior_precision
 
     def sample(
@@ -510,13 +554,14 @@ class Laplace:
         Args:
             prior_precision: δ to evaluate at, differentiable; the current one if None.
         """
-        posterior = self.posterior
-        delta = self.prior_precision if prior_precision is None else prior_precision
+        with _EXCHANGE:
+            posterior, nll = self.posterior, self._nll
+        delta = posterior.prior_precision if prior_precision is None else prior_precision
         delta = torch.as_tensor(delta, dtype=torch.float64, device=self.mean.device)
         check_prior_precision(delta.detach(), len(self.block_names))
         normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
         return (
-            -self._nll
+            -nll
             + posterior.log_prior(delta)
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
@@ -604,10 +649,11 @@ class Laplace:
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
-            generator: For the draws.
+            generator: For the draws; torch's global one if None.
 
         Returns:
-            `Categorical`, `Bernoulli` or `MultivariateNormal`; the latter includes the noise σ².
+            `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
+            their probabilities) or `MultivariateNormal`, which includes the noise σ².
 
         Raises:
             ValueError: For an unknown method, samples below 1, or samples of a method that
@@ -647,27 +693,34 @@ class Laplace:
         grid: Float[Tensor, " grid"] | Sequence[float] | None = None,
         method: str = "grid",
         progress: bool = False,
+        generator: torch.Generator | None = None,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
         Args:
             loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves the whole grid.
-            metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive.
+            metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive; of
+                several labels the NLL is summed over those of an example, the others are over all.
             grid: Prior precisions to try; 21 from 1e-4 to 1e4 if None.
             method: `"grid"`, or `"marglik"`: maximise the marginal likelihood, no data needed.
             progress: Show a progress bar over the loader.
+            generator: Seeds the loader's order and augmentation, and leaves torch's global
+                generator alone; that one if None. The `"glm"` predictive draws nothing.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried.
 
         Raises:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
-                empty loader; if the marginal likelihood has no optimum.
+                empty loader or one whose targets are all ignored; if the marginal likelihood has no
+                optimum.
             RuntimeError: Before a fit.
         """
         if method == "marglik":
-            if loader is not None or grid is not None or metric != "nll":
-                raise ValueError('method="marglik" uses neither a loader, a grid nor a metric.')
+            if (loader, grid, generator) != (None, None, None) or metric != "nll":
+                raise ValueError(
+                    'method="marglik" uses neither a loader, a generator, a grid nor a metric.'
+                )
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":
             if loader is None:
@@ -677,7 +730,7 @@ class Laplace:
             grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
             grid = torch.as_tensor(grid, dtype=torch.float64)
             self._checked_posterior()
-            batches = self._on_device(with_progress(loader, progress, "tune"))
+            batches = self._on_device(with_progress(loader, progress, "tune"), generator)
             found = tuning.tune_on_grid(
                 self.predict_grid,
                 self.likelihood,
@@ -708,14 +761,16 @@ class Laplace:
                 `auroc_<name>` and the like (in-distribution = 0, OOD = 1).
             method: As `predict`.
             samples: As `predict`.
-            generator: As `predict`.
+            generator: As `predict`; also seeds the order and augmentation of the loaders.
             progress: Show progress bars over the loaders.
 
         Returns:
-            The metrics by name; for regression NLL and RMSE.
+            The metrics by name, as `metrics.evaluate` has them; for several labels as
+            `metrics.evaluate_multilabel`; for regression NLL and RMSE.
 
         Raises:
-            ValueError: As `predict`; for an empty loader; for `ood` with a regression likelihood.
+            ValueError: As `predict`; for an empty loader or one whose targets are all ignored; for
+                `ood` with a regression likelihood.
         """
         self._checked_posterior()
 
@@ -723,7 +778,7 @@ class Laplace:
             return self.predict(x, method, samples, generator)
 
         def batches(data: Batches) -> Batches:
-            return self._on_device(with_progress(data, progress, "evaluate"))
+            return self._on_device(with_progress(data, progress, "evaluate"), generator)
 
         return evaluate_predictions(
             predict,
@@ -738,29 +793,41 @@ class Laplace:
     def save(self, path: str | Path) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
-        The model itself is not in it.
+        The model itself is not in it. The file has a checksum, and the same posterior gives the
+        same bytes. What stood at the path is replaced once the new file is complete; a symbolic
+        link stays, and the file that it leads to is replaced.
+
+        Args:
+            path: The file, in a folder that exists.
 
         Raises:
             RuntimeError: Before a fit.
-            ValueError: If the likelihood is an instance of a user's class.
+            ValueError: If the likelihood is an instance of a user's class, or the negative
+                log-likelihood is not finite.
+            FileNotFoundError: If the folder does not exist.
+            OSError: If the path is a folder, a device or may not be written; if the disk is full.
+                What was there before is still there.
         """
         sharing = self._settings.sharing
+        with _EXCHANGE:
+            posterior, nll, others = self._checked_posterior(), self._nll, self._others
+            mode = self._mode
         serialization.save(
             Path(path),
-            self._checked_posterior(),
+            posterior,
             serialization.Header(
                 likelihood=serialization.likelihood_to_json(self.likelihood),
                 curvature=self._settings.curvature,
-                joint=self._settings.joint,
+                joint=bool(self._settings.joint),
                 sharing=sharing if isinstance(sharing, str) else dict(sharing),
                 param_names=self.param_names,
                 block_names=self.block_names,
-                num_data=self.num_data,
-                nll=self._nll,
+                num_data=posterior.num_data,
+                nll=nll,
                 rank=self._settings.rank,
-                others=self._others,
+                others=others,
                 class_dim=self._settings.class_dim,
-                mode=self._mode,
+                mode=mode,
             ),
         )
 
@@ -778,6 +845,10 @@ class Laplace:
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
+        A file that was changed in any byte is refused, by its checksum. Files of the format before
+        (3) have none; of them all else is checked. That directions are orthonormal is checked to
+        single precision with random vectors, at the cost of a few products with each.
+
         Args:
             path: The file.
             model: The model, with the parameters that it had at the fit.
@@ -790,15 +861,11 @@ class Laplace:
         Raises:
             ValueError: If the file is damaged, of another format, or does not fit the model.
             FileNotFoundError: If there is no such file.
+            IsADirectoryError: If it is a folder.
+            OSError: If it cannot be read.
         """
         header, tensors = serialization.load(Path(path))
-        known = dict(model.named_parameters())
-        missing = [name for name in header.param_names if name not in known]
-        if missing:
-            raise ValueError(
-                f"The file's parameters {missing} are not in the model: it was saved for another "
-                "model."
-            )
+        serialization.check_names(header, dict(model.named_parameters()))
         la = cls(
             model,
             likelihood=serialization.likelihood_from_json(header.likelihood),
@@ -888,9 +955,9 @@ def _shared_moments(
         )
     checked = [la._checked_posterior() for la in posteriors]
     num_blocks = len(first.block_names)
-    for grid in prior_precisions:
+    for posterior, grid in zip(checked, prior_precisions, strict=True):
         for point in grid:
-            check_prior_precision(point, num_blocks)
+            posterior.check_prior_precision(point)
     grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
     with torch.inference_mode(False):
         x = first._moved(x)

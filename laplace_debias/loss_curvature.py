@@ -42,7 +42,7 @@ def mean_loss_curvature(
             outputs = call(network, x)
         check_outputs(outputs)
         check_layout(outputs, y, class_dim)
-        terms, labels = flat_terms(outputs, targets_classes_last(outputs, y, class_dim))
+        terms, labels = flat_terms(outputs, targets_classes_last(y, outputs.ndim, class_dim))
         likelihood.check(terms, labels)
         if empirical:
             values = likelihood.gradient(terms, labels).double().square().sum(1)

@@ -1,7 +1,8 @@
 """The Gaussian posterior over parameters."""
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +15,12 @@ from laplace_debias.operators import (
     LowRankPlusDiagonal,
     Permutation,
     Spectrum,
+)
+from laplace_debias.posterior_range import (
+    check_num_data,
+    check_precisions,
+    largest_curvatures,
+    squared_norm,
 )
 
 
@@ -28,6 +35,10 @@ class GaussianPosterior:
         prior_precision: δ, one number or one a block, in units of one over parameter squared.
         order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
             there one after the other.
+
+    Raises:
+        ValueError: Naming the block, if a number is not finite, a magnitude is negative, or a
+            precision or variance is out of the range of the dtype; if N is not a whole number.
     """
 
     mean: Float[Tensor, " parameters"]
@@ -35,9 +46,41 @@ class GaussianPosterior:
     num_data: int
     prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
     order: Int[Tensor, " parameters"] | None = None
+    _largest: dict[str, float] = field(init=False, repr=False)
+    _square: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_prior_precision(self.prior_precision, len(self.curvature.blocks))
+        object.__setattr__(self, "num_data", check_num_data(self.num_data))
+        object.__setattr__(self, "_square", squared_norm(self.mean))
+        largest = largest_curvatures(self.curvature)
+        object.__setattr__(self, "_largest", dict(zip(self.curvature.blocks, largest, strict=True)))
+        self.check_prior_precision(self.prior_precision)
+
+    def check_prior_precision(
+        self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    ) -> None:
+        """Require a prior precision that this curvature can be combined with; reads no block.
+
+        Raises:
+            ValueError: Naming the block, if it is not positive and finite, or if a precision or
+                variance is out of the range of the dtype.
+        """
+        check_precisions(
+            self._largest, self.num_data, prior_precision, self._square, self.curvature.dtype
+        )
+
+    def with_prior_precision(
+        self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    ) -> "GaussianPosterior":
+        """The same curvature under another prior, which alone is checked again.
+
+        Raises:
+            ValueError: As `check_prior_precision`.
+        """
+        self.check_prior_precision(prior_precision)
+        other = copy.copy(self)
+        object.__setattr__(other, "prior_precision", prior_precision)
+        return other
 
     @property
     def precision(self) -> LinearOperator:
@@ -141,23 +184,3 @@ def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:
 def scaled(block: LinearOperator, factor: float) -> LinearOperator:
     """A curvature block times a number, of the same structure."""
     return _apply(block, lambda values: factor * values)
-
-
-def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> None:
-    """Require one positive finite number, or one a block.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    if prior_precision.ndim > 1 or (
-        prior_precision.ndim == 1 and len(prior_precision) != num_blocks
-    ):
-        raise ValueError(
-            f"The prior precision must be one number or one for each of the {num_blocks} blocks, "
-            f"got shape {tuple(prior_precision.shape)}."
-        )
-    if not bool(((prior_precision > 0) & prior_precision.isfinite()).all()):
-        raise ValueError(
-            f"The prior precision must be positive and finite, got {prior_precision.tolist()}: a "
-            "flat prior is approached by a small one, such as 1e-6."
-        )

@@ -1,6 +1,7 @@
 """Predictives: from a Gaussian over parameters to samples of the outputs."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +11,8 @@ from torch.func import jvp, vmap
 from laplace_debias.curvature.inputs import Inputs, call, call_with
 from laplace_debias.curvature.kfac.fit import check_outputs
 from laplace_debias.curvature.shadow import shadow
+from laplace_debias.operators.eigh import eigh
+from laplace_debias.threads import FORWARD_MODE
 
 # Weight samples that are pushed through the network at once.
 _SAMPLES_AT_ONCE = 8
@@ -73,7 +76,7 @@ def sample_outputs(
     generator: torch.Generator | None,
 ) -> Float[Tensor, "samples batch *outputs"]:
     """Draw outputs from their Gaussian, `[S, B, C]`; singular covariances are fine."""
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = eigh(covariance, "the functional covariance")
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     noise = torch.randn(
         num_samples, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device
@@ -108,7 +111,9 @@ def linearised_outputs(
         outputs, product = jvp(outputs_of, (at,), (tangents,))  # type: ignore[misc]
         return outputs + product
 
-    return _over_samples(linearised, at, parameters)
+    # One thread at a time. Reverse mode twice would need no lock, but for a convolutional network
+    # it takes twice as long on a CPU, and it holds the activations of a batch twice over.
+    return _over_samples(linearised, at, parameters, FORWARD_MODE)
 
 
 def sampled_outputs(
@@ -124,7 +129,10 @@ def sampled_outputs(
 
 
 def _over_samples(
-    function: Callable[[dict[str, Tensor]], Tensor], at: dict[str, Tensor], parameters: Tensor
+    function: Callable[[dict[str, Tensor]], Tensor],
+    at: dict[str, Tensor],
+    parameters: Tensor,
+    lock: AbstractContextManager = nullcontext(),  # noqa: B008
 ) -> Tensor:
     sizes = [value.numel() for value in at.values()]
     results = []
@@ -134,7 +142,8 @@ def _over_samples(
             name: part.reshape(-1, *value.shape)
             for (name, value), part in zip(at.items(), columns, strict=True)
         }
-        with torch.no_grad():
+        # For some of the samples only, so that other threads take turns.
+        with torch.no_grad(), lock:
             results.append(vmap(function)(samples))
     outputs = torch.cat(results)
     check_outputs(outputs.flatten(0, 1))

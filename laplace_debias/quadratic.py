@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace_debias.linalg import Iterate, Status, cg
 from laplace_debias.operators import Diagonal, Identity, LinearOperator
+from laplace_debias.operators.eigh import eigvalsh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -378,7 +379,7 @@ def _columns(vector: Tensor, like: Tensor) -> Tensor:
 def _solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info > 0:
-        smallest = float(torch.linalg.eigvalsh(matrix)[0])
+        smallest = float(eigvalsh(matrix, "the curvature in the subspace")[0])
         raise ValueError(
             f"The quadratic has no minimum: its smallest curvature is {smallest:.3g}. Add damping, "
             "or use the GGN instead of the Hessian."

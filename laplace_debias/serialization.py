@@ -1,18 +1,28 @@
-"""A fitted posterior on disk: one safetensors file, no pickle."""
+"""A fitted posterior on disk: one safetensors file, no pickle.
+
+Format 4 has a checksum over the whole file (see `sealed`): a file that differs in any byte from
+what was saved is refused. Files of format 3, which has none, are read with all other checks.
+"""
 
 import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from laplace_debias.curvature.blocks import Block
-from laplace_debias.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_debias.atomic import check_target, written_atomically
+from laplace_debias.curvature.blocks import SHARINGS, Block
+from laplace_debias.curvature.kfac.fit import FITS
+from laplace_debias.curvature.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
 from laplace_debias.curvature.whole import WHOLE, WHOLE_CURVATURES
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -20,9 +30,28 @@ from laplace_debias.operators import (
     LinearOperator,
     LowRankPlusDiagonal,
 )
+from laplace_debias.orthonormality import check_orthonormal
+from laplace_debias.plain_data import (
+    FINITE,
+    FLAG,
+    MAPPING,
+    NOTHING,
+    POSITIVE,
+    TEXT,
+    check_fields,
+    either,
+    list_of,
+    mapping_to,
+    one_of,
+    parsed_json,
+    shown,
+    whole_number,
+)
 from laplace_debias.posterior import GaussianPosterior
+from laplace_debias.sealed import DamagedFileError, UnknownFormatError, read_sealed, write_sealed
 
-FORMAT = "laplace-debias/3"
+FORMAT = "laplace-debias/4"
+_HAS_CHECKSUM = {FORMAT: True, "laplace-debias/3": False}
 _PARTS = ("U_G", "U_A", "U", "magnitudes")
 
 
@@ -42,8 +71,8 @@ class Header:
         rank: How many directions a low-rank curvature is asked for, as `Laplace` takes it. Data of
             lower rank give fewer.
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
-        class_dim: Which dimension of the outputs has the classes; the last if None.
-        mode: How the posterior was fitted, for `repr`; None if it is not known.
+        class_dim: Which dimension of the outputs has the classes; the last if None, as in format 3.
+        mode: How the posterior was fitted, for `repr`; None if it is not known, as in format 3.
     """
 
     likelihood: dict[str, Any]
@@ -58,6 +87,30 @@ class Header:
     others: dict[str, int]
     class_dim: int | None = None
     mode: str | None = None
+
+
+_INT64 = whole_number(-(2**63), 2**63 - 1)
+_FIELDS = {
+    "likelihood": MAPPING,
+    "curvature": one_of((*FITS, *WHOLE_CURVATURES)),
+    "joint": FLAG,
+    "sharing": either(one_of(SHARINGS), mapping_to(one_of(SHARINGS))),
+    "param_names": list_of(TEXT, distinct=True),
+    "block_names": list_of(TEXT, distinct=True),
+    "num_data": whole_number(1),
+    "nll": FINITE,
+    "rank": either(NOTHING, whole_number(1)),
+    "others": mapping_to(_INT64),
+    "class_dim": either(NOTHING, whole_number(1), whole_number(-(2**53), -1)),
+    "mode": either(NOTHING, TEXT),
+}
+_SINCE_FORMAT_4 = ("class_dim", "mode")
+_LIKELIHOODS = {
+    "classification": {"ignore_index": _INT64},
+    "binary": {},
+    "multilabel": {"ignore_index": _INT64},
+    "regression": {"sigma": either(POSITIVE, list_of(POSITIVE))},
+}
 
 
 @dataclass(frozen=True)
@@ -113,8 +166,11 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
 
 
 def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:
-    """How many directions a file's low-rank curvature has, None for others."""
-    if header.curvature != "lowrank":
+    """How many directions a file's low-rank curvature has, None for others.
+
+    A full curvature that was cross-fitted on fewer Jacobian rows than parameters is low-rank, too.
+    """
+    if header.curvature != "lowrank" and not (header.curvature == "full" and "0.U" in tensors):
         return None
     magnitudes = tensors.get("0.magnitudes")
     return 0 if magnitudes is None else magnitudes.numel()
@@ -130,11 +186,13 @@ def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
         return {"name": "classification", "ignore_index": likelihood.ignore_index}
     if type(likelihood) is Bernoulli:
         return {"name": "binary"}
+    if type(likelihood) is MultiLabel:
+        return {"name": "multilabel", "ignore_index": likelihood.ignore_index}
     if type(likelihood) is Gaussian:
         return {"name": "regression", "sigma": likelihood.sigma.tolist()}
     raise ValueError(
         f"A {type(likelihood).__name__} cannot be written to a file: only 'classification', "
-        "'binary' and 'regression' can."
+        "'binary', 'multilabel' and 'regression' can."
     )
 
 
@@ -144,40 +202,42 @@ def likelihood_from_json(data: Mapping[str, Any]) -> Likelihood:
     Raises:
         ValueError: For an unknown likelihood.
     """
-    if data.get("name") == "regression" and "sigma" in data:
-        return Gaussian(data["sigma"])
-    kinds = {"classification": Categorical, "binary": Bernoulli}
-    if data.get("name") not in kinds:
-        raise ValueError(f"The file's likelihood {dict(data)} is unknown: it is damaged.")
+    name = data.get("name")
+    if not isinstance(name, str) or name not in _LIKELIHOODS:
+        raise ValueError(f"The file's likelihood {shown(data)} is unknown: it is damaged.")
     options = {key: value for key, value in data.items() if key != "name"}
-    return kinds[data["name"]](**options)
+    check_fields(options, _LIKELIHOODS[name], "The file's likelihood")
+    kinds: dict[str, type[Likelihood]] = {
+        "classification": Categorical,
+        "binary": Bernoulli,
+        "multilabel": MultiLabel,
+        "regression": Gaussian,
+    }
+    return kinds[name](**options)
 
 
 def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
 
+    The same posterior gives the same bytes. See `atomic` for links, permissions, and what a process
+    leaves that is killed.
+
     Raises:
+        ValueError: If a number of the header is out of range.
         FileNotFoundError: If the folder does not exist.
-        OSError: If the file cannot be written.
+        OSError: As `atomic.check_target`; if the disk is full or the file cannot be written.
     """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {path.parent}: make it first.")
+    check_target(path)
+    plain = asdict(header)
+    check_fields(plain, _FIELDS, "The posterior cannot be saved: it")
     tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
     for index, block in enumerate(posterior.curvature.blocks.values()):
         parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
         # Directions that are the coordinate axes are None.
         tensors.update({key: part for key, part in parts.items() if part is not None})
-    metadata = {"format": FORMAT, "header": json.dumps(asdict(header))}
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        # safetensors makes files that their owner alone may read, instead of what the umask says.
-        partial.touch()
-        mode = partial.stat().st_mode
-        save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata)
-        partial.chmod(mode)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    texts = {"format": FORMAT, "header": json.dumps(plain, allow_nan=False)}
+    with written_atomically(path, make_folders=False) as temporary:
+        write_sealed(temporary, texts, tensors)
 
 
 def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
@@ -185,35 +245,48 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
     Raises:
         FileNotFoundError: If there is no such file.
+        IsADirectoryError: If it is a folder.
         ValueError: If it is damaged, truncated, or not of this format.
+        OSError: If it cannot be read.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        texts, tensors = read_sealed(path, _HAS_CHECKSUM)
+    except UnknownFormatError as error:
+        raise ValueError(
+            f"{path} is of format {shown(error.args[0])}, expected {FORMAT!r}: it was not written "
+            "by Laplace.save of this version."
+        ) from error
+    except DamagedFileError as error:
         raise ValueError(
             f"{path} is damaged or no safetensors file ({error}): save the posterior again."
         ) from error
-    if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is of format {metadata.get('format')!r}, expected {FORMAT!r}: it was not "
-            "written by Laplace.save of this version."
-        )
     try:
-        data = json.loads(metadata["header"])
-        # Files of an earlier version do not hold what has a default.
-        names = [f.name for f in fields(Header) if f.default is MISSING or f.name in data]
-        header = Header(**{name: data[name] for name in names})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"The header of {path} is damaged ({error!r}).") from error
-    for name, kind in (("class_dim", int), ("mode", str)):
-        value = getattr(header, name)
-        if value is not None and type(value) is not kind:
-            raise ValueError(f"The header of {path} is damaged: its {name} is {value!r}.")
-    return header, tensors
+        if set(texts) != {"format", "header"}:
+            raise ValueError(f"its metadata are {shown(sorted(texts))}")
+        plain = parsed_json(texts["header"])
+        without = () if texts["format"] == FORMAT else _SINCE_FORMAT_4
+        check_fields(plain, {n: kind for n, kind in _FIELDS.items() if n not in without}, "it")
+    except ValueError as error:
+        raise ValueError(f"The header of {path} is damaged ({error}).") from error
+    return Header(**{**plain, "nll": float(plain["nll"])}), tensors
+
+
+def check_names(header: Header, known: Collection[str]) -> None:
+    """Require that the model has the file's parameters.
+
+    Args:
+        header: The file's header.
+        known: Names of the model's parameters.
+
+    Raises:
+        ValueError: If it lacks one: the file belongs to another model.
+    """
+    missing = [name for name in header.param_names if name not in known]
+    if missing:
+        raise ValueError(
+            f"The file's parameters {shown(missing)} are not in the model: it was saved for "
+            "another model."
+        )
 
 
 def posterior_from(
@@ -235,12 +308,10 @@ def posterior_from(
     Raises:
         ValueError: If the file belongs to another model, or to other parameters of this one.
     """
-    if not isinstance(header.num_data, int) or header.num_data < 1:
-        raise ValueError(f"The file's num_data is {header.num_data!r}: it is damaged.")
     if header.block_names != [block.name for block in blocks]:
         raise ValueError(
-            f"The file's curvature blocks {header.block_names} are not the model's "
-            f"{[block.name for block in blocks]}: it was saved for another model."
+            f"The file's curvature blocks {shown(header.block_names)} are not the model's "
+            f"{shown([block.name for block in blocks])}: it was saved for another model."
         )
     shapes = {"mean": tuple(model_mean.shape)}
     for index, block in enumerate(blocks):
@@ -251,9 +322,12 @@ def posterior_from(
     if prior_precision is None or found != shapes:
         wrong = sorted(k for k in {*found, *shapes} if found.get(k) != shapes.get(k))
         raise ValueError(
-            f"The file's tensors do not fit the model: {wrong or ['prior_precision']} are missing, "
-            "superfluous or of another shape."
+            f"The file's tensors do not fit the model: {shown(wrong or ['prior_precision'])} are "
+            "missing, superfluous or of another shape."
         )
+    odd = [key for key, value in tensors.items() if value.dtype != _dtype_of(key, tensors["mean"])]
+    if odd:
+        raise ValueError(f"The dtypes of {shown(odd)} in the file are none that `save` writes.")
     mean = tensors["mean"].to(model_mean.device)
     if mean.dtype != model_mean.dtype:
         raise ValueError(
@@ -272,6 +346,9 @@ def posterior_from(
             raise ValueError(f"The curvature of {block.name} in the file holds NaN or Inf.")
         if not bool((parts["magnitudes"] >= 0).all()):
             raise ValueError(f"The curvature of {block.name} in the file has negative magnitudes.")
+        for part, U in parts.items():
+            if part != "magnitudes":
+                check_orthonormal(U, f"The directions {part} of {block.name} in the file")
         magnitudes = parts["magnitudes"]
         operators[block.name] = (
             LowRankPlusDiagonal(parts["U"], magnitudes, 0.0)
@@ -285,3 +362,7 @@ def posterior_from(
         prior_precision.to(model_mean.device),
         order,
     )
+
+
+def _dtype_of(name: str, mean: Tensor) -> torch.dtype:
+    return torch.float64 if name == "prior_precision" else mean.dtype

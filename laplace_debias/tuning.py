@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from laplace_debias.batches import Batches
 from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.likelihood import Gaussian, Likelihood
-from laplace_debias.evaluation import Scored, score
+from laplace_debias.evaluation import Scored, score, together
 from laplace_debias.metrics import accuracy, brier, ece, nll
 
 # Metrics of class probabilities; True where more is better.
@@ -59,13 +59,14 @@ def tune_on_grid(
         predict_grid: From inputs `[B, ...]` and the grid to the predictive at each of its points.
         likelihood: What targets must fit.
         batches: Held-out batches `(x, y)`.
-        metric: `"nll"`, or with class probabilities `"accuracy"`, `"brier"` or `"ece"`.
+        metric: `"nll"`, or with class probabilities `"accuracy"`, `"brier"` or `"ece"`; of several
+            labels over all of them.
         grid: Prior precisions.
         class_dim: As `score`.
 
     Raises:
         ValueError: For a metric that does not fit, a grid that is empty or not positive, no batch,
-            or a metric that is NaN everywhere.
+            targets that are all ignored, or a metric that is NaN everywhere.
     """
     known = ["nll"] if isinstance(likelihood, Gaussian) else list(_OF_PROBABILITIES)
     if metric not in known:
@@ -77,48 +78,21 @@ def tune_on_grid(
             "The grid must hold positive, finite prior precisions, as torch.logspace(-4, 4, 21) "
             f"does; got {grid.tolist()}."
         )
-    scores = [_Score(metric) for _ in grid]
+    points: list[list[Scored]] = [[] for _ in grid]
     for x, y in batches:
         predictives = predict_grid(x, grid)
-        for point, predicted in zip(scores, predictives, strict=True):
-            point.add(score(likelihood, predicted, y, class_dim))
-    return _best(metric, grid.tolist(), [point.value() for point in scores])
+        for parts, predicted in zip(points, predictives, strict=True):
+            parts.append(score(likelihood, predicted, y, class_dim))
+    values = [_value(metric, together(parts, "tune on")) for parts in points]
+    return _best(metric, grid.tolist(), values)
 
 
-class _Score:
-    """Accumulates predictions over batches and scores them.
-
-    Args:
-        metric: `"nll"` of any likelihood, or `"accuracy"`, `"brier"`, `"ece"` of one with class
-            probabilities.
-    """
-
-    def __init__(self, metric: str) -> None:
-        self.metric = metric
-        self._log_probs: list[Tensor] = []
-        self._probs: list[Tensor] = []
-        self._targets: list[Tensor] = []
-
-    def add(self, scored: Scored) -> None:
-        """Take one batch's predictions and targets."""
-        if self.metric == "nll":
-            self._log_probs.append(scored.log_probs)
-        else:
-            self._probs.append(scored.values)
-            self._targets.append(scored.labels.reshape(len(scored.values)))
-
-    def value(self) -> float:
-        """The metric over all batches.
-
-        Raises:
-            ValueError: If there was none.
-        """
-        if not (self._log_probs or self._probs):
-            raise ValueError("The loader holds no batch: nothing to tune on.")
-        if self.metric == "nll":
-            return -torch.cat(self._log_probs).double().mean().item()
-        function, _ = _OF_PROBABILITIES[self.metric]
-        return float(function(torch.cat(self._probs), torch.cat(self._targets).long()))
+def _value(metric: str, scored: Scored) -> float:
+    """A metric of what was predicted at one prior precision."""
+    if metric == "nll":
+        return scored.nll
+    function, _ = _OF_PROBABILITIES[metric]
+    return float(function(*scored.classified))
 
 
 def _best(metric: str, grid: Sequence[float], values: Sequence[float]) -> Tuning:

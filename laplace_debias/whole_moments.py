@@ -13,6 +13,9 @@ from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 from laplace_debias.posterior import GaussianPosterior
 
+# Rows of U that are converted to double precision at a time.
+_ROWS = 2**18
+
 
 def places_of(blocks: Sequence[Block]) -> list[slice]:
     """Where each block's entries lie among all."""
@@ -29,12 +32,16 @@ class WholeMoments:
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
     + \tfrac1\delta\big(JJ^\top - JU(JU)^\top\big)$$
 
-    Both are summed layer by layer, in double precision: the last term is a difference.
+    Both are summed layer by layer, in double precision: the last term is a difference. With U
+    rounded to single precision it would be off by that rounding over δ, which for
+    $N\lambda\gg\delta$ is more than the whole and of any sign. So U's rounding is undone first, by
+    `orthonormalisers`.
 
     Args:
         posteriors: Posteriors with one block of all parameters.
         prior_precisions: δ, `[posteriors, P]`.
         diagonal: Whether to give variances alone.
+        roots: What `orthonormalisers` gives for the posteriors.
     """
 
     def __init__(
@@ -42,8 +49,10 @@ class WholeMoments:
         posteriors: Sequence[GaussianPosterior],
         prior_precisions: Float[Tensor, "posteriors grid"],
         diagonal: bool,
+        roots: Sequence[Tensor | None],
     ) -> None:
         self._posteriors = posteriors
+        self._roots = roots
         self._deltas = prior_precisions.double()
         self._diagonal = diagonal
         self._along: list[Tensor | None] = [None] * len(posteriors)
@@ -78,14 +87,16 @@ class WholeMoments:
         """The covariances, or variances, of what was added."""
         assert self._gram is not None
         results = []
-        for posterior, along, deltas in zip(
-            self._posteriors, self._along, self._deltas, strict=True
+        for posterior, along, deltas, root in zip(
+            self._posteriors, self._along, self._deltas, self._roots, strict=True
         ):
             assert along is not None
             block = posterior.curvature.blocks[WHOLE]
             magnitudes = block.magnitudes.flatten().double()
-            is_all = len(magnitudes) == block.shape[0]
-            rest = None if is_all else self._gram - self._product(along, along)
+            rest = None
+            if root is not None:
+                along = torch.linalg.solve_triangular(root.mT, along, upper=True, left=False)
+                rest = self._rest(self._gram, along, block.shape[0])
             for delta in deltas:
                 weights = 1 / (posterior.num_data * magnitudes + delta)
                 total = self._product(along * weights, along)
@@ -96,8 +107,38 @@ class WholeMoments:
             .to(self._posteriors[0].mean)
         )
 
+    def _rest(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
+        """Products of what the directions leave of each row; zero where that is rounding alone."""
+        rest = gram - self._product(along, along)
+        squares = gram if self._diagonal else gram.diagonal(dim1=-2, dim2=-1)
+        left = rest if self._diagonal else rest.diagonal(dim1=-2, dim2=-1)
+        is_left = left > 4 * size**0.5 * torch.finfo(gram.dtype).eps * squares
+        if not self._diagonal:
+            is_left = is_left.unsqueeze(-1) & is_left.unsqueeze(-2)
+        return rest.where(is_left, 0.0)
+
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         return (left * right).sum(-1) if self._diagonal else left @ right.mT
+
+
+def orthonormalisers(posteriors: Sequence[GaussianPosterior]) -> list[Float[Tensor, "k k"] | None]:
+    """Cholesky factors L of UᵀU: the columns of U L⁻ᵀ are orthonormal in double precision.
+
+    Args:
+        posteriors: Posteriors with one block of all parameters.
+
+    Returns:
+        L of each, float64; None where the directions are all there are.
+    """
+    roots: list[Tensor | None] = []
+    for posterior in posteriors:
+        U = _directions(posterior)
+        if U.shape[0] == U.shape[1]:
+            roots.append(None)
+            continue
+        products = sum(part.mT @ part for part in map(torch.Tensor.double, U.split(_ROWS)))
+        roots.append(torch.linalg.cholesky(products))
+    return roots
 
 
 def _directions(posterior: GaussianPosterior) -> Float[Tensor, "parameters k"]:

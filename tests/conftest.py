@@ -1,19 +1,61 @@
+import gc
+import importlib
 import os
 
 # The networks here are tiny: one thread each, and the processes of pytest-xdist side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import faulty_eigh
 import pytest
 import torch
-from jaxtyping import config
+from jaxtyping import config as jaxtyping_config
+
+FAULT = os.environ.get("LAPLACE_DEBIAS_FAULTY_EIGH")
+if FAULT:
+    faulty_eigh.install(FAULT)
+
+# What the package imports. A module that is first imported from an instrumented one is compiled
+# anew, because jaxtyping keeps the byte code of everything below it apart.
+IMPORTED_BEFORE = (
+    "backpack",
+    "jsonargparse",
+    "matplotlib.figure",
+    "rich.console",
+    "scipy.sparse.linalg",
+    "scipy.stats",
+    "sklearn.datasets",
+    "timm",
+    "torchmetrics",
+    "tqdm.auto",
+)
+
+
+def pytest_sessionstart(session):
+    config = session.config
+    only_hands_out_tests = config.getoption("dist", "no") != "no" and not hasattr(
+        config, "workerinput"
+    )
+    if not only_hands_out_tests:
+        for name in IMPORTED_BEFORE:
+            importlib.import_module(name)
+
+
+def pytest_collection_finish():
+    """Half a million objects live as long as the process: no later collection visits them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture
 def unchecked():
     """As for a user, whose annotations nobody checks: errors are the package's own."""
-    config.update("jaxtyping_disable", True)
+    jaxtyping_config.update("jaxtyping_disable", True)
     yield
-    config.update("jaxtyping_disable", False)
+    jaxtyping_config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

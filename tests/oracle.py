@@ -377,6 +377,31 @@ def measured_block(U: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     return U @ torch.diag(magnitudes) @ U.T, magnitudes
 
 
+def eigenprojectors(matrix: Tensor, gap: float = 1e-9) -> list[Tensor]:
+    """The projectors onto the eigenspaces of a symmetric matrix, which its eigenvectors fix.
+
+    Eigenvalues nearer than `gap`, as a share of the largest, are one.
+    """
+    values, vectors = eigen(matrix)
+    starts = (values[:-1] - values[1:] > gap * values[0].abs()).nonzero()[:, 0] + 1
+    spaces = torch.tensor_split(vectors, starts.tolist(), dim=1)
+    return [space @ space.T for space in spaces]
+
+
+def pooled_block(factors1: dict[str, Tensor], C: Tensor) -> Tensor:
+    """Directions of one K-FAC, magnitudes from C: the mean of C over each pair of eigenspaces.
+
+    Along eigenvectors of distinct eigenvalues that is `u^T C u`; where eigenvalues coincide, the
+    null space above all, it is what every basis of the space measures on average.
+    """
+    block = torch.zeros_like(C)
+    for P in eigenprojectors(factors1["G"]):
+        for Q in eigenprojectors(factors1["A"]):
+            both = torch.kron(P, Q)
+            block += both * (both * C).sum() / both.trace()
+    return block
+
+
 def debiased_block(
     factors1: dict[str, Tensor],
     factors2: dict[str, Tensor],

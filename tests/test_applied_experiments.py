@@ -138,6 +138,7 @@ def test_debiased_sees_the_examples_of_single_batch_in_two_halves(tmp_path):
     assert plan.test.sort().values.tolist() == list(range(9))
 
 
+@pytest.mark.slow
 def test_draws_may_be_added_to_a_run(checkpoint, tmp_path, monkeypatch):
     options = CG | {"output": tmp_path, "checkpoint": checkpoint, "full_examples": 14}
     options |= {"train_examples": 20, "test_examples": 20, "iterations": 2, "resume": True}
@@ -276,6 +277,7 @@ def test_stability_tells_start_best_and_end():
     assert (row["test best"], row["test best at"]) == (-1.0, 0)
 
 
+@pytest.mark.slow
 def test_conjugate_gradients_resume_to_the_same_table(checkpoint, tmp_path):
     options = {**CG, "checkpoint": checkpoint, "train_examples": 20, "test_examples": 20}
     output = tmp_path / "cg"
@@ -368,6 +370,7 @@ def test_rows_are_those_of_posteriors_fitted_one_by_one(laplace_run, trained):
         )
 
 
+@pytest.mark.slow
 def test_laplace_resumes_to_the_same_table(laplace_run):
     settings, _ = laplace_run
     output = settings.output
@@ -446,6 +449,7 @@ def test_cost_sees_memory_that_the_heap_would_have_kept():
     del held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [{"threads": 3}, {"device": "cpu: an abacus"}])
 def test_times_of_two_machines_are_never_mixed(checkpoint, tmp_path, monkeypatch, changed):
     output = tmp_path / "runtime"
@@ -460,6 +464,7 @@ def test_times_of_two_machines_are_never_mixed(checkpoint, tmp_path, monkeypatch
     assert (output / "results.csv").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_resumed_timing_is_warmed_up_too(checkpoint, tmp_path, monkeypatch):
     fitted = []
     of_settings = runtime.timed_fits

@@ -171,7 +171,13 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_work(capsys):
     assert "torch sees no GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "resnet50" else name
+        for name in COMPARISONS
+    ],
+)
 def test_every_comparison_runs_and_measures_what_is_ours(name):
     module = importlib.import_module(f"benchmarks.{name}")
     rows = module.compare(QUICK)
@@ -182,6 +188,7 @@ def test_every_comparison_runs_and_measures_what_is_ours(name):
     assert all({goal.contender, goal.over} <= names for goal in module.GOALS)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_and_adds_rounds(tmp_path):
     options = ["--quick", "--repetitions", "1", "--threads", "1", "--only", "debiased_fit"]
     for extra in ([], ["--append"]):

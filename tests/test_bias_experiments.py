@@ -265,9 +265,10 @@ def test_contours_tell_six_numbers_of_each_quadratic(tmp_path):
     ("curvature", "directions", "sizes"),
     [
         ("ggn", "eigenvectors", (10, 20)),
-        ("ggn", "cg", (20,)),
-        ("hessian", "eigenvectors", (20,)),
         ("hessian", "cg", (20,)),
+        # Each curvature and each kind of directions is above; these are the other pairs.
+        pytest.param("ggn", "cg", (20,), marks=pytest.mark.slow),
+        pytest.param("hessian", "eigenvectors", (20,), marks=pytest.mark.slow),
     ],
 )
 def test_directional_curvature_of_every_kind(tmp_path, curvature, directions, sizes):
@@ -310,6 +311,7 @@ def test_directional_curvature_of_every_kind(tmp_path, curvature, directions, si
         assert row["curvature"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_first_slope_on_a_wide_resnet_is_that_of_its_regularised_loss(tmp_path):
     """Eq. 19: along −g/‖g‖ the slope is −‖g‖, of the loss that is trained on (Eq. 1)."""
     problem = get_problem("wrn101-digits")
@@ -373,6 +375,7 @@ def test_a_negative_curvature_is_seen_in_every_panel(draws):
     assert [ax.get_yscale() for ax in panels] == [scale, scale]
 
 
+@pytest.mark.slow
 def test_overlaps_are_those_of_the_stored_eigenvectors(tmp_path):
     settings = OverlapsSettings(
         **TINY, output=tmp_path / "out", batch_sizes=(10,), draws=2, cg_steps=2
@@ -437,6 +440,7 @@ def test_weight_decay_that_is_no_number_is_refused(decay):
         BiasSettings(output=Path("unused"), recipe=RecipeChanges(weight_decay=decay))
 
 
+@pytest.mark.slow
 def test_kfac_against_batch_size(tmp_path):
     settings = KFACBatchSizeSettings(
         **TINY | {"num_directions": 20, "full_examples": 60},
@@ -472,6 +476,7 @@ def test_kfac_against_batch_size(tmp_path):
     assert row["curvature"] == pytest.approx(largest, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_over_training_is_the_same_from_checkpoints_of_before(tmp_path):
     base = TINY | {"batch_size": 20, "draws": 1, "num_checkpoints": 2}
     here = run_over_training(OverTrainingSettings(**base, output=tmp_path / "a"))
@@ -488,6 +493,7 @@ def test_over_training_is_the_same_from_checkpoints_of_before(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_model_size_counts_the_parameters_of_each_network(tmp_path):
     settings = ModelSizeSettings(
         **TINY

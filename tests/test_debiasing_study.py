@@ -234,6 +234,7 @@ def test_a_run_goes_on_where_it_stopped_to_the_same_result(made, monkeypatch):
     assert fitted == [1]
 
 
+@pytest.mark.slow
 def test_a_run_takes_further_draws_but_no_other_settings(made, tmp_path, monkeypatch):
     settings, model, split, _ = made
     where = torch.arange(len(split.train)), torch.arange(len(split.val))

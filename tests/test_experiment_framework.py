@@ -234,6 +234,7 @@ def test_a_folder_of_other_files_is_refused(tmp_path):
     assert contents(tmp_path) == {"thesis.tex": b"all of it"}
 
 
+@pytest.mark.slow
 def test_another_checkpoint_is_refused(finished, tmp_path):
     network = (finished / "parts" / "network.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(network)
@@ -286,6 +287,7 @@ def test_other_data_is_refused(tmp_path, part, what):
     check_data(small_data(), settings, store)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_on_other_data_is_refused_before_any_training(tmp_path, monkeypatch):
     run_directional_curvature(tiny(tmp_path / "out"))
     (tmp_path / "out" / "parts" / "network.safetensors").unlink()
@@ -302,6 +304,7 @@ def test_a_resumed_run_on_other_data_is_refused_before_any_training(tmp_path, mo
         run_directional_curvature(tiny(tmp_path / "out", resume=True))
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_before_the_training_that_is_followed(tmp_path, monkeypatch):
     options = {**TINY, "output": tmp_path / "out", "batch_size": 20, "num_checkpoints": 1}
     settings = OverTrainingSettings(**options, draws=1, resume=True)

@@ -381,6 +381,7 @@ def test_findings_name_methods_tuned_to_the_edge_of_the_grid(result):
     assert all((method in told) == (method in edge) for method in METHODS)
 
 
+@pytest.mark.slow
 def test_demo_with_clean_and_corrupted_images_differs(tmp_path):
     results = [
         run_demo(
@@ -480,6 +481,7 @@ def test_evaluate_runs_from_a_config_with_flags_on_top(image_folder, checkpoint,
     assert "20 of the 30" in (tmp_path / "table.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_evaluate_says_where_a_checkpoint_has_no_split(
     image_folder, checkpoint, tmp_path, capsys, monkeypatch
 ):
@@ -515,6 +517,7 @@ def test_random_split_leaves_nothing_out():
 REAL = {name: os.environ.get(f"LAPLACE_DEBIAS_{name}") for name in ("DATA", "CHECKPOINT")}
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.skipif(
     not all(REAL.values()),

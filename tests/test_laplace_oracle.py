@@ -47,21 +47,22 @@ class Case:
         return oracle.kfac_factors(self.model, x, self.likelihood, layer, self.sigma)
 
     def dense_blocks(self, mode, curvature):
-        """The oracle's blocks along the directions that the package found."""
+        """The oracle's blocks, by projectors onto eigenspaces, which do not depend on a basis."""
         directions, magnitudes = self.data(mode)
         blocks = []
-        for name, block in self.la.posterior.curvature.blocks.items():
+        for name in self.la.posterior.curvature.blocks:
             layer, _, role = name.rpartition(".")
             one, two = self.factors(directions, layer), self.factors(magnitudes, layer)
             if role == "bias":
                 unit = torch.ones(1, 1, dtype=torch.float64)
                 one, two = ({"A": unit, "G": f["bias"]} for f in (one, two))
             if curvature == "kfac":
-                dense = oracle.debiased_block(one, two, block.U_G, block.U_A)
+                measured = oracle.kfac_block(two)
             else:
-                exact = oracle.ggn_block(self.model, magnitudes, self.likelihood, name, self.sigma)
-                dense = oracle.ekfac_block(one, exact, block.U_G, block.U_A)
-            blocks.append(dense)
+                measured = oracle.ggn_block(
+                    self.model, magnitudes, self.likelihood, name, self.sigma
+                )
+            blocks.append(oracle.pooled_block(one, measured))
         return blocks
 
 

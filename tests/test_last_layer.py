@@ -401,6 +401,23 @@ def test_every_mode_finds_it_and_a_file_keeps_it(mode, tmp_path):
     assert f"N = 16, {mode}" in repr(la)
 
 
+def test_a_generator_serves_the_loader_and_leaves_the_global_one():
+    """The first batch is read once, in the loader's own order, whoever finds the last layer."""
+    model = two(logits)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+    before = torch.get_rng_state()
+    fits = [
+        Laplace(model, params=params, curvature="ekfac", fisher="mc").fit(
+            loader, mode, generator=torch.Generator().manual_seed(3)
+        )
+        for mode in ("full", "debiased")
+        for params in ("last_layer", HEAD)
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+    for one, other in (fits[:2], fits[2:]):
+        torch.testing.assert_close(one.functional(X)[1], other.functional(X)[1])
+
+
 # ------------------------------------------------------------------------------------- repr
 
 

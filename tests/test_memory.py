@@ -67,6 +67,7 @@ print(peak_above_now(lambda: la.sample(8)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="measures memory through Linux's /proc"
 )

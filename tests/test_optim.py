@@ -260,6 +260,7 @@ def digits(seed, halves, steps=15, **options):
     return float(loss), float(accuracy)
 
 
+@pytest.mark.slow
 def test_on_the_digits_it_trains_and_does_without_damping_what_one_batch_cannot():
     options = {"damping": 1e-4, "adapt_damping": False}
     single, debiased = ([digits(s, halves, **options) for s in (0, 1)] for halves in (0, 1))

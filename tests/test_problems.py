@@ -200,6 +200,7 @@ def test_corruption_refuses_what_it_does_not_know():
         corrupt(GREY[:1], 1, seed=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.skipif(
     not {"LAPLACE_DEBIAS_CHECKPOINT", "LAPLACE_DEBIAS_DATA"} <= set(os.environ),

@@ -47,9 +47,17 @@ TRAIN_THEMSELVES = ("over_training", "model_size", "hessian_free")
 
 # What runs on a WideResNet is `directional_curvature`; the clock gives no run the same times.
 OTHERS = [entry for entry in EXPERIMENTS if entry.name not in ("wide_resnet", "runtime")]
+# All go through one store: one of them always runs, the rest with the slow tests.
+ALWAYS = "contours"
 
 
-@pytest.mark.parametrize("entry", OTHERS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=entry.name, marks=[] if entry.name == ALWAYS else pytest.mark.slow)
+        for entry in OTHERS
+    ],
+)
 def test_a_run_broken_off_in_the_middle_comes_to_the_same(entry, tmp_path, monkeypatch):
     options = {**DIGITS, **TINY[entry.name]}
     if entry.name not in TRAIN_THEMSELVES:

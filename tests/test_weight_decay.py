@@ -64,7 +64,7 @@ def test_the_mask_is_what_training_shrinks():
     assert not decayed & {id(p) for p in scales}
 
 
-@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+@pytest.mark.parametrize("curvature", ["ggn", pytest.param("hessian", marks=pytest.mark.slow)])
 def test_quadratics_have_the_penalty_of_training(curvature):
     model = network()
     penalty = trained_penalty(model)

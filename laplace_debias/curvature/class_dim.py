@@ -66,18 +66,18 @@ class _ClassesLast:
         return outputs.movedim(self.class_dim, -1)
 
 
-def targets_classes_last(outputs: Tensor, targets: Tensor, class_dim: int | None) -> Tensor:
+def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> Tensor:
     """Targets that go with outputs `[B, ..., C]`.
 
-    Targets with an entry for every output (regression, binary) have the classes where the model's
-    outputs have them, and so they are moved too; class indices stay as they are.
+    Targets with an entry for every output (regression, several labels) have the classes where the
+    model's outputs have them, and so they are moved too; class indices stay as they are.
 
     Args:
-        outputs: `[B, ..., C]`.
         targets: As the user has them.
+        ndim: How many dimensions the outputs have.
         class_dim: As `classes_last`.
     """
-    if class_dim is None or targets.ndim != outputs.ndim:
+    if class_dim is None or targets.ndim != ndim:
         return targets
     return targets.movedim(class_dim, -1)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.class_dim import check_layout, targets_classes_last
@@ -23,7 +23,7 @@ class Fisher:
             true label.
         mc_samples: Labels an example for `"mc"`.
         seed: Fixes the labels of `"mc"`: an example's labels depend on the seed and its position in
-            the data alone, not on how the data is cut into batches.
+            the data alone, not on how the data is cut into batches, nor on how far it is padded.
 
     Raises:
         ValueError: For an unknown kind, or fewer than one sample.
@@ -69,7 +69,7 @@ class Fisher:
         elif self.kind == "empirical":
             columns = likelihood.gradient(terms, labels).unsqueeze(0)
         else:
-            columns = self._sampled(likelihood, outputs, terms, first)
+            columns = self._sampled(likelihood, outputs, terms, counted, first)
         if counted is not None:
             columns = columns * counted.unsqueeze(-1)
         columns = columns.unflatten(1, outputs.shape[:-1])
@@ -81,11 +81,19 @@ class Fisher:
         return columns
 
     def _sampled(
-        self, likelihood: Likelihood, outputs: Tensor, terms: Tensor, first: int
+        self,
+        likelihood: Likelihood,
+        outputs: Tensor,
+        terms: Tensor,
+        counted: Tensor | None,
+        first: int,
     ) -> Float[Tensor, "samples terms outputs"]:
         gradients = []
+        numbers = None
+        if counted is not None:
+            numbers = places(counted.unsqueeze(-1).expand_as(terms).reshape(len(outputs), -1))
         for sample in range(self.mc_samples):
-            uniforms = keyed_uniforms(self.seed, sample, first, outputs.flatten(1))
+            uniforms = keyed_uniforms(self.seed, sample, first, outputs.flatten(1), numbers)
             labels = likelihood.sample(terms, uniforms.reshape(terms.shape))
             gradients.append(likelihood.gradient(terms, labels))
         return torch.stack(gradients) / self.mc_samples**0.5
@@ -97,6 +105,15 @@ class Cotangents(Protocol):
 
     def num_columns(self, outputs: Float[Tensor, "batch *outputs"]) -> int:
         """K, at most: how many cotangents an example has."""
+
+    def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
+        """Which outputs count, broadcasting to the outputs; None for all.
+
+        Args:
+            targets: What the loss takes, checked later.
+            ndim: How many dimensions the outputs have.
+            first: Position of the batch's first example in the data.
+        """
 
     def __call__(
         self, outputs: Float[Tensor, "batch *outputs"], targets: Tensor, first: int
@@ -133,10 +150,19 @@ class LikelihoodCotangents:
         """As `Cotangents`."""
         return self.fisher.num_columns(outputs)
 
+    def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
+        """As `Cotangents`."""
+        targets = targets_classes_last(targets, ndim, self.class_dim)
+        positions = targets.shape[: ndim - 1]
+        if len(positions) < ndim - 1:
+            return None
+        counted = self.likelihood.counted(targets.flatten(0, ndim - 2))
+        return None if counted is None else counted.unflatten(0, positions).unsqueeze(-1)
+
     def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """As `Cotangents`; the loss is the negative log-likelihood in nats."""
         check_layout(outputs, targets, self.class_dim)
-        targets = targets_classes_last(outputs, targets, self.class_dim)
+        targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         terms, labels = flat_terms(outputs, targets)
         self.likelihood.check(terms, labels)
         nll = self.likelihood.nll(terms, labels).double().sum()
@@ -166,8 +192,17 @@ def flat_terms(
     return outputs.flatten(0, -2), targets.flatten(0, len(positions) - 1)
 
 
+def places(counted: Bool[Tensor, "batch entries"]) -> Int[Tensor, "batch entries"]:
+    """The number of an entry among those of its row that count; anything for the others."""
+    return (counted.cumsum(1) - 1).clamp_min(0)
+
+
 def keyed_uniforms(
-    seed: int, stream: int, first: int, like: Float[Tensor, "batch outputs"]
+    seed: int,
+    stream: int,
+    first: int,
+    like: Float[Tensor, "batch outputs"],
+    columns: Int[Tensor, "batch outputs"] | None = None,
 ) -> Float[Tensor, "batch outputs"]:
     """Uniform numbers in (0, 1), a function of (seed, stream, row, column) alone, float64.
 
@@ -179,9 +214,11 @@ def keyed_uniforms(
         stream: Which of several independent tables.
         first: Row number of the first row.
         like: Gives shape and device.
+        columns: Column numbers; in their order if None.
     """
     rows = torch.arange(first, first + like.shape[0], device=like.device)[:, None]
-    columns = torch.arange(like.shape[1], device=like.device)[None, :]
+    if columns is None:
+        columns = torch.arange(like.shape[1], device=like.device)[None, :]
     state = torch.full_like(rows, seed)
     for key in (torch.full_like(rows, stream), rows, columns):
         state = _mix(state + (key + 1) * -7046029254386353131)  # 0x9E3779B97F4A7C15, signed

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from laplace_debias.threads import SharedSetting
+
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
 # by name. What is not a tensor (None, a flag) belongs to every example.
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -17,7 +19,7 @@ Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """The model's outputs for inputs; `.logits` of an output that has them, as in Hugging Face."""
     arguments, named = _arguments(inputs)
-    with _layer_by_layer():
+    with LAYER_BY_LAYER:
         outputs = model(*arguments, **named)
     return getattr(outputs, "logits", outputs)
 
@@ -25,8 +27,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Any:
     """As `call`, with other values for some parameters; differentiable in them by `torch.func`."""
     arguments, named = _arguments(inputs)
-    # The fused kernels of attention have no forward derivative.
-    with _layer_by_layer(), sdpa_kernel(SDPBackend.MATH):
+    with LAYER_BY_LAYER, PLAIN_ATTENTION:
         outputs = functional_call(model, dict(parameters), arguments, named)
     return getattr(outputs, "logits", outputs)
 
@@ -41,13 +42,19 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def _layer_by_layer() -> Iterator[None]:
-    """Keep transformers from fusing their layers, which neither hooks nor forward AD see into."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+LAYER_BY_LAYER = SharedSetting(_layer_by_layer)
+"""Keeps transformers from fusing their layers, which neither hooks nor forward AD see into."""
+
+PLAIN_ATTENTION = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
+"""Keeps attention from its fused kernels, which have no forward derivative."""
 
 
 def num_examples(inputs: Inputs) -> int:
@@ -57,13 +64,13 @@ def num_examples(inputs: Inputs) -> int:
         TypeError: If there is no tensor among them.
         ValueError: If they have no example, or not all the same number.
     """
-    sizes = {len(x) if x.ndim else 0 for x in _tensors(inputs)}
+    sizes = {len(x) if x.ndim else 0 for x in tensors_of(inputs)}
     if not sizes:
         raise TypeError(
             f"Inputs must be a tensor, a tuple or a mapping of tensors, got {_kind(inputs)}."
         )
     if len(sizes) > 1 or 0 in sizes:
-        shapes = [tuple(x.shape) for x in _tensors(inputs)]
+        shapes = [tuple(x.shape) for x in tensors_of(inputs)]
         raise ValueError(
             f"Inputs must hold at least one example, the same number in every tensor, got {shapes}."
         )
@@ -110,7 +117,7 @@ def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> 
         ValueError: As `num_examples`.
     """
     num_examples(inputs)
-    for x in _tensors(inputs):
+    for x in tensors_of(inputs):
         if x.is_floating_point() and x.dtype not in dtypes:
             raise TypeError(
                 f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: "
@@ -123,7 +130,8 @@ def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> 
     )
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """The tensors among the inputs."""
     if isinstance(inputs, Tensor):
         return [inputs]
     if isinstance(inputs, Mapping):

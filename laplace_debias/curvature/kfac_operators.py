@@ -18,6 +18,7 @@ from laplace_debias.curvature.matrix_free.data import Batches, Data
 from laplace_debias.curvature.matrix_free.network import Network
 from laplace_debias.curvature.selection import ParameterSelection
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
+from laplace_debias.randomness import seeded
 
 _MEMORY_BOUND = 2**27
 
@@ -58,7 +59,8 @@ class KFAC(Permuted):
             `"empirical"`: gradients at the true labels, which approximates `EmpiricalFisher`.
         mc_samples: For `"mc"`: labels an example (1 if not given).
         generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
-            example's place in the data alone.
+            example's place in the data alone. torch's global generator is left alone then, by what
+            loaders draw too.
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
@@ -133,7 +135,7 @@ class KFAC(Permuted):
             )
         network = Network(model, "all" if params is None else params, data)
         blocks = curvature_blocks(model, network.names, joint, sharing)
-        of_loss = LossData(data, network, loss, reduction, num_data)
+        of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
         measured = of_loss
         if magnitudes is not None:
             if of_loss.has_example_weights:
@@ -141,7 +143,7 @@ class KFAC(Permuted):
                     "The loss's weight has a row for every example of `data`, none for those of "
                     "`magnitudes`: leave `magnitudes` out, or weigh classes instead of examples."
                 )
-            measured = LossData(magnitudes, network, loss, reduction, None)
+            measured = LossData(seeded(magnitudes, generator), network, loss, reduction, None)
         cotangents = LossCotangents(
             of_loss.loss,
             fisher,
@@ -222,6 +224,10 @@ class LossCotangents:
     def num_columns(self, outputs: Float[Tensor, "batch *outputs"]) -> int:
         """As `Cotangents`."""
         return {"exact": outputs[0].numel(), "mc": self.mc_samples, "empirical": 1}[self.fisher]
+
+    def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
+        """As `Cotangents`."""
+        return self.loss.counted(self.loss.labels(targets, first))
 
     def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """As `Cotangents`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torch.distributions import (
     Bernoulli as BernoulliDistribution,
@@ -16,6 +16,7 @@ from torch.distributions import (
 )
 from torch.distributions import (
     Distribution,
+    Independent,
     MultivariateNormal,
 )
 
@@ -85,6 +86,15 @@ class Likelihood(ABC):
         """Which targets count, `[B]`; None for all."""
         return None
 
+    def counts_any(self, targets: Tensor) -> bool:
+        """Whether any target of a batch counts.
+
+        Args:
+            targets: `[B, ...]`, as batches hold them, with positions or without.
+        """
+        counted = self.counted(targets.flatten(0, -2) if targets.ndim > 2 else targets)
+        return counted is None or bool(counted.any())
+
     def hessian_trace(self, outputs: Float[Tensor, "batch outputs"]) -> Float[Tensor, " batch"]:
         """The trace of ∇²_f ℓ of every example, `[B]`, float64."""
         return self.hessian_root(outputs.double()).square().sum((0, 2))
@@ -105,6 +115,19 @@ def _check_finite_floats(targets: Tensor, kind: str) -> None:
         )
     if not torch.isfinite(targets).all():
         raise ValueError(f"{kind} targets hold NaN or Inf: remove these examples.")
+
+
+def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
+    """What to do with targets of one number a class, which are not class indices."""
+    if targets.shape != outputs.shape:
+        return ""
+    is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(1) == 1).all()
+    if is_one_hot:
+        return (
+            "; one-hot targets are turned into them by `targets.argmax(1)`, but if several labels "
+            'may apply to an example use likelihood="multilabel"'
+        )
+    return '; if several labels may apply to an example use likelihood="multilabel"'
 
 
 def _probit(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -140,14 +163,14 @@ class Categorical(Likelihood):
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
                 f"Class labels must be integers, got {targets.dtype}: pass class indices, "
-                "`targets.long()`; one-hot targets are turned into them by `targets.argmax(1)`."
+                f"`targets.long()`{_advice_on_columns(outputs, targets)}."
             )
         if targets.shape != outputs.shape[:1]:
             raise ValueError(
                 f"Expected one class label an example, shape ({outputs.shape[0]},), got "
-                f"{tuple(targets.shape)}."
+                f"{tuple(targets.shape)}{_advice_on_columns(outputs, targets)}."
             )
-        counted = targets[targets != self.ignore_index]
+        counted = targets[self.counted(targets)]
         if counted.numel() == 0:
             return
         low, high = int(counted.min()), int(counted.max())
@@ -157,7 +180,7 @@ class Categorical(Likelihood):
                 f"{low} … {high}."
             )
 
-    def nll(self, outputs: Tensor, targets: Int[Tensor, " batch"]) -> Tensor:
+    def nll(self, outputs: Tensor, targets: Integer[Tensor, " batch"]) -> Tensor:
         """Cross-entropy."""
         return F.cross_entropy(
             outputs, targets.long(), reduction="none", ignore_index=self.ignore_index
@@ -165,7 +188,8 @@ class Categorical(Likelihood):
 
     def counted(self, targets: Tensor) -> Tensor:
         """Those that are not `ignore_index`."""
-        return targets != self.ignore_index
+        # In a narrow unsigned type −100 would wrap around to the index of a class.
+        return targets.long() != self.ignore_index
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""The Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
@@ -221,7 +245,9 @@ class Bernoulli(Likelihood):
         if outputs.shape[1] != 1:
             raise ValueError(
                 f"Binary classification needs one output (a logit), the model has "
-                f'{outputs.shape[1]}: use likelihood="classification".'
+                f'{outputs.shape[1]}: use likelihood="multilabel" if each output says whether a '
+                "label of its own applies (several at once, or none), or "
+                '"classification" if exactly one of the classes does.'
             )
         if targets.shape not in (outputs.shape, outputs.shape[:1]):
             raise ValueError(
@@ -242,7 +268,7 @@ class Bernoulli(Likelihood):
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch 1"]:
         """Zeros and ones from the sigmoid."""
-        return (uniforms.to(outputs) < outputs.sigmoid()).to(outputs.dtype)
+        return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
         r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
@@ -253,6 +279,79 @@ class Bernoulli(Likelihood):
     def mixture(self, samples: Tensor) -> BernoulliDistribution:
         """The mean of the sigmoids."""
         return BernoulliDistribution(probs=samples[..., 0].sigmoid().mean(0))
+
+
+class MultiLabel(Likelihood):
+    r"""Several labels, each of which applies or not: independent Bernoullis on C logits.
+
+    Targets are 0 or 1, `[B, C]`, of any real dtype. With $p = \sigma(f)$,
+    $\ell = -\sum_c \log p(y_c \mid f_c)$, summed over the labels of an example, and
+    $\nabla^2_f \ell = \mathrm{diag}(p(1-p))$. With one logit it is `Bernoulli`, but for the shape
+    `[B, 1]` of targets and predictive.
+
+    Args:
+        ignore_index: Where every label has this value, the example (or position) does not count.
+            A single label cannot be left out.
+    """
+
+    variances_suffice = True
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require targets 0 or 1 of the outputs' shape."""
+        if targets.shape != outputs.shape:
+            hint = ""
+            if targets.ndim == 1 and not targets.is_floating_point():
+                hint = ' (for one class index an example use likelihood="classification")'
+            raise ValueError(
+                f"Expected targets of the outputs' shape {tuple(outputs.shape)}, 0 or 1 for every "
+                f"label, got {tuple(targets.shape)}{hint}."
+            )
+        counted = targets[self.counted(targets)]
+        if not ((counted == 0) | (counted == 1)).all():
+            raise ValueError(
+                "Multi-label targets must be 0 or 1 for every label of an example, or "
+                f"ignore_index={self.ignore_index} for all of them: leave out the examples of "
+                "which some labels are not known."
+            )
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Binary cross-entropy on the logits, summed over the labels."""
+        counted = self.counted(targets)
+        labels = torch.where(counted.unsqueeze(-1), targets.to(outputs.dtype), 0)
+        losses = F.binary_cross_entropy_with_logits(outputs, labels, reduction="none").sum(-1)
+        return losses * counted
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """Those that are not `ignore_index` for every label."""
+        # In a narrow unsigned type −100 would wrap around to another number.
+        return (targets.double() != self.ignore_index).any(-1)
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        r"""The C columns of $\mathrm{diag}(\sqrt{p(1-p)})$, as `Bernoulli` computes them."""
+        return torch.diag_embed(Bernoulli().hessian_root(outputs)[0]).movedim(-1, 0)
+
+    def hessian_trace(self, outputs: Tensor) -> Tensor:
+        """Σ p (1 − p), without a matrix of all labels."""
+        return Bernoulli().hessian_root(outputs.double())[0].square().sum(-1)
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch labels"]:
+        """Zeros and ones from the sigmoids, each label from a uniform of its own."""
+        return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
+
+    def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
+        r"""Of each label the sigmoid of its logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$.
+
+        Batch shape `[B]`, event shape `[C]`; `.mean` are the labels' probabilities.
+        """
+        logits = mean if covariance is None else _probit(mean, covariance)
+        return Independent(BernoulliDistribution(logits=logits), 1)
+
+    def mixture(self, samples: Tensor) -> Independent:
+        """The means of the sigmoids: each label's own probability, labels taken as independent."""
+        return Independent(BernoulliDistribution(probs=samples.sigmoid().mean(0)), 1)
 
 
 class Gaussian(Likelihood):
@@ -273,14 +372,15 @@ class Gaussian(Likelihood):
             raise ValueError(f"sigma must be one positive number, or one an output, got {sigma}.")
 
     def _sigma(self, outputs: Tensor) -> Tensor:
+        if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
+            raise ValueError(
+                f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
+            )
         return self.sigma.to(outputs).expand(outputs.shape[-1])
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require floating-point targets of the outputs' shape."""
-        if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[1]:
-            raise ValueError(
-                f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[1]} outputs."
-            )
+        self._sigma(outputs)
         if targets.shape != outputs.shape:
             raise ValueError(
                 f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
@@ -308,7 +408,17 @@ class Gaussian(Likelihood):
         noise = torch.diag(self._sigma(mean).square()).expand(*mean.shape[:-1], -1, -1)
         total = noise if covariance is None else covariance + noise
         # Rounding may have made it unsymmetric by more than torch's check accepts.
-        return MultivariateNormal(mean, covariance_matrix=(total + total.mT) / 2)
+        total = (total + total.mT) / 2
+        try:
+            return MultivariateNormal(mean, covariance_matrix=total)
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            largest = float(total.diagonal(dim1=-2, dim2=-1).max())
+            raise ValueError(
+                f"The predictive covariance is singular in {total.dtype}: beside variances of up "
+                f"to {largest:.3g} a noise of sigma = {self.sigma.tolist()} is lost to rounding. "
+                "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
+                "targets and sigma."
+            ) from error
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
         """The normal with the mixture's mean and covariance."""
@@ -324,7 +434,7 @@ def likelihood_from(
     """The likelihood of a name, or the instance itself.
 
     Args:
-        name: `"classification"`, `"regression"`, `"binary"`, or a `Likelihood`.
+        name: `"classification"`, `"regression"`, `"binary"`, `"multilabel"`, or a `Likelihood`.
         sigma: Noise of `"regression"` (1.0 if not given).
 
     Raises:
@@ -341,9 +451,11 @@ def likelihood_from(
         return Categorical()
     if name == "binary":
         return Bernoulli()
+    if name == "multilabel":
+        return MultiLabel()
     if name == "regression":
         return Gaussian(1.0 if sigma is None else sigma)
     raise ValueError(
-        f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', or an "
-        "instance of Likelihood."
+        f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', 'multilabel', "
+        "or an instance of Likelihood."
     )

@@ -7,7 +7,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import Block
-from laplace_debias.curvature.kfac.fit import Batches, Problem, Seen, sweep
+from laplace_debias.curvature.kfac.fit import (
+    Batches,
+    Problem,
+    Seen,
+    check_finite_sums,
+    sweep,
+)
 from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.kfac.magnitudes import rotated_jacobians
 
@@ -27,12 +33,20 @@ def sweep_rows(
         batches: `(x, y)` pairs on the model's device.
         consume: Takes some rows, in `factor_dtype`.
         first: As `sweep` takes it.
+
+    Raises:
+        ValueError: Naming the block, if a row is not finite.
     """
+    extremes: dict[Block, list[Tensor]] = {block: [] for block in problem.blocks}
 
     def join(parts: list[Tensor]) -> None:
+        for of_block, part in zip(extremes.values(), parts, strict=True):
+            of_block.append(torch.stack(torch.aminmax(part)))
         consume(torch.cat(parts, dim=2).flatten(0, 1).to(problem.factor_dtype))
 
-    return sweep_parts(problem, batches, lambda jacobian: jacobian, join, first)
+    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first)
+    check_finite_sums({block: [torch.stack(found)] for block, found in extremes.items()})
+    return seen
 
 
 def sweep_parts(

@@ -157,6 +157,11 @@ class Tap:
         """The tapped layers' uses in the last `forward`, in its order."""
         return list(self._uses)
 
+    def forget(self) -> None:
+        """Let go of the last `forward`'s uses."""
+        self._uses.clear()
+        self._handed_on.clear()
+
     def output_bytes(self) -> int:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
         return max(1, sum(use.z[0].numel() * use.z.element_size() for use in self._uses))

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.kfac.crossfit import split_folds
-from laplace_debias.curvature.kfac.directions import eigh
+from laplace_debias.curvature.kfac.directions import eigh, pooled, resolution
 from laplace_debias.curvature.kfac.fit import Batches, Fitted, Problem, Seen, together
 from laplace_debias.curvature.rows import Rows, sweep_rows
 from laplace_debias.linalg import eigsh
@@ -40,10 +40,11 @@ def fit_full(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
     C = torch.zeros(size, size, dtype=problem.factor_dtype, device=device)
     seen = sweep_rows(problem, directions, lambda rows: C.addmm_(rows.T, rows))
-    along, U = eigh(C / seen.num_examples)
+    along, U = eigh(_finite(C) / seen.num_examples, "the curvature")
     assert U is not None
     if magnitudes is not None:
-        along, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        along = pooled(on_others, along, problem.dtype)
         seen = together(seen, measured)
     block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
     return Fitted(BlockDiagonal({WHOLE: block}), seen)
@@ -76,14 +77,15 @@ def fit_low_rank(
     seen = sweep_rows(problem, directions, keep)
     size = sum(block.size for block in problem.blocks)
     if num_bytes <= _KEPT_ROWS:
-        along, U = _leading(torch.cat(kept), rank, problem.factor_dtype)
+        along, U = _leading(torch.cat(kept), rank, problem.dtype)
     else:
         kept.clear()
         operator = _RowGram(problem, directions, size)
         along, U = eigsh(operator, k=min(rank, size))
     along = along / seen.num_examples
     if magnitudes is not None:
-        along, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        along = pooled(on_others, along, problem.dtype)
         seen = together(seen, measured)
     U, along = U.to(problem.dtype), along.to(problem.dtype).clamp_min(0)
     return Fitted(BlockDiagonal({WHOLE: LowRankPlusDiagonal(U, along, 0.0)}), seen)
@@ -105,18 +107,27 @@ def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: in
         of_fold: list[Rows] = []
         seen = together(seen, sweep_rows(problem, [fold], of_fold.append, seen.num_examples))
         rows.append(torch.cat(of_fold))
-    k = rows[0].shape[1] if rank is None else rank
-    along, U = _leading(torch.cat(rows), k, problem.factor_dtype)
-    total = torch.zeros_like(along)
+
+    def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
+        joined = torch.cat(some).to(problem.factor_dtype)
+        if rank is not None:
+            return _leading(joined, rank, problem.dtype)
+        values, vectors = eigh(joined.T @ joined, "the curvature")
+        assert vectors is not None
+        return values, vectors
+
+    values, U = leading(rows)
+    total = torch.zeros_like(values)
     for index, fold_rows in enumerate(rows):
-        others = torch.cat([*rows[:index], *rows[index + 1 :]])
-        _, basis = _leading(others, k, problem.factor_dtype)
-        measured = (fold_rows @ basis).square().sum(0)
+        of_others, basis = leading([*rows[:index], *rows[index + 1 :]])
+        measured = (fold_rows.to(basis) @ basis).square().sum(0)
+        measured = pooled(measured, of_others, problem.dtype)
         # Fewer rows span fewer directions: what is left out has no curvature to measure.
         total[: len(measured)] += measured[: len(total)]
-    along = total / seen.num_examples
-    if rank is None and U.shape[1] == U.shape[0]:
-        block: LinearOperator = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
+    along = pooled(total / seen.num_examples, values, problem.dtype)
+    block: LinearOperator
+    if rank is None:
+        block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
     else:
         block = LowRankPlusDiagonal(U.to(problem.dtype), along.to(problem.dtype), 0.0)
     return Fitted(BlockDiagonal({WHOLE: block}), seen)
@@ -134,20 +145,43 @@ def _measured(
 
 
 def _leading(
-    rows: Rows, rank: int, dtype: torch.dtype
+    rows: Rows, rank: int, precision: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
-    """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products."""
+    """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products.
+
+    Args:
+        rows: Jacobian rows.
+        rank: How many pairs, at most: those that rounding does not determine are left out.
+        precision: What the rows were computed in.
+    """
     if rows.shape[0] > rows.shape[1]:
-        values, vectors = eigh(rows.T @ rows)
-        assert vectors is not None
-        return values[:rank], vectors[:, :rank]
-    values, vectors = eigh(rows @ rows.T)
+        values, vectors = eigh(_finite(rows.T @ rows), "the curvature")
+    else:
+        values, vectors = eigh(_finite(rows @ rows.T), "the products of Jacobian rows")
     assert vectors is not None
-    # Directions without curvature cannot be had from the rows, and say nothing.
-    floor = values[0] * len(rows) * torch.finfo(dtype).eps
-    k = max(1, min(rank, int((values > floor).sum())))
-    U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].clamp_min(floor).sqrt()))
+    # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
+    # the prior.
+    k = min(rank, int((values > values[0] * resolution(precision)).sum()))
+    if rows.shape[0] > rows.shape[1]:
+        return values[:k], vectors[:, :k]
+    U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].sqrt()))
     return values[:k], U
+
+
+def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Products of Jacobian rows, none of which overflows.
+
+    Raises:
+        ValueError: If one does.
+    """
+    # No product is larger than the largest square.
+    if not products.diagonal().isfinite().all():
+        raise ValueError(
+            f"The curvature of {WHOLE} holds NaN or Inf: squares of the network's derivatives "
+            f"overflow {products.dtype}. Rescale the inputs, the targets and their sigma, or use "
+            "factor_dtype=torch.float64."
+        )
+    return products
 
 
 class _RowGram(LinearOperator):

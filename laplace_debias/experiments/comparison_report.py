@@ -7,6 +7,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from laplace_debias.atomic import written_atomically
 from laplace_debias.experiments.comparison import (
     METHODS,
     ComparisonResult,
@@ -18,7 +19,6 @@ from laplace_debias.report.figures import (
     reliability_figure,
     severity_figure,
 )
-from laplace_debias.report.files import written_atomically
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 
 Row = dict[str, object]

@@ -18,6 +18,7 @@ from laplace_debias.experiments.cuts import (
 from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.setup import load_trained
 from laplace_debias.experiments.storage import Rows, open_store
+from laplace_debias.operators.eigh import eigvalsh
 from laplace_debias.quadratic import Cut
 from laplace_debias.report.style import FONT_SIZE, method_colours, style_axes
 from laplace_debias.report.tables import print_table
@@ -130,7 +131,9 @@ def _row(draw: int, name: str, cut: Cut) -> dict[str, object]:
 
 def _minimizer(cut: Cut) -> torch.Tensor | None:
     """The Newton step in the plane; None where the curvature is not positive, as a Hessian's."""
-    return cut.minimizer() if float(torch.linalg.eigvalsh(cut.curvatures)[0]) > 0 else None
+    return (
+        cut.minimizer() if float(eigvalsh(cut.curvatures, "the cut's curvature")[0]) > 0 else None
+    )
 
 
 def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:

@@ -152,7 +152,7 @@ class StudyFits:
                 torch.stack([sums[block][side] for sums in parts]).sum(0) / num_examples
                 for side in (0, 1)
             )
-            bases[block] = eigenbasis(G, A)
+            bases[block] = eigenbasis(G, A, block.name)
         return bases
 
     def _examples(self, draw: int) -> tuple[Tensor, Tensor]:
@@ -192,7 +192,7 @@ class StudyFits:
             dtype = self._problem.dtype
             bases = {}
             for block, (G, A) in factors.items():
-                basis = eigenbasis(G.double(), A.double())
+                basis = eigenbasis(G.double(), A.double(), block.name)
                 assert basis.U_G is not None
                 assert basis.U_A is not None
                 bases[block] = Eigenbasis(

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
+from laplace_debias.atomic import written_atomically
 from laplace_debias.experiments.confidence import half_width
 from laplace_debias.experiments.debiasing_schemes import EKFAC, FULL, MINI
-from laplace_debias.report.files import written_atomically
 from laplace_debias.report.intervals import interval_figure
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 

@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from laplace_debias import serialization
+from laplace_debias.atomic import check_target
 from laplace_debias.experiments.evaluation import check_held_out, device_from, hits_of
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import DataSource, Images, ProblemData, get_problem, load_problem
@@ -175,6 +177,7 @@ def run_fit(settings: FittingSettings, console: Console | None = None) -> Laplac
     """
     console = console or Console(highlight=False, markup=False)
     output = settings.output
+    check_target(output, make_folders=True)
     if output.exists() and not settings.overwrite:
         raise FileExistsError(f"{output} exists; choose another output, or --overwrite")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -223,13 +226,16 @@ def run_tune(settings: TuningSettings, console: Console | None = None) -> Tuning
         OSError: If the file cannot be written.
     """
     console = console or Console(highlight=False, markup=False)
-    if not settings.posterior.is_file():
+    if not settings.posterior.exists():
         raise FileNotFoundError(
             f"there is no posterior {settings.posterior}; make it with `laplace-debias fit`"
         )
     output = settings.output or settings.posterior
+    check_target(output, make_folders=True)
     if settings.output is not None and output.exists() and not settings.overwrite:
         raise FileExistsError(f"{output} exists; choose another output, or --overwrite")
+    # Data can take minutes: a damaged posterior is refused before it is read.
+    serialization.load(settings.posterior)
     model, data = settings.load()
     la = Laplace.load(settings.posterior, model)
     if settings.method == "marglik":

@@ -242,6 +242,7 @@ def measure(
         pairs.values.sum() + rest_trace.value,
         rest_trace.standard_error,
         pairs.num_matvecs + rest_trace.num_matvecs,
+        degrees_of_freedom=rest_trace.degrees_of_freedom,
     )
     return SpectrumResult(pairs, whole, rest_trace, density, A.shape[0], clock.seconds)
 

@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from laplace_debias.atomic import written_atomically
 from laplace_debias.problems.storage import read_tensors, write_tensors
-from laplace_debias.report.files import written_atomically
 from laplace_debias.report.style import save
 from laplace_debias.report.tables import read_csv, write_csv
 

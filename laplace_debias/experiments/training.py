@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from laplace_debias import metrics
+from laplace_debias.atomic import check_target
 from laplace_debias.experiments.evaluation import device_from
 from laplace_debias.problems import (
     DataSource,
@@ -149,6 +150,7 @@ def run_training(settings: TrainingSettings, console: Console | None = None) -> 
     """
     console = console or Console(highlight=False, markup=False)
     output = settings.output
+    check_target(output, make_folders=True)
     state = output.with_name(f"{output.stem}.state.safetensors")
     if output.exists() and not settings.overwrite:
         raise FileExistsError(f"{output} exists; choose another output, or --overwrite")

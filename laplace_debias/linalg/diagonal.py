@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.estimate import Estimate, check_budget, mean_of, refine
+from laplace_debias.linalg.estimate import Estimate, check_budget, refine
+from laplace_debias.linalg.moments import RunningMoments, mean_of
 from laplace_debias.linalg.probes import DISTRIBUTIONS, draw
 from laplace_debias.linalg.products import (
     Products,
@@ -42,6 +43,9 @@ def diagonal(
     - `"xdiag"`: exact on the range of a sketch, Hutchinson on the rest, every probe in turn left
       out of the sketch. Half of its products are with the adjoint. Best on decaying spectra. Its
       standard errors allow for the dependence of the probes' estimates.
+
+    Intervals of 95 % (`Estimate.interval`) cover an entry in 93 to 97 % of runs from 12 products
+    on.
 
     A structured operator's diagonal is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).
@@ -105,32 +109,21 @@ def _by_columns(products: Products) -> Estimate:
 
 
 class _Hutchinson:
-    """Keeps mean and squared deviations (Welford, 1962), not the samples: they are `[n, m]`."""
+    """Keeps mean and squared deviations, not the samples: they are `[n, m]`."""
 
     def __init__(self, products: Products, draw_probes: Callable[[int], Tensor]) -> None:
         self._products, self._draw = products, draw_probes
-        self._mean: Tensor | None = None
+        self._moments = RunningMoments()
 
     def advance(self, total: int) -> Estimate:
         for size in self._products.chunks(total - self._products.count):
-            before = self._products.count
             probes = self._draw(size)
-            samples = probes * self._products(probes)
-            mean = samples.mean(dim=1)
-            deviations = ((samples - mean[:, None]) ** 2).sum(dim=1)
-            if self._mean is None:
-                self._mean, self._deviations = mean, deviations
-                continue
-            step = mean - self._mean
-            after = before + size
-            self._mean = self._mean + step * (size / after)
-            self._deviations = self._deviations + deviations + step**2 * (before * size / after)
-        assert self._mean is not None
-        count = self._products.count
-        if count == 1:
-            return Estimate(self._mean, torch.full_like(self._mean, torch.inf), count)
-        standard_error = (self._deviations / (count - 1) / count).sqrt()
-        return Estimate(self._mean, standard_error, count)
+            self._moments.add(probes * self._products(probes))
+        mean, count = self._moments.mean, self._products.count
+        standard_error = torch.full_like(mean, torch.inf)
+        if count > 1:
+            standard_error = (self._moments.deviations / (count - 1) / count).sqrt()
+        return Estimate(mean, standard_error, count, degrees_of_freedom=count - 1.0)
 
 
 class _XDiag:
@@ -147,13 +140,13 @@ class _XDiag:
         probes = self._draw(total // 2 - sketch.Q.shape[1])
         new = sketch.extend(probes, multiply(probes))
         self._images = torch.cat([self._images, multiply.adjoint(new)], dim=1)
-        mean, standard_error = _leave_one_out_changes(sketch, self._images)
-        inside = (sketch.Q * self._images).sum(dim=1)
-        return Estimate(inside + mean, standard_error, multiply.count)
+        mean, standard_error, degrees = _leave_one_out_changes(sketch, self._images)
+        value = (sketch.Q * self._images).sum(dim=1) + mean
+        return Estimate(value, standard_error, multiply.count, degrees_of_freedom=degrees)
 
 
-def _leave_one_out_changes(sketch: RangeSketch, images: Tensor) -> tuple[Tensor, Tensor]:
-    r"""What the estimates add to $\mathrm{diag}(Q Q^\top A)$, and their standard errors, `[n]`.
+def _leave_one_out_changes(sketch: RangeSketch, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""What the estimates add to $\mathrm{diag}(Q Q^\top A)$, the error and its degrees, `[n]`.
 
     $d_i = \mathrm{diag}(Q_{(i)}Q_{(i)}^\top A) + \omega_i \odot (I - Q_{(i)}Q_{(i)}^\top) A
     \omega_i$, in which $(I - Q_{(i)}Q_{(i)}^\top) A\omega_i = Q s_i\, s_i^\top r_i$; so the
@@ -168,7 +161,7 @@ def _leave_one_out_changes(sketch: RangeSketch, images: Tensor) -> tuple[Tensor,
         return mean_of(samples)
     pairs = LeftOutPairs(S)
     on_range = pairs.project(sketch.R)
-    covariance = torch.zeros_like(samples[:, 0])
+    products = torch.zeros_like(samples)
     for i in range(count - 1):
         one, others = slice(i, i + 1), slice(i + 1, count)
         known = pairs.known[i, others]
@@ -179,5 +172,7 @@ def _leave_one_out_changes(sketch: RangeSketch, images: Tensor) -> tuple[Tensor,
         direction = (basis[:, one] - cosine * basis[:, others]) / sine
         image = (images[:, one] - cosine * images[:, others]) / sine
         change = change * direction * (image - sketch.probes[:, others] * on_range[others, i])
-        covariance += 2 * (change * known).sum(dim=1)
-    return pairs.mean_of(samples, covariance)
+        change = change * known
+        products[:, i] += change.sum(dim=1)
+        products[:, others] += change
+    return pairs.mean_of(samples, products)

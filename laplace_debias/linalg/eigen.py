@@ -24,6 +24,7 @@ from laplace_debias.linalg.products import (
     check_square,
 )
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_eigh
 
 METHODS = ("lanczos", "arpack", "power")
@@ -169,7 +170,7 @@ def _dense(products: Products, k: int, which: str) -> EigenPairs:
     A = products.operator
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
     _check_symmetric(A, matrix, float(matrix.norm(dim=0).max()))
-    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    values, vectors = eigh((matrix + matrix.T) / 2, "the operator")
     residuals = (matrix @ vectors - vectors * values).norm(dim=0)
     return EigenPairs(
         *_select(values, vectors, residuals, k, which), products.count, True, "converged"
@@ -336,7 +337,7 @@ def _subspace_iteration(
         projection = block.T @ images
         scale = max(scale, float(images.norm(dim=0).max()))
         _check_symmetric(A, projection, scale)
-        values, rotation = torch.linalg.eigh((projection + projection.T) / 2)
+        values, rotation = eigh((projection + projection.T) / 2, "the projected operator")
         block, images = block @ rotation, images @ rotation
         residuals = (images - block * values).norm(dim=0)
         selected = _select(values, block, residuals, k, which)

@@ -1,4 +1,4 @@
-"""Estimates with their standard errors, and how they are refined until these are small."""
+"""Estimates with standard errors and intervals, and how they are refined until these are small."""
 
 import math
 import warnings
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
+from scipy.stats import t as student
 from torch import Tensor
 
 from laplace_debias.linalg.products import check_at_least
@@ -16,7 +17,8 @@ from laplace_debias.linalg.products import check_at_least
 class Estimate:
     """A value that is known up to a standard error.
 
-    `float(estimate)` is the value of a scalar estimate.
+    `float(estimate)` is the value of a scalar estimate, `estimate.interval(0.95)` an interval for
+    what is estimated.
 
     Args:
         value: The estimate.
@@ -24,12 +26,47 @@ class Estimate:
             if it rests on a single sample, which says nothing of its own spread.
         num_matvecs: How many products with the operator (or its adjoint) it took.
         converged: False if a tolerance was asked for and missed.
+        degrees_of_freedom: How well the standard error itself is known, of the value's shape or
+            one number for all: its square has the relative variance of a χ² variable with so many
+            degrees of freedom, 2/ν. Infinite for an exact value, 0 for a single sample.
     """
 
     value: Float[Tensor, "*shape"]
     standard_error: Float[Tensor, "*shape"]
     num_matvecs: int
     converged: bool = True
+    degrees_of_freedom: Float[Tensor, "*shape"] | float = math.inf
+
+    def interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+        r"""A confidence interval, value ± quantile · standard error, by Student's t.
+
+        Entry by entry, not jointly. An exact value gives the point; a single sample gives
+        (−∞, ∞), because nothing tells its spread.
+
+        Args:
+            level: Probability with which the interval covers what is estimated.
+
+        Returns:
+            The lower and the upper end, each of the value's shape.
+
+        Raises:
+            ValueError: `level` is not between 0 and 1.
+
+        Reference:
+            Student. The probable error of a mean. 1908. Satterthwaite. An approximate distribution
+            of estimates of variance components. 1946.
+
+        Example:
+            >>> import torch
+            >>> from laplace_debias.linalg import Estimate
+            >>> one, two = torch.tensor(1.0), torch.tensor(2.0)
+            >>> [f"{float(end):.2f}" for end in Estimate(two, one, 4, True, 3.0).interval()]
+            ['-1.18', '5.18']
+        """
+        margin = half_width(self.standard_error, self.degrees_of_freedom, level)
+        return self.value - margin, self.value + margin
 
     def __float__(self) -> float:
         return float(self.value)
@@ -40,13 +77,24 @@ class Estimate:
         return cls(value, torch.zeros_like(value), num_matvecs)
 
 
-def mean_of(samples: Float[Tensor, "*shape count"]) -> tuple[Tensor, Tensor]:
-    """The mean over the last dimension and its standard error, infinite for one sample."""
-    count = samples.shape[-1]
-    mean = samples.mean(dim=-1)
-    if count == 1:
-        return mean, torch.full_like(mean, math.inf)
-    return mean, samples.std(dim=-1) / count**0.5
+def half_width(
+    standard_error: Float[Tensor, "*shape"],
+    degrees_of_freedom: Float[Tensor, "*shape"] | float,
+    level: float,
+) -> Float[Tensor, "*shape"]:
+    """Half of the length of Student's interval; infinite or 0 where the standard error is.
+
+    Raises:
+        ValueError: `level` is not between 0 and 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(
+            f"`level` is {level}; expected a probability between 0 and 1, such as 0.95."
+        )
+    known = torch.as_tensor(degrees_of_freedom, dtype=torch.float64).cpu().numpy()
+    quantile = torch.as_tensor(student.ppf((1 + level) / 2, known)).to(standard_error)
+    settled = (standard_error == 0) | standard_error.isinf()
+    return torch.where(settled, standard_error, quantile * standard_error)
 
 
 def check_budget(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace_debias.linalg.krylov import KrylovBasis
 from laplace_debias.linalg.products import Products
+from laplace_debias.operators.eigh import eigh, eigvalsh
 
 _MISS = 1e-4
 """Probability of overlooking an eigenvalue by either bound of `_Check.has_missed_nothing`."""
@@ -59,7 +60,7 @@ def order(values: Tensor, which: str) -> Tensor:
 
 def ritz_pairs(basis: KrylovBasis, which: str) -> RitzPairs:
     """The Ritz pairs of a basis, the most wanted first."""
-    values, combinations = torch.linalg.eigh(basis.projected)
+    values, combinations = eigh(basis.projected, "the projected operator")
     best = order(values, which).argsort(descending=True, stable=True)
     values, combinations = values[best], combinations[:, best]
     return RitzPairs(values, combinations, *basis.residuals(combinations))
@@ -159,7 +160,7 @@ def _resolving(pairs: RitzPairs, k: int, which: str, goal: float) -> float:
 
 def _make_room(basis: KrylovBasis, which: str, k: int, start: int) -> None:
     """Keeps the best Ritz vectors of all rows, or of those from `start` on: a thick restart."""
-    values, combinations = torch.linalg.eigh(basis.projected[start:, start:])
+    values, combinations = eigh(basis.projected[start:, start:], "the projected operator")
     best = order(values, which).argsort(descending=True, stable=True)
     least = 1 if start else k
     basis.rotate(combinations[:, best[: (len(values) + least) // 2]], start)
@@ -223,7 +224,9 @@ class _Check:
 
     def has_found(self, goal: float) -> bool:
         """Whether the sequence has come upon an eigenvalue beyond the last of the wanted."""
-        values = torch.linalg.eigvalsh(self._basis.projected[self.start :, self.start :])
+        values = eigvalsh(
+            self._basis.projected[self.start :, self.start :], "the projected operator"
+        )
         return bool((order(values, self._which) > self._last + goal).any())
 
     def has_missed_nothing(self, low: float, high: float, goal: float) -> bool:
@@ -258,7 +261,9 @@ class _Check:
         if self._basis.size == self.start:
             return False
         n = self._basis.vectors.shape[1]
-        values, combinations = torch.linalg.eigh(self._basis.projected[self.start :, self.start :])
+        values, combinations = eigh(
+            self._basis.projected[self.start :, self.start :], "the projected operator"
+        )
         residuals = (self._basis.coupling[:, self.start :] @ combinations).norm(dim=0)
         overlaps = torch.ones_like(values) if self.has_restarted else combinations[0].abs()
         last = self._last + goal

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.linalg.moments import jackknifed_degrees_of_freedom, variance_and_left_out
+
 
 class RangeSketch:
     r"""Probes Ω and the factors of $A\Omega = QR$, column by column as they come.
@@ -98,25 +100,33 @@ class LeftOutPairs:
         return self._mask(mixed / self.sine**2)
 
     def mean_of(
-        self, samples: Float[Tensor, "*n l"], products: Float[Tensor, "*n"]
-    ) -> tuple[Tensor, Tensor]:
-        r"""The mean of leave-one-out estimates and its standard error.
+        self, samples: Float[Tensor, "*n l"], products: Float[Tensor, "*n l"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        r"""The mean of leave-one-out estimates, its standard error and degrees of freedom.
 
         The estimates $t_i$ are unbiased given all probes but i. So with $\Delta_{ij} = t_i -
         t_i^{(j)}$, where $t_i^{(j)}$ leaves out j too, $\mathrm{cov}(t_i, t_j) = \mathbb{E}\,
         \Delta_{ij}\Delta_{ji}$, and the variance of the mean is that of independent estimates plus
         the mean of these products over pairs. (The paper leaves the second part out, which makes
-        standard errors too small where the spectrum decays.)
+        standard errors too small where the spectrum decays.) How well this variance is known, the
+        jackknife tells: the same from the estimates and pairs without each probe in turn.
 
         Args:
             samples: $t_i$, along the last dimension.
-            products: $\sum_{i \ne j} \Delta_{ij}\Delta_{ji}$.
+            products: $\sum_{j \ne i} \Delta_{ij}\Delta_{ji}$ for every i.
         """
         count = samples.shape[-1]
         # The covariance is an estimate too, and noisy where the spectrum decays fast: it may raise
         # the variance but not lower it, which on flat spectra makes standard errors too large.
-        covariance = (products / (count * (count - 1))).clamp(min=0)
-        return samples.mean(dim=-1), (samples.var(dim=-1) / count + covariance).sqrt()
+        total = products.sum(dim=-1)
+        covariance = (total / (count * (count - 1))).clamp(min=0)
+        spread, spread_without = variance_and_left_out(samples)
+        variance = spread / count + covariance
+        pairs_without = max(1, (count - 1) * (count - 2))
+        covariance_without = ((total[..., None] - 2 * products) / pairs_without).clamp(min=0)
+        without = spread_without / count + covariance_without
+        degrees = jackknifed_degrees_of_freedom(variance, without)
+        return samples.mean(dim=-1), variance.sqrt(), degrees
 
     def _mask(self, values: Tensor) -> Tensor:
         return torch.where(self.known, values, torch.zeros_like(values))

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.estimate import mean_of
+from laplace_debias.linalg.density_error import moments, quadrature_error, spread_of_probes
+from laplace_debias.linalg.estimate import half_width
 from laplace_debias.linalg.products import check_at_least, check_choice
-from laplace_debias.linalg.quadrature import Quadrature, lanczos_quadrature
+from laplace_debias.linalg.quadrature import Quadrature, lanczos_quadrature, with_bias
 from laplace_debias.operators.base import LinearOperator
 
 SCALES = ("linear", "log")
@@ -29,7 +30,11 @@ class SpectralDensity:
             scale evenly spaced in log₁₀ |λ|.
         density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
             `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
-        standard_error: That of the density, `[points]`; infinite from a single probe.
+        standard_error: That of the density, `[points]`; it joins, in squares, that of the mean over
+            probes and `quadrature_error`. Infinite from a single probe.
+        quadrature_error: How far Lanczos' nodes, of which there are few, smoothed by `width`, are
+            from as many as the operator has, `[points]`; an estimate, 0 if all are known.
+        degrees_of_freedom: How well the standard error is known, as in `Estimate`, `[points]`.
         nodes: Ritz values, `[probes, steps]`.
         weights: Their weights, `[probes, steps]`, that sum to 1 for each probe.
         scale: `"linear"` or `"log"`.
@@ -45,6 +50,8 @@ class SpectralDensity:
     grid: Float[Tensor, " points"]
     density: Float[Tensor, " points"]
     standard_error: Float[Tensor, " points"]
+    quadrature_error: Float[Tensor, " points"]
+    degrees_of_freedom: Float[Tensor, " points"]
     nodes: Float[Tensor, "probes steps"]
     weights: Float[Tensor, "probes steps"]
     scale: str
@@ -53,6 +60,23 @@ class SpectralDensity:
     negative_fraction: float
     floor: float
     num_matvecs: int
+
+    def interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
+        """Where the smoothed density lies, point by point, as `Estimate.interval` has it.
+
+        Args:
+            level: Probability with which an interval covers.
+
+        Returns:
+            The lower and the upper ends, `[points]`; a density is not below 0.
+
+        Raises:
+            ValueError: `level` is not between 0 and 1.
+        """
+        margin = half_width(self.standard_error, self.degrees_of_freedom, level)
+        return (self.density - margin).clamp(min=0), self.density + margin
 
 
 def spectral_density(
@@ -77,6 +101,16 @@ def spectral_density(
     `negative_fraction`. A quadrature sees eigenvalues next to zero only as sharply as its steps
     allow, so that zeros come up as a peak at that resolution: a `floor` above it counts them.
 
+    The standard error is of two parts. The spread over probes: each rule tells the variance of its
+    own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ with g the Gaussian at λ. And the quadrature's
+    error: with nodes further apart than `width` the density is a comb of peaks. It is told by the
+    changes to averages of Gauss's rule and Laurie's anti-Gaussian one, of all and of half the
+    steps, as their root mean square from one node to the next. Where the steps resolve the width,
+    intervals of 95 % cover in 93 to 97 % of runs; where they do not, in more, and there is a
+    warning. For operators that are nearly diagonal the error is overestimated. On the logarithmic
+    scale nothing tells of eigenvalues smaller than the smallest nodes: where these are
+    many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
+
     Args:
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.
         num_points: Points of the grid.
@@ -99,8 +133,12 @@ def spectral_density(
             unknown, a number too small, `width` finer than the grid, all nodes below `floor`, or
             the generator on another device.
 
+    Warns:
+        RuntimeWarning: `width` is finer than the steps resolve; it says what would do.
+
     Reference:
         Lin, Saad, Yang. Approximating spectral densities of large matrices. SIAM Review, 2016.
+        Laurie. Anti-Gaussian quadrature formulas. Mathematics of Computation, 1996.
         Papyan. The full spectrum of deepnet Hessians at scale. 2018 (logarithmic scale).
     """
     check_choice(scale, SCALES, "scale")
@@ -120,22 +158,31 @@ def spectral_density(
     null = rule.nodes.abs() <= floor
     null_fraction = float((rule.weights * null).sum(dim=1).mean())
     negative_fraction = float((rule.weights * (rule.nodes < -floor)).sum(dim=1).mean())
-    places, weights = rule.nodes, rule.weights
-    if scale == "log":
-        if not (~null & (weights > 0)).any():
-            raise ValueError(
-                f"all eigenvalues lie within ±{floor:.4g}; expected some above. Lower `floor`, or "
-                "use scale='linear'."
-            )
-        weights = weights * ~null
-        places = torch.where(null, torch.ones_like(places), places).abs().log10()
+
+    def placed(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return _placed(nodes, weights, scale, floor)
+
+    places, weights = placed(rule.nodes, rule.weights)
+    if scale == "log" and not (weights > 0).any():
+        raise ValueError(
+            f"all eigenvalues lie within ±{floor:.4g}; expected some above. Lower `floor`, or "
+            "use scale='linear'."
+        )
     grid, width = _grid(places, weights, num_points, width)
-    samples = _smoothed(grid, places, weights, width)
-    density, standard_error = mean_of(samples.T)
+    powers = moments(grid, places, weights, width, powers=1 if rule.is_exact else 4)
+    density = powers[0]
+    variance, error = torch.zeros_like(density), torch.zeros_like(density)
+    degrees = torch.full_like(density, math.inf)
+    if not rule.is_exact:
+        variance, degrees = spread_of_probes(powers, num_probes, A.shape[0])
+        error = quadrature_error(rule, placed, grid, density, width)
+        degrees = with_bias(degrees, variance, error**2)
     return SpectralDensity(
         grid=grid if scale == "linear" else 10**grid,
         density=density,
-        standard_error=torch.zeros_like(density) if rule.is_exact else standard_error,
+        standard_error=(variance + error**2).sqrt(),
+        quadrature_error=error,
+        degrees_of_freedom=degrees,
         nodes=rule.nodes,
         weights=rule.weights,
         scale=scale,
@@ -174,15 +221,9 @@ def _grid(
     return grid, width
 
 
-def _smoothed(grid: Tensor, places: Tensor, weights: Tensor, width: float) -> Tensor:
-    """One density a probe, `[probes, points]`."""
-    densities = []
-    for centres, masses in zip(places, weights, strict=True):
-        total = torch.zeros_like(grid)
-        counts = masses != 0  # of an exact rule on the logarithmic scale most may be zeros
-        centres, masses = centres[counts], masses[counts]
-        # In parts: an exact rule has as many nodes as the operator columns.
-        for some, of_them in zip(centres.split(4096), masses.split(4096), strict=True):
-            total = total + torch.exp(-0.5 * ((grid[:, None] - some) / width) ** 2) @ of_them
-        densities.append(total / (width * math.sqrt(2 * math.pi)))
-    return torch.stack(densities)
+def _placed(nodes: Tensor, weights: Tensor, scale: str, floor: float) -> tuple[Tensor, Tensor]:
+    """Where the scale has the nodes; on a logarithmic one zeros weigh nothing."""
+    if scale == "linear":
+        return nodes, weights
+    null = nodes.abs() <= floor
+    return torch.where(null, torch.ones_like(nodes), nodes).abs().log10(), weights * ~null

@@ -10,6 +10,7 @@ from torch import Tensor
 from laplace_debias.linalg.krylov import KrylovBasis
 from laplace_debias.linalg.products import Products, check_at_least, check_finite, check_square
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_sqrt
 from laplace_debias.operators.wrapper import Wrapper
 
@@ -134,7 +135,7 @@ class SquareRoot(Wrapper):
 
     def _first_column(self, basis: KrylovBasis, steps: int | None = None) -> Tensor:
         """√T e₁ for the first steps."""
-        values, vectors = torch.linalg.eigh(basis.projected[:steps, :steps])
+        values, vectors = eigh(basis.projected[:steps, :steps], "the projected operator")
         rounding = 100 * torch.finfo(self.dtype).eps * basis.scale
         if float(values[0]) < -rounding:
             raise ValueError(

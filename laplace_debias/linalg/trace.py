@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.estimate import Estimate, check_budget, mean_of, refine
+from laplace_debias.linalg.estimate import Estimate, check_budget, refine
+from laplace_debias.linalg.moments import mean_of
 from laplace_debias.linalg.probes import DISTRIBUTIONS, draw
 from laplace_debias.linalg.products import (
     Products,
@@ -14,6 +15,7 @@ from laplace_debias.linalg.products import (
     check_generator,
     check_square,
 )
+from laplace_debias.linalg.quadratic_forms import QuadraticForms
 from laplace_debias.linalg.sketch import LeftOutPairs, RangeSketch
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_trace
@@ -46,12 +48,19 @@ def trace(
     - `"hutchinson"`: the mean of $\omega^\top A \omega$ over probes. Its error falls as
       $\|A\|_F / \sqrt m$ whatever the spectrum.
     - `"hutch++"`: exact on the range of a sketch $A\Omega = QR$, Hutchinson on the rest. A third of
-      the products makes the sketch, a third $AQ$, the rest are probes. Its standard error is that
-      of the probes, and honest given the sketch.
+      the products makes the sketch, a third $AQ$, the rest are probes, whose standard error is
+      that of the estimate.
     - `"xtrace"`: every probe in turn is left out of the sketch and used on what the others miss;
       the mean over all of them. Best on decaying spectra. Its standard error
       allows for the estimates' dependence, which the paper's leaves out; on nearly constant spectra
       it is too large.
+
+    Intervals of 95 % (`Estimate.interval`) cover the trace in 93 to 97 % of runs from 12 products
+    on, in simulations of flat, decaying, indefinite spectra and low ranks with noise. XTrace's
+    cover in 99 % where few outliers stand over a nearly constant rest, in 90 % where a single one
+    stands a thousand times over it. For operators that claim to be symmetric the vectors $A\omega$
+    tell the spread; for others the samples do, and where few eigenvalues are nearly all of the
+    trace, intervals after 12 products cover in 88 to 93 %.
 
     A structured operator's trace is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).
@@ -103,9 +112,9 @@ def trace(
 
         advance: Callable[[int], Estimate]
         if method == "hutchinson":
-            advance = _Hutchinson(P, draw_probes).advance
+            advance = _Hutchinson(P, draw_probes, distribution).advance
         elif method == "hutch++":
-            advance = _HutchPlusPlus(P, draw_probes).advance
+            advance = _HutchPlusPlus(P, draw_probes, distribution).advance
         else:
             advance = _XTrace(P, draw_probes, rescale=distribution == "spherical").advance
         return refine(
@@ -124,20 +133,22 @@ def _by_columns(products: Products) -> Estimate:
 
 
 class _Hutchinson:
-    def __init__(self, products: Products, draw_probes: Draw) -> None:
+    def __init__(self, products: Products, draw_probes: Draw, distribution: str) -> None:
         self._products, self._draw = products, draw_probes
-        self._samples: list[Tensor] = []
+        self._forms = QuadraticForms(distribution, products.operator.is_symmetric)
 
     def advance(self, total: int) -> Estimate:
         for size in self._products.chunks(total - self._products.count):
             probes = self._draw(size)
-            self._samples.append((probes * self._products(probes)).sum(dim=0))
-        return Estimate(*mean_of(torch.cat(self._samples)), self._products.count)
+            self._forms.add(probes, self._products(probes))
+        mean, standard_error, degrees = self._forms.mean()
+        count = self._products.count
+        return Estimate(mean, standard_error, count, degrees_of_freedom=degrees)
 
 
 class _HutchPlusPlus:
-    def __init__(self, products: Products, draw_probes: Draw) -> None:
-        self._products, self._draw = products, draw_probes
+    def __init__(self, products: Products, draw_probes: Draw, distribution: str) -> None:
+        self._products, self._draw, self._distribution = products, draw_probes, distribution
         self._sketch: RangeSketch | None = None
 
     def advance(self, total: int) -> Estimate:
@@ -145,7 +156,7 @@ class _HutchPlusPlus:
         if self._sketch is None:
             empty = self._draw(0)
             self._sketch, self._images = RangeSketch(empty), empty
-            self._rest, self._rest_images = empty, empty
+            self._probes, self._rest_images = empty, empty
         sketch = self._sketch
         more = total // 3 - sketch.Q.shape[1]
         if more > 0:
@@ -154,16 +165,17 @@ class _HutchPlusPlus:
             images = multiply(new)
             self._images = torch.cat([self._images, images], dim=1)
             # Old probes are still independent of the sketch: project them on the smaller rest.
-            inside = new.T @ self._rest
-            self._rest = self._rest - new @ inside
-            self._rest_images = self._rest_images - images @ inside
+            self._rest_images = self._rest_images - images @ (new.T @ self._probes)
         probes = self._draw(total - multiply.count)
-        probes = probes - sketch.Q @ (sketch.Q.T @ probes)
-        self._rest = torch.cat([self._rest, probes], dim=1)
-        self._rest_images = torch.cat([self._rest_images, multiply(probes)], dim=1)
-        mean, standard_error = mean_of((self._rest * self._rest_images).sum(dim=0))
-        inside_trace = (sketch.Q * self._images).sum()
-        return Estimate(inside_trace + mean, standard_error, multiply.count)
+        self._probes = torch.cat([self._probes, probes], dim=1)
+        rest = multiply(probes - sketch.Q @ (sketch.Q.T @ probes))
+        self._rest_images = torch.cat([self._rest_images, rest], dim=1)
+        forms = QuadraticForms(self._distribution, multiply.operator.is_symmetric)
+        inside = sketch.Q.T @ self._rest_images
+        forms.add(self._probes, self._rest_images - sketch.Q @ inside)
+        mean, standard_error, degrees = forms.mean()
+        value = (sketch.Q * self._images).sum() + mean
+        return Estimate(value, standard_error, multiply.count, degrees_of_freedom=degrees)
 
 
 class _XTrace:
@@ -180,14 +192,14 @@ class _XTrace:
         probes = self._draw(total // 2 - sketch.Q.shape[1])
         new = sketch.extend(probes, multiply(probes))
         self._images = torch.cat([self._images, multiply(new)], dim=1)
-        mean, standard_error = _leave_one_out_traces(sketch, self._images, self._rescale)
-        return Estimate(mean, standard_error, multiply.count)
+        mean, standard_error, degrees = _leave_one_out_traces(sketch, self._images, self._rescale)
+        return Estimate(mean, standard_error, multiply.count, degrees_of_freedom=degrees)
 
 
 def _leave_one_out_traces(
     sketch: RangeSketch, images: Tensor, rescale: bool
-) -> tuple[Tensor, Tensor]:
-    r"""The mean of one estimate a probe and its standard error, in $O(l^2 n)$.
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The mean of one estimate a probe, its error and degrees of freedom, in $O(l^2 n)$.
 
     $t_i = \mathrm{tr}\, Q_{(i)}^\top A Q_{(i)} + \nu_i^\top A \nu_i$ with $\nu_i = (I -
     Q_{(i)}Q_{(i)}^\top)\,\omega_i = \omega_i - Q x_i$, where $x_i = (I - s_i s_i^\top) Q^\top
@@ -215,4 +227,4 @@ def _leave_one_out_traces(
     if rescale:
         scale_too = (n - count + 2) / (squared_length[:, None] + on_probe**2)
     changes = on_basis + scale[:, None] * outside[:, None] - scale_too * outside_too
-    return pairs.mean_of(samples, (changes * changes.T).sum())
+    return pairs.mean_of(samples, (changes * changes.T).sum(dim=1))

@@ -4,6 +4,7 @@ from laplace_debias.metrics.calibration import ReliabilityCurve, reliability_cur
 from laplace_debias.metrics.classification import accuracy, brier, ece, nll
 from laplace_debias.metrics.evaluation import evaluate
 from laplace_debias.metrics.intervals import Interval, bootstrap
+from laplace_debias.metrics.multilabel import evaluate_multilabel
 from laplace_debias.metrics.ood import aupr, auroc, entropy, fpr95
 from laplace_debias.metrics.regression import gaussian_nll, rmse
 
@@ -18,6 +19,7 @@ __all__ = [
     "ece",
     "entropy",
     "evaluate",
+    "evaluate_multilabel",
     "fpr95",
     "gaussian_nll",
     "nll",

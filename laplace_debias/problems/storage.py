@@ -1,12 +1,13 @@
 """Named tensors in safetensors files: read with clear errors, written atomically."""
 
-import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+
+from laplace_debias.atomic import written_atomically
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
@@ -36,7 +37,8 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors to a safetensors file, whole or not at all.
 
-    The file is written beside its place and moved there, so a reader never sees half of it.
+    The file is written beside its place and moved there, so a reader never sees half of it; see
+    `atomic`.
 
     Args:
         path: The file; missing folders are made, an existing file is replaced.
@@ -45,21 +47,15 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         ValueError: If the folder cannot be made or written to.
     """
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Copies, since safetensors refuses tensors that share memory.
-        part.write_bytes(
-            save(
-                {
-                    k: v.detach().cpu().clone(memory_format=torch.contiguous_format)
-                    for k, v in tensors.items()
-                }
-            )
+        data = save(
+            {
+                k: v.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for k, v in tensors.items()
+            }
         )
-        part.replace(path)
+        with written_atomically(path) as temporary:
+            temporary.write_bytes(data)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"cannot write {path} ({error}); name a writable place") from error
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,32 +1,30 @@
 """The stream of a batch's curvature blocks through BackPACK.
 
-BackPACK propagates all columns of the loss Hessian's root through a sequential network and calls
-an `extension_hook` at every layer. Three of its rules are replaced here:
+BackPACK's derivatives push all columns of the loss Hessian's root at once through the linear and
+convolutional layers of a sequential network. What stands around them is of this package:
 
 - the loss: any `Likelihood` gives the columns, exact or sampled;
-- Linear and convolutions: BackPACK's convolution factor pairs the *sum* of the gradients over
-  the positions with the *sum* over the positions of the activations' outer products, so its trace
-  is too large by about the number of positions. The rule here measures the block as the rest of the
-  package does, on the same rows of activations and gradients;
+- the factors: BackPACK's convolution factor pairs the *sum* of the gradients over the positions
+  with the *sum* over the positions of the activations' outer products, so its trace is too large by
+  about the number of positions. A block is measured here as in the rest of the package, on the same
+  rows of activations and gradients;
 - layers without parameters (`AdaptiveAvgPool2d`, `GELU`, …), most of which BackPACK refuses: they
-  pass the columns through by automatic differentiation.
+  pass the columns through by automatic differentiation;
+- the way from layer to layer: BackPACK keeps it in variables of the whole process (the active
+  extensions, a list of hooks), so that two threads would fit with each other's. In a sequential
+  network it is a loop.
 """
 
-import warnings
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from backpack import backpack, extend
-from backpack.context import CTX
-from backpack.extensions import KFLR
-from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.secondorder.hbp.conv1d import HBPConv1d
-from backpack.extensions.secondorder.hbp.conv2d import HBPConv2d
-from backpack.extensions.secondorder.hbp.conv3d import HBPConv3d
-from backpack.extensions.secondorder.hbp.linear import HBPLinear
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.conv1d import Conv1DDerivatives
+from backpack.core.derivatives.conv2d import Conv2DDerivatives
+from backpack.core.derivatives.conv3d import Conv3DDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 
 from laplace_debias.curvature.blocks import LAYERS, Block
 from laplace_debias.curvature.inputs import Inputs
@@ -34,11 +32,11 @@ from laplace_debias.curvature.kfac.stream import Columns, Consume, Measure
 from laplace_debias.curvature.tap import check_batched
 
 Measured = TypeVar("Measured")
-_HBP_RULES = {
-    nn.Linear: HBPLinear,
-    nn.Conv1d: HBPConv1d,
-    nn.Conv2d: HBPConv2d,
-    nn.Conv3d: HBPConv3d,
+_DERIVATIVES: dict[type[nn.Module], type[BaseDerivatives]] = {
+    nn.Linear: LinearDerivatives,
+    nn.Conv1d: Conv1DDerivatives,
+    nn.Conv2d: Conv2DDerivatives,
+    nn.Conv3d: Conv3DDerivatives,
 }
 
 
@@ -46,8 +44,8 @@ def why_not_backpack(model: nn.Module) -> str | None:
     """Why BackPACK cannot be trusted with a model, or None if it can.
 
     BackPACK follows modules, not operations: what a custom `forward` does between them would be
-    lost, and it hands columns from module to module by the address of their data. So it takes
-    `nn.Sequential`s, nested at will, of layers that it knows or that have no parameters.
+    lost. So it takes `nn.Sequential`s, nested at will, of layers that it knows or that have no
+    parameters.
     """
     seen: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -60,7 +58,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
             return f"{name} has forward hooks, which BackPACK does not see"
         if type(module) is nn.Sequential:
             continue
-        if type(module) in _HBP_RULES:
+        if type(module) in _DERIVATIVES:
             if getattr(module, "groups", 1) != 1:
                 return f"{name} is a grouped convolution"
             if isinstance(getattr(module, "padding", 0), str):
@@ -83,18 +81,12 @@ class BackpackStream:
     """The stream through BackPACK; arguments as `HookStream`."""
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
-        wanted = {block.parameters[0] for block in blocks}
-        for name, parameter in network.named_parameters():
-            parameter.requires_grad_(name in wanted)
-        self._by_module: dict[nn.Module, list[Block]] = {}
+        self._of_layer: dict[nn.Module, list[Block]] = {}
         for block in blocks:
-            self._by_module.setdefault(network.get_submodule(block.layer), []).append(block)
-        self._first = network.get_parameter(blocks[0].parameters[0])
-        handles_before = len(CTX.hook_handles)
-        self._network = extend(network)
-        self._loss = extend(_ColumnLoss())
-        # BackPACK keeps every hook's handle in a global list for good.
-        del CTX.hook_handles[handles_before:]
+            self._of_layer.setdefault(network.get_submodule(block.layer), []).append(block)
+        # `why_not_backpack` lets nothing else pass: they are called in this order.
+        self._chain = [module for module in network.modules() if type(module) is not nn.Sequential]
+        self._first = min(map(self._chain.index, self._of_layer))
 
     def __call__(
         self,
@@ -107,106 +99,45 @@ class BackpackStream:
         """Measure every block on one batch; arguments as `HookStream`."""
         if not isinstance(x, Tensor):
             raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
-        parts: list[Tensor] = []
-
-        def first_part(outputs: Tensor) -> Tensor:
-            parts.extend(columns(outputs).split(at_once))
-            return parts[0]
-
-        self._run(x, first_part, measure, consume)
-        # BackPACK frees its graph: further parts of the cotangents take a forward pass each.
-        for part in parts[1:]:
-            self._run(x, lambda _, part=part: part, measure, consume)  # type: ignore[misc]
-
-    def _run(
-        self, x: Tensor, columns: Columns, measure: Measure[Measured], consume: Consume[Measured]
-    ) -> None:
-        extension = _BlockExtension(self._network, self._by_module, columns, measure, len(x))
-
-        def hand_over(module: nn.Module) -> None:
-            for block in self._by_module.get(module, ()):
-                parameter = getattr(module, block.role)
-                consume(block, parameter.__dict__.pop(extension.savefield))
-
-        with (
-            torch.enable_grad(),
-            warnings.catch_warnings(),
-            backpack(extension, extension_hook=hand_over),
-        ):
-            # torch announces that the first layer's hook sees no gradient of its input: none is
-            # wanted.
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            # BackPACK rides on a backward pass of its own; differentiating one parameter of the
-            # first block visits every layer behind it and computes no other weight gradient.
-            torch.autograd.grad(self._loss(self._network(x)), self._first)
+        passed = [x]
+        with torch.no_grad():
+            for layer in self._chain[: self._first]:
+                passed = [layer(passed[0])]
+            # What is before the first block is not kept.
+            for layer in self._chain[self._first :]:
+                passed.append(layer(passed[-1]))
+        behind = self._chain[self._first :]
+        for part in columns(passed[-1]).split(at_once):
+            gradients = part
+            for place in reversed(range(len(behind))):
+                layer, inputs = behind[place], passed[place]
+                for block in self._of_layer.get(layer, ()):
+                    check_batched(block.layer, inputs, len(x))
+                    consume(block, measure(layer, block, [(inputs, gradients)]))
+                if place > 0:
+                    gradients = _pull(layer, inputs, passed[place + 1], gradients)
 
 
-class _ColumnLoss(_Loss):
-    """Stands behind the network: its BackPACK rule hands out the columns."""
+def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
+    """Gradients `[K, B, ...]` with respect to a layer's input from those to its output.
 
-    def forward(self, outputs: Tensor) -> Tensor:
-        return outputs.sum()
-
-
-class _LossRule(ModuleExtension):
-    def backpropagate(
-        self, extension: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
-    ) -> Tensor:
-        return extension.columns(module.input0.detach())
-
-
-class _PassThrough(ModuleExtension):
-    """Columns through a layer without parameters, by differentiating the layer."""
-
-    def backpropagate(
-        self, extension: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Tensor
-    ) -> Tensor:
-        x = module.input0.detach().requires_grad_()
-        # The layer's own forward, without BackPACK's hooks around it.
-        with torch.enable_grad():
-            outputs = module.forward(x)
-        (product,) = torch.autograd.grad(outputs, x, bpQuantities, is_grads_batched=True)
-        return product
-
-
-class _BlockExtension(KFLR):
-    """BackPACK's exact Kronecker extension with the rules of this package."""
-
-    def __init__(
-        self,
-        network: nn.Module,
-        by_module: dict[nn.Module, list[Block]],
-        columns: Columns,
-        measure: Measure,
-        batch: int,
-    ) -> None:
-        super().__init__()
-        self.batch = batch
-        self.by_module = by_module
-        self.columns = columns
-        self.measure = measure
-        self.set_module_extension(_ColumnLoss, _LossRule())
-        for kind, rule in _HBP_RULES.items():
-            self.set_module_extension(kind, _measuring(rule), overwrite=True)
-        for module in network.modules():
-            if type(module) is not nn.Sequential and type(module) not in _HBP_RULES:
-                self.set_module_extension(type(module), _PassThrough(), overwrite=True)
-
-
-def _measuring(rule: type) -> ModuleExtension:
-    """BackPACK's rule for a layer with what it computes of weight and bias replaced."""
-
-    def measure_role(role: str) -> Any:
-        def measured(_: Any, ext: Any, module: Any, g_inp: Any, g_out: Any, columns: Tensor) -> Any:
-            block = next(b for b in ext.by_module[module] if b.role == role)
-            check_batched(block.layer, module.input0, ext.batch)
-            return ext.measure(module, block, [(module.input0.detach(), columns)])
-
-        return measured
-
-    kind = type(
-        f"Measuring{rule.__name__}",
-        (rule,),
-        {"weight": measure_role("weight"), "bias": measure_role("bias")},
-    )
-    return kind()
+    Args:
+        layer: The layer.
+        x: Its input, `[B, ...]`.
+        z: Its output, `[B, ...]`.
+        gradients: `[K, B, ...]`.
+    """
+    rule = _DERIVATIVES.get(type(layer))
+    if rule is not None:
+        # Where BackPACK looks for them; the layer is that of a `shadow`.
+        layer.input0, layer.output = x, z
+        try:
+            return rule().jac_t_mat_prod(layer, (), (), gradients)
+        finally:
+            del layer.input0, layer.output
+    x = x.detach().requires_grad_()
+    # The layer's own forward, without hooks around it.
+    with torch.enable_grad():
+        outputs = layer.forward(x)
+    (product,) = torch.autograd.grad(outputs, x, gradients, is_grads_batched=True)
+    return product

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.inputs import Inputs, join, take
-from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis, eigh
+from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis, eigh, pooled
 from laplace_debias.curvature.kfac.fit import (
     FITS,
     Batches,
@@ -79,18 +79,20 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
     if curvature == "ekfac":
         bases = eigenbases({b: _total(of_folds, b) for b in problem.blocks}, seen.num_examples)
         table = exact_crossfit(problem, folds, starts, of_folds, bases)
+        table = {block: bases[block].pooled(table[block], problem.dtype) for block in table}
         return Fitted(assemble(problem, bases, table), seen)
     sizes = torch.tensor([len(y) for _, y in folds]).to(folds[0][1].device)
     for block in problem.blocks:
         # A block's factors are freed once it is done with.
         sides = zip(*(sums.pop(block) for sums in of_folds), strict=True)
         G, A = (torch.stack(factors) for factors in sides)
-        basis = eigenbasis(G.sum(0) / seen.num_examples, A.sum(0) / seen.num_examples)
+        basis = eigenbasis(G.sum(0) / seen.num_examples, A.sum(0) / seen.num_examples, block.name)
         along_G, along_A = (
             crossfit_magnitudes(factors, sizes, known, problem.dtype)
             for factors, known in zip((G, A), _eigenpairs(basis), strict=True)
         )
-        bases[block], table[block] = basis, torch.outer(along_G, along_A)
+        bases[block] = basis
+        table[block] = basis.pooled(torch.outer(along_G, along_A), problem.dtype)
     return Fitted(assemble(problem, bases, table), seen)
 
 
@@ -102,9 +104,8 @@ def crossfit_magnitudes(
 ) -> Float[Tensor, " d"]:
     """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
 
-    Directions without curvature on the other folds may be any basis of their space. What is
-    measured along each of them is the fold's mean curvature over the space, which does not depend
-    on the basis and is what a basis chosen at random measures in the mean.
+    What is measured along directions that the other folds do not determine, those without
+    curvature there above all, is averaged over their space; see `directions.pooled`.
 
     A diagonal factor's directions are the coordinate axes, whatever the data: out of fold or not,
     its magnitudes are its entries.
@@ -125,6 +126,7 @@ def crossfit_magnitudes(
     total = factors.sum(0)
     if factors.ndim == 2:
         return total / num_examples
+    precision = factors.dtype if precision is None else precision
     values, U = eigh(total / num_examples) if known is None else known
     within = _Within(values, U, precision)
     magnitudes = torch.zeros_like(values)
@@ -132,12 +134,10 @@ def crossfit_magnitudes(
         own = within.projected(factor)
         others = within.projected(total) - own
         of_others, basis = eigh(others / (num_examples - size))
-        rank = numerical_rank(of_others, precision)
-        measured = along(own, basis)
+        rest = values.new_zeros(len(values) - len(of_others))
+        measured = torch.cat([along(own, basis), rest])
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
-        magnitudes[:rank] += measured[:rank] / num_examples
-        if rank < len(values):
-            magnitudes[rank:] += measured[rank:].sum() / (len(values) - rank) / num_examples
+        magnitudes += pooled(measured, torch.cat([of_others, rest]), precision) / num_examples
     return magnitudes
 
 
@@ -210,7 +210,6 @@ def exact_crossfit(
     table: Sums = {}
     for fold, first, own in zip(folds, starts, of_folds, strict=False):
         bases: dict[Block, Eigenbasis] = {}
-        ranks: dict[Block, list[int]] = {}
         for block in problem.blocks:
             sides = zip(totals[block], own[block], _eigenpairs(whole[block]), strict=True)
             (along_G, U_G), (along_A, U_A) = (
@@ -218,16 +217,8 @@ def exact_crossfit(
                 for total, mine, known in sides
             )
             bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
-            ranks[block] = [
-                len(values) if U is None else numerical_rank(values, problem.dtype)
-                for values, U in ((along_G, U_G), (along_A, U_A))
-            ]
         for block, squares in exact_sums(problem, bases, [fold], first)[0].items():
-            for dim, rank in enumerate(ranks[block]):
-                if rank < squares.shape[dim]:
-                    null = squares.narrow(dim, rank, squares.shape[dim] - rank)
-                    null.copy_(null.mean(dim, keepdim=True).expand_as(null))
-            add_to(table, block, squares / num_examples)
+            add_to(table, block, bases[block].pooled(squares, problem.dtype) / num_examples)
     return table
 
 

@@ -1,10 +1,16 @@
-"""Directions: the eigenbases of Kronecker factors."""
+"""Directions: the eigenbases of Kronecker factors, and which of their vectors data determine."""
 
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from laplace_debias.operators import eigh as decomposition
+
+# Eigenvalues nearer than this share of the largest one belong to directions that rounding mixes:
+# the angle between two such is off by rounding over their distance.
+_RESOLUTION = 1e-7
 
 
 @dataclass(frozen=True)
@@ -29,25 +35,108 @@ class Eigenbasis:
         """The factors' own curvature along every direction, `λ_i(G) λ_j(A)`."""
         return torch.outer(self.along_G, self.along_A)
 
+    def pooled(
+        self, measured: Float[Tensor, "d_out d_in"], precision: torch.dtype
+    ) -> Float[Tensor, "d_out d_in"]:
+        """Curvature along the directions, averaged over those that data cannot tell apart.
 
-def eigenbasis(G: Tensor, A: Tensor) -> Eigenbasis:
-    """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes."""
-    along_G, U_G = eigh(G)
-    along_A, U_A = eigh(A)
+        Args:
+            measured: Curvature measured along every pair of directions.
+            precision: As `pooled` takes it.
+        """
+        # In units of the block's curvature, not of one factor's.
+        along_G, along_A = self.along_G * self.along_A.max(), self.along_A * self.along_G.max()
+        if self.U_G is not None:
+            measured = pooled(measured, along_G, precision)
+        if self.U_A is not None:
+            measured = pooled(measured.T, along_A, precision).T
+        return measured
+
+
+def eigenbasis(G: Tensor, A: Tensor, block: str) -> Eigenbasis:
+    """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes.
+
+    Args:
+        G: `[d_out, d_out]`, or `[d_out]`.
+        A: `[d_in, d_in]`, or `[d_in]`.
+        block: Name of the block, for messages.
+
+    Raises:
+        ValueError: As `eigh`.
+        torch.linalg.LinAlgError: As `eigh`.
+    """
+    along_G, U_G = eigh(G, f"factor G of {block}")
+    along_A, U_A = eigh(A, f"factor A of {block}")
     return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
-def eigh(factor: Tensor) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"] | None]:
-    """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None."""
+def eigh(
+    factor: Tensor, what: str = "the factor"
+) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"] | None]:
+    """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
+
+    Args:
+        factor: A positive semi-definite matrix `[d, d]`, or the diagonal of one, `[d]`.
+        what: What it is, for messages.
+
+    Raises:
+        ValueError: If it holds NaN or Inf.
+        torch.linalg.LinAlgError: If it cannot be decomposed.
+    """
     if factor.ndim == 1:
         return factor, None
-    # Entries near the smallest numbers of a dtype keep LAPACK from converging.
-    scale = factor.abs().max().clamp_min(torch.finfo(factor.dtype).tiny)
-    try:
-        values, vectors = torch.linalg.eigh(factor / scale)
-    except torch.linalg.LinAlgError:
-        # Many close eigenvalues in single precision.
-        values, vectors = torch.linalg.eigh((factor / scale).double())
-    # The factors are positive semi-definite: what lies below zero is rounding.
-    values = values.flip(0).clamp_min(0).to(factor.dtype) * scale
-    return values, vectors.flip(1).to(factor.dtype)
+    # A factor of few examples has few rows behind it.
+    pair = decomposition.low_rank_eigh(factor, what) or decomposition.eigh(factor, what)
+    values, vectors = pair
+    # Below zero there is nothing but rounding.
+    return values.flip(0).clamp_min(0), vectors.flip(1)
+
+
+def resolution(precision: torch.dtype) -> float:
+    """How far apart eigenvalues must be for their eigenvectors to be determined.
+
+    Args:
+        precision: What the matrix was computed in.
+
+    Returns:
+        A share of the largest eigenvalue.
+    """
+    return max(_RESOLUTION, 8 * torch.finfo(precision).eps)
+
+
+def pooled(
+    measured: Float[Tensor, "d *columns"], values: Float[Tensor, " d"], precision: torch.dtype
+) -> Float[Tensor, "d *columns"]:
+    r"""Curvature along eigenvectors, averaged over those whose eigenvalues nearly coincide.
+
+    Any orthonormal basis of the space of an eigenvalue is one of eigenvectors, of the null space
+    above all: which one comes out depends on the order of the examples, on the batch size and on
+    the machine. So does what *other* data measure along it. The mean over the space depends on
+    none of them, and is what a basis chosen at random measures on average. With a weight k that is
+    1 up to half the `resolution`, falls linearly and is 0 from the whole on,
+
+    $$\tilde\Lambda_i = \frac{\sum_j k(\lambda_i - \lambda_j)\,\Lambda_j}
+    {\sum_j k(\lambda_i - \lambda_j)},$$
+
+    the quotient of two traces of functions of the matrix, and so continuous in it.
+
+    A matrix may also be nothing but what rounding left of a sum that cancels: gradients at the keys
+    of attention add up to zero over positions. So eigenvectors whose eigenvalues are all below the
+    square of the resolution, as a share of the curvature measured, are averaged over as one space.
+
+    Args:
+        measured: Curvature along the eigenvectors, on any data; further dimensions are averaged
+            column by column.
+        values: The eigenvalues, descending, in the units of `measured`.
+        precision: What the eigenvalues' matrix was computed in.
+    """
+    if len(values) == 0:
+        return measured
+    width = resolution(precision) * values[0]
+    if bool(values[0] <= resolution(precision) ** 2 * measured.max()):
+        return measured.mean(0, keepdim=True).expand_as(measured)
+    if bool((values[:-1] - values[1:] >= width).all()):
+        return measured
+    distances = (values[:, None] - values).abs() / width
+    weights = (2 - 2 * distances).clamp(0, 1)
+    return ((weights / weights.sum(1, keepdim=True)) @ measured.to(values)).to(measured)

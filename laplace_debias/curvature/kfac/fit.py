@@ -1,6 +1,6 @@
 """Fitting Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from laplace_debias.curvature.columns import Cotangents
 from laplace_debias.curvature.inputs import Inputs, call, take
 from laplace_debias.curvature.kfac.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.kfac.factors import gradient_factor, input_factor
-from laplace_debias.curvature.kfac.layers import Uses
+from laplace_debias.curvature.kfac.layers import Masks, Uses
 from laplace_debias.curvature.kfac.magnitudes import along, ekfac_magnitudes
+from laplace_debias.curvature.kfac.positions import PositionFinder
 from laplace_debias.curvature.kfac.stream import Backend, Consume, HookStream, Measure
 from laplace_debias.curvature.kfac.verify import check_jacobians, check_overridden
 from laplace_debias.curvature.shadow import shadow
@@ -23,7 +24,10 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 Batches = Iterable[tuple[Inputs, Tensor]]
 Sums = dict[Block, Tensor]
-ConsumeInputs = Callable[[nn.Module, Block, Sequence[Sequence[Tensor]]], None]
+# From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
+ConsumeInputs = Callable[
+    [nn.Module, Block, Sequence[Sequence[Tensor]], Sequence[Masks | None]], None
+]
 # G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
 # Bytes of layers' inputs that are kept until A is computed from them.
@@ -101,8 +105,13 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     def project_gradients(block: Block, G: Tensor) -> None:
         add_to(along_G, block, along(G.to(problem.factor_dtype), bases[block].U_G))
 
-    def project_inputs(layer: nn.Module, block: Block, inputs: Sequence[Sequence[Tensor]]) -> None:
-        A = input_factor(layer, block, inputs).to(problem.factor_dtype)
+    def project_inputs(
+        layer: nn.Module,
+        block: Block,
+        inputs: Sequence[Sequence[Tensor]],
+        masks: Sequence[Masks | None],
+    ) -> None:
+        A = input_factor(layer, block, inputs, masks).to(problem.factor_dtype)
         add_to(along_A, block, along(A, bases[block].U_A))
 
     measured = sweep(
@@ -114,10 +123,13 @@ def fit_kfac(problem: Problem, directions: Batches, magnitudes: Batches | None) 
         seen.num_examples,
         additive=True,
     )
+    check_finite_sums({block: [G] for block, G in along_G.items()})
+    check_finite_sums({block: [A] for block, A in along_A.items()})
     table = {}
     for block, G in along_G.items():
         A = along_A[block] / measured.num_examples if block in along_A else G.new_ones(1)
-        table[block] = torch.outer(G / measured.num_examples, A)
+        on_others = torch.outer(G / measured.num_examples, A)
+        table[block] = bases[block].pooled(on_others, problem.dtype)
     return Fitted(assemble(problem, bases, table), together(seen, measured))
 
 
@@ -134,7 +146,10 @@ def fit_ekfac(problem: Problem, directions: Batches, magnitudes: Batches | None)
     bases = eigenbases(sums, seen.num_examples)
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
-    table = {block: squares / measured.num_examples for block, squares in table.items()}
+    table = {
+        block: bases[block].pooled(squares / measured.num_examples, problem.dtype)
+        for block, squares in table.items()
+    }
     everything = seen if magnitudes is None else together(seen, measured)
     return Fitted(assemble(problem, bases, table), everything)
 
@@ -154,7 +169,9 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    return sums, sweep(problem, batches, measure, collect, first=first)
+    seen = sweep(problem, batches, measure, collect, first=first)
+    check_finite_sums({block: [squares] for block, squares in sums.items()})
+    return sums, seen
 
 
 def fit_diagonal(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
@@ -204,7 +221,8 @@ def sweep(
         measure: What to compute of a block on a chunk of a batch.
         consume: Takes what was measured of a block.
         consume_inputs: If given, takes at the end of every batch (of a very large one also within)
-            the layer of one weight block after the other and what went into it, chunk by chunk.
+            the layer of one weight block after the other, what went into it, chunk by chunk, and
+            which positions take part. Then `measure` is told them too, where not all do.
         first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
             it, so that different data get different labels.
         additive: Whether measuring one cotangent after the other costs no more than all at once.
@@ -217,7 +235,8 @@ def sweep(
     network = shadow(problem.model)
     stream = problem.backend(network, problem.blocks)
     num_seen, nll, pace = 0, torch.zeros((), dtype=torch.float64), None
-    inputs: dict[Block, list[list[Tensor]]] = {}
+    inputs: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
+    masks: dict[str, Masks] = {}
     fresh: set[Block] = set()
     kept = 0
 
@@ -226,15 +245,18 @@ def sweep(
         if consume_inputs is not None and not block.is_vector and block in fresh:
             # Further cotangents of the same examples come with the same inputs.
             fresh.discard(block)
-            inputs.setdefault(block, []).append([x for x, _ in uses])
+            used = [x for x, _ in uses]
+            inputs.setdefault(block, []).append((used, masks.get(block.layer)))
             kept += sum(x.numel() * x.element_size() for x, _ in uses)
+        if block.layer in masks:
+            return measure(layer, block, uses, masks[block.layer])
         return measure(layer, block, uses)
 
     def hand_over_inputs(consume_inputs: ConsumeInputs) -> None:
         nonlocal kept
         while inputs:
             block, parts = inputs.popitem()
-            consume_inputs(network.get_submodule(block.layer), block, _joined(parts))
+            consume_inputs(network.get_submodule(block.layer), block, *_joined(parts))
         kept = 0
 
     for all_x, all_y in batches:
@@ -253,6 +275,9 @@ def sweep(
                 return cotangents
 
             fresh.update(problem.blocks)
+            if consume_inputs is not None:
+                masks.clear()
+                masks.update(pace.positions.find(x, y, first + num_seen))
             stream(x, columns, measure_and_keep, consume, pace.columns)
             num_seen += len(y)
             if consume_inputs is not None and kept > _KEPT_INPUTS:
@@ -264,11 +289,15 @@ def sweep(
     return Seen(num_seen, nll.item())
 
 
-def _joined(parts: list[list[Tensor]]) -> list[list[Tensor]]:
+def _joined(
+    parts: list[tuple[list[Tensor], Masks | None]],
+) -> tuple[list[list[Tensor]], list[Masks | None]]:
     """The parts of a batch in one, where they are alike."""
-    if len({tuple(x.shape[1:] for x in part) for part in parts}) > 1:
-        return parts
-    return [[torch.cat(uses) for uses in zip(*parts, strict=True)]]
+    inputs, masks = [part for part, _ in parts], [mask for _, mask in parts]
+    is_masked = any(mask is not None for mask in masks)
+    if is_masked or len({tuple(x.shape[1:] for x in part) for part in inputs}) > 1:
+        return inputs, masks
+    return [[torch.cat(uses) for uses in zip(*inputs, strict=True)]], [None]
 
 
 def check_outputs(outputs: Any) -> None:
@@ -289,10 +318,11 @@ def check_outputs(outputs: Any) -> None:
 
 @dataclass(frozen=True)
 class _Pace:
-    """How many examples and cotangents go through the network at once."""
+    """How many examples and cotangents go through the network at once, and what finds padding."""
 
     examples: int
     columns: int
+    positions: PositionFinder
 
 
 def _pace(
@@ -317,6 +347,9 @@ def _pace(
         check_overridden(network, problem.blocks, tap.uses)
         check_repeatable(problem.model, take(x, slice(0, 2)), outputs.detach())
         check_jacobians(network, problem.model, problem.blocks, one, tap, outputs)
+    positions = PositionFinder(
+        problem.model, problem.blocks, problem.cotangents, network, tap.uses, outputs
+    )
     columns = problem.cotangents.num_columns(outputs)
     size = tap.output_bytes() + extra_bytes
     if size > problem.memory_bound:
@@ -328,7 +361,7 @@ def _pace(
     if additive and tap.one_by_one and problem.backend is HookStream:
         at_once = 1
     examples = problem.memory_bound // (_SHARE * at_once * size)
-    return _Pace(max(1, examples), at_once)
+    return _Pace(max(1, examples), at_once, positions)
 
 
 def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
@@ -381,19 +414,45 @@ def factor_sums(problem: Problem, batches: Batches, first: int = 0) -> tuple[Fac
             sums[block] = (torch.zeros_like(G), _no_input_factor(block, G))
         sums[block][0].add_(G)
 
-    def add_inputs(layer: nn.Module, block: Block, inputs: Sequence[Sequence[Tensor]]) -> None:
-        sums[block][1].add_(input_factor(layer, block, inputs))
+    def add_inputs(
+        layer: nn.Module,
+        block: Block,
+        inputs: Sequence[Sequence[Tensor]],
+        masks: Sequence[Masks | None],
+    ) -> None:
+        sums[block][1].add_(input_factor(layer, block, inputs, masks))
 
     seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first, additive=True)
-    for block, (G, A) in sums.items():
-        if not (torch.isfinite(G).all() and torch.isfinite(A).all()):
-            raise ValueError(
-                f"The curvature of {block.name} holds NaN or Inf: its activations or gradients "
-                "overflow; try the model in a wider dtype."
-            )
+    check_finite_sums(sums)
+    for block, (_, A) in sums.items():
         if block.is_vector:
             A.mul_(seen.num_examples)
     return sums, seen
+
+
+def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
+    """Require what was summed over the data to be finite, block by block.
+
+    What is not finite in one batch is not in the sum either, so that the host waits for the device
+    once, behind the last batch.
+
+    Args:
+        sums: Sums of each block.
+
+    Raises:
+        ValueError: Naming the first block where one holds NaN or Inf, and its layer.
+    """
+    extremes = [torch.stack(torch.aminmax(part)).double() for of in sums.values() for part in of]
+    is_finite = iter(torch.stack(extremes).isfinite().all(1).tolist())
+    for block, of_block in sums.items():
+        found = [next(is_finite) for _ in of_block]
+        if not all(found):
+            layer = f"layer {block.layer!r}" if block.layer else "the model"
+            raise ValueError(
+                f"The curvature of {block.name} holds NaN or Inf: the inputs of {layer}, or the "
+                "gradients at its outputs, hold Inf or overflow when they are squared. Look for "
+                "Inf in the data, rescale it, or convert the model to a wider dtype."
+            )
 
 
 def _no_input_factor(block: Block, like: Tensor) -> Tensor:
@@ -409,7 +468,7 @@ def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
     bases = {}
     for block in list(sums):
         G, A = sums.pop(block)
-        bases[block] = eigenbasis(G / num_examples, A / num_examples)
+        bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
     return bases
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import CONVOLUTIONS, TRANSPOSED, Block
@@ -27,6 +27,9 @@ _CHANNELS_FIRST = (
 
 # A layer's uses in one forward pass: input [B, ...] and output gradients [K, B, ...].
 Uses = Sequence[tuple[Tensor, Tensor]]
+
+# For every use of a layer, which positions take part, [B, T]; uses may differ in T.
+Masks = Sequence[Tensor]
 
 # Unfolded activations are made in slices of at most so many numbers.
 _SLICE = 2**22
@@ -131,6 +134,11 @@ def output_gradients(
         d_out = block.shape[0]
         g = g[:, :, block.group * d_out : (block.group + 1) * d_out]
     return g.flatten(3) if g.ndim > 3 else g.unsqueeze(-1)
+
+
+def takes_part(layer: nn.Module, g: Tensor) -> Bool[Tensor, "batch positions"]:
+    """Where one cotangent's gradients at a layer's output, `[B, ...]`, do not vanish, `[B, T]`."""
+    return (g != 0).any(1 if isinstance(layer, _CHANNELS_FIRST) else -1).flatten(1)
 
 
 def token_gradients(

@@ -77,7 +77,7 @@ def fit_shrunk(problem: Problem, data: Batches, num_folds: int) -> Fitted:
     for block in list(totals):
         means = [total / seen.num_examples for total in totals.pop(block)]
         spread = torch.stack(squares.pop(block)).sum(0)
-        basis = eigenbasis(*means)
+        basis = eigenbasis(means[0], means[1], block.name)
         shrunk = []
         for mean, norms, values in zip(means, spread, (basis.along_G, basis.along_A), strict=True):
             if mean.ndim == 1:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.blocks import Block
 from laplace_debias.curvature.inputs import Inputs
-from laplace_debias.curvature.kfac.layers import Uses
 from laplace_debias.curvature.tap import Tap
 
 Measured = TypeVar("Measured")
-# From a layer, its block and the layer's uses to what is wanted of the block.
-Measure = Callable[[nn.Module, Block, Uses], Measured]
+# From a layer, its block and the layer's uses (and which positions take part, where not all do) to
+# what is wanted of the block.
+Measure = Callable[..., Measured]
 Consume = Callable[[Block, Measured], None]
 # From the outputs [B, ..., C] to the cotangents to push back, [K, B, ..., C].
 Columns = Callable[[Tensor], Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.columns import keyed_uniforms
+from laplace_debias.curvature.columns import keyed_uniforms, places
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 # What the loss needs to know of a batch besides the outputs: targets, and weights of its rows.
@@ -44,6 +44,10 @@ class OutputLoss(ABC):
     @abstractmethod
     def count(self, targets: Tensor) -> float:
         """What `reduction="mean"` divides by, for one batch."""
+
+    def counted(self, labels: Labels) -> Tensor | None:
+        """Which outputs count, broadcasting to the outputs; None for all."""
+        return None
 
     @abstractmethod
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -98,7 +102,14 @@ class Uniforms:
     def __init__(self, seed: int, sample: int, first: int) -> None:
         self._key = (seed, sample, first)
 
-    def __call__(self, like: Tensor) -> Tensor:
-        """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`."""
+    def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`.
+
+        Args:
+            like: Gives shape and device.
+            counted: Which entries count, `[B, ...]`: their numbers are those of an example without
+                the others. None for all.
+        """
         rows = like.reshape(like.shape[0], -1)
-        return keyed_uniforms(*self._key, rows).reshape(like.shape)
+        columns = None if counted is None else places(counted.expand_as(like).flatten(1))
+        return keyed_uniforms(*self._key, rows, columns).reshape(like.shape)

@@ -77,6 +77,17 @@ class CrossEntropy(OutputLoss):
             return float(len(valid))
         return float(self._weight.to(targets.device, torch.float64)[valid].sum())
 
+    def counted(self, labels: Labels) -> Tensor | None:
+        """Targets that are not ignored, nor of a class whose weight is zero."""
+        targets = labels[0]
+        if targets.is_floating_point():
+            return None
+        counted = targets != self._ignore_index
+        if self._weight is not None and self._smoothing == 0:
+            weight = self._weight.to(targets.device)
+            counted = counted & (weight[targets.long().clamp(0, len(weight) - 1)] != 0)
+        return counted.unsqueeze(1)
+
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """What torch computes, summed."""
         return F.cross_entropy(
@@ -135,7 +146,7 @@ class CrossEntropy(OutputLoss):
         """√T (p − e_y), y drawn from the softmax at every position."""
         p = outputs.softmax(1)
         cumulative = p.cumsum(1)
-        above = uniforms(p[:, :1]).to(p.dtype) * cumulative[:, -1:]
+        above = uniforms(p[:, :1], self.counted(labels)).to(p.dtype) * cumulative[:, -1:]
         drawn = (cumulative[:, :-1] <= above).sum(1, keepdim=True)
         root = self._weighted_targets(outputs, labels[0]).sum(1, keepdim=True).sqrt()
         return root * p.scatter_add(1, drawn, torch.full_like(p[:, :1], -1.0))
@@ -215,6 +226,10 @@ class BinaryCrossEntropy(OutputLoss):
         positive = weight * self._rows(self._pos_weight, targets, first)
         return targets, weight + (positive - weight) * targets, positive
 
+    def counted(self, labels: Labels) -> Tensor | None:
+        """Entries whose weight is not zero."""
+        return None if self._weight is None else labels[1] != 0
+
     def has_rows(self, ndim: int) -> bool:
         """Whether a weight has a row for every example, with outputs of so many dimensions."""
         weights = [w for w in (self._weight, self._pos_weight) if w is not None]
@@ -258,7 +273,9 @@ class BinaryCrossEntropy(OutputLoss):
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """√T (p − y), y drawn from the sigmoid."""
         p = outputs.sigmoid()
-        return labels[1].to(outputs.dtype).sqrt() * (p - (uniforms(p) < p).to(p.dtype))
+        return labels[1].to(outputs.dtype).sqrt() * (
+            p - (uniforms(p, self.counted(labels)) < p).to(p.dtype)
+        )
 
 
 def _each_alone(values: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from laplace_debias.curvature.inputs import Inputs
+from laplace_debias.curvature.inputs import LAYER_BY_LAYER, PLAIN_ATTENTION, Inputs
 from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.matrix_free.data import Batch, Data, tensors
 from laplace_debias.curvature.matrix_free.network import Network
 from laplace_debias.curvature.matrix_free.tracing import Program, Tensors, trace
+from laplace_debias.threads import FORWARD_MODE, Lock, SharedSetting
 
 # From the tensors of one vector, or of several stacked along a new first dimension (True).
 Map = Callable[[Tensors, bool], Tensors]
@@ -136,9 +136,12 @@ class Lineariser:
         kind = (_kind_of(inputs), tuple((x.shape, x.dtype) for x in labels))
         try:
             if kind not in self._programs:
-                with _differentiable_kernels(self._network), warnings.catch_warnings():
-                    # Of torch's parts about each other.
-                    warnings.simplefilter("ignore", FutureWarning)
+                with (
+                    # Recording is torch's business of one thread, too.
+                    FORWARD_MODE,
+                    _differentiable_kernels(self._network),
+                    _WITHOUT_FUTURE_WARNINGS,
+                ):
                     self._programs[kind] = trace(function, points, vectors())
         except torch.OutOfMemoryError:
             # It says nothing of the model, which would be taken for one that cannot be recorded.
@@ -170,10 +173,15 @@ Result = TypeVar("Result")
 class Kept(Generic[Item]):
     """What is made of every batch, in order: of the first ones kept, of the others made anew.
 
+    Several threads may go through it: one at a time makes an item, all use those that are kept.
+
     Args:
         data: The batches.
         make: Makes an item of a batch.
         memory_bound: Bytes that the kept items may take together.
+
+    Attributes:
+        lock: Held while an item is made.
     """
 
     def __init__(self, data: Data, make: Callable[[Batch], Item], memory_bound: int) -> None:
@@ -182,11 +190,14 @@ class Kept(Generic[Item]):
         self._memory_bound = memory_bound
         self._items: list[Item] = []
         self._full = False
+        self.lock = Lock()
 
     def forget(self) -> None:
         """Drop everything that is kept."""
-        self._items.clear()
-        self._full = False
+        with self.lock:
+            # A new list: other threads may be going through the old one.
+            self._items = []
+            self._full = False
 
     @property
     def num_bytes(self) -> int:
@@ -199,21 +210,24 @@ class Kept(Generic[Item]):
         No iterator over the items themselves: while the next one is made, whoever went through
         them would still hold the last, beyond the memory bound.
         """
-        if len(self._items) == len(self._data.sizes):
-            yield from map(function, self._items)
+        items = self._items
+        if len(items) == len(self._data.sizes):
+            yield from map(function, items)
             return
         for batch in self._data:
             yield function(self._item(batch))
 
     def _item(self, batch: Batch) -> Item:
-        if batch.index < len(self._items):
-            return self._items[batch.index]
-        item = self._make(batch)
-        if not self._full:
-            self._full = self.num_bytes + item.num_bytes > self._memory_bound
-            if not self._full:
-                self._items.append(item)
-        return item
+        with self.lock:
+            if batch.index < len(self._items):
+                return self._items[batch.index]
+            item = self._make(batch)
+            # What another thread has dropped on the way is not begun in the middle.
+            if not self._full and batch.index == len(self._items):
+                self._full = self.num_bytes + item.num_bytes > self._memory_bound
+                if not self._full:
+                    self._items.append(item)
+            return item
 
 
 def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:
@@ -241,20 +255,45 @@ def _kind_of(inputs: Inputs) -> object:
 @contextmanager
 def _differentiable_kernels(network: Network) -> Iterator[None]:
     """Keep attention and recurrent layers to kernels with all derivatives of second order."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if network.is_recurrent:
-                stack.enter_context(warnings.catch_warnings())
-                # It sets a flag of graphics cards along with the one that is meant.
-                warnings.filterwarnings("ignore", message="TF32 acceleration")
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+    with ExitStack() as stack:
+        stack.enter_context(LAYER_BY_LAYER)
+        stack.enter_context(PLAIN_ATTENTION)
+        if network.is_recurrent:
+            stack.enter_context(_PLAIN_RECURRENCE)
+        yield
+
+
+@contextmanager
+def _plain_recurrence() -> Iterator[None]:
+    with ExitStack() as stack:
+        with _without_tf32_warnings():
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        try:
             yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        finally:
+            with _without_tf32_warnings():
+                stack.close()
+
+
+@contextmanager
+def _without_tf32_warnings() -> Iterator[None]:
+    """The switches set a flag of graphics cards along with the one that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
+        yield
+
+
+@contextmanager
+def _without_future_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Of torch's parts about each other.
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+_PLAIN_RECURRENCE = SharedSetting(_plain_recurrence)
+_WITHOUT_FUTURE_WARNINGS = SharedSetting(_without_future_warnings)
 
 
 def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:

@@ -12,6 +12,7 @@ from laplace_debias.curvature.matrix_free.data import Batch, Batches
 from laplace_debias.curvature.matrix_free.linearisation import Linearisation, Lineariser
 from laplace_debias.curvature.matrix_free.tracing import Tensors
 from laplace_debias.curvature.selection import ParameterSelection
+from laplace_debias.randomness import seeded
 
 
 class CurvatureOperator(NetworkOperator):
@@ -198,7 +199,8 @@ class Fisher(CurvatureOperator):
             drawn labels.
         mc_samples: For `"mc"`: labels drawn for every example (1 if not given).
         generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
-            example's place in the data alone, and are the same in every product.
+            example's place in the data alone, and are the same in every product. torch's global
+            generator is left alone then, by what the loader draws in each pass too.
 
     Raises:
         ValueError: For an unknown kind, or arguments of `"mc"` with `"exact"`.
@@ -235,7 +237,7 @@ class Fisher(CurvatureOperator):
         super().__init__(
             model,
             loss,
-            data,
+            seeded(data, generator),
             params,
             num_data,
             reduction=reduction,

@@ -16,6 +16,7 @@ from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.block_diagonal import BlockDiagonal
 from laplace_debias.operators.compose import Product, Scaled
 from laplace_debias.operators.dense import Dense
+from laplace_debias.operators.eigh import eigvalsh
 from laplace_debias.operators.exact.spectrum import (
     eigenvalues,
     shown,
@@ -65,7 +66,7 @@ def _(operator: Dense) -> Tensor | None:
     root, info = torch.linalg.cholesky_ex(operator.matrix)
     if bool(info != 0):
         # The factorisation stops at the first minor that is not positive.
-        return _checked_log(torch.linalg.eigvalsh(operator.matrix)).sum()
+        return _checked_log(eigvalsh(operator.matrix, "a dense operator")).sum()
     return 2 * root.diagonal().log().sum()
 
 

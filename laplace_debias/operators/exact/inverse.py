@@ -20,6 +20,7 @@ from laplace_debias.operators.compose import Product, Scaled
 from laplace_debias.operators.dense import Dense
 from laplace_debias.operators.diagonal import Diagonal
 from laplace_debias.operators.eigen_kronecker import EigenKronecker
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact.spectrum import (
     blockwise,
     exact_function,
@@ -135,7 +136,7 @@ def _(operator: LowRankPlusDiagonal) -> LinearOperator | None:
     eye = torch.eye(len(magnitudes), dtype=U.dtype, device=U.device)
     factors = _factorised(Dense(eye + magnitudes[:, None] * (U.T @ scaled)))
     core = torch.linalg.lu_solve(*factors, magnitudes.diag())
-    values, vectors = torch.linalg.eigh((core + core.T) / 2)
+    values, vectors = eigh((core + core.T) / 2, "the core of Woodbury's formula")
     return LowRankPlusDiagonal(scaled @ vectors, -values, diagonal.reciprocal())
 
 

@@ -15,6 +15,7 @@ from laplace_debias.operators.compose import Scaled, Sum
 from laplace_debias.operators.dense import Dense
 from laplace_debias.operators.diagonal import Diagonal
 from laplace_debias.operators.eigen_kronecker import EigenKronecker, Spectrum
+from laplace_debias.operators.eigh import eigh, eigvalsh
 from laplace_debias.operators.exact.entries import exact_trace, of_all
 from laplace_debias.operators.identity import Identity
 from laplace_debias.operators.kronecker import Kronecker
@@ -97,7 +98,7 @@ def low_rank_eigh(
         weights: What the rows of U are multiplied with first, `[n, 1]`; nothing if None.
     """
     Q, R = torch.linalg.qr(operator.U if weights is None else weights * operator.U)
-    values, vectors = torch.linalg.eigh(R * operator.magnitudes @ R.T)
+    values, vectors = eigh(R * operator.magnitudes @ R.T, "a low-rank operator")
     if bool((operator.magnitudes >= 0).all()):
         values = values.clamp(min=0)
     return values, Q @ vectors
@@ -135,7 +136,7 @@ def _(operator: Diagonal) -> tuple[Tensor, LinearOperator] | None:
 
 @_eigh.register
 def _(operator: Dense) -> tuple[Tensor, LinearOperator] | None:
-    values, vectors = torch.linalg.eigh(operator.matrix)
+    values, vectors = eigh(operator.matrix, "a dense operator")
     return values.flip(0), Dense(vectors.flip(1))
 
 
@@ -171,7 +172,7 @@ def _(operator: LowRankPlusDiagonal) -> tuple[Tensor, LinearOperator] | None:
     reflections = Reflections(*torch.geqrf(operator.U))
     n, rank = len(operator.U), len(reflections.coefficients)
     R = reflections.vectors[:rank].triu()
-    values, vectors = torch.linalg.eigh(R * operator.magnitudes @ R.T)
+    values, vectors = eigh(R * operator.magnitudes @ R.T, "a low-rank operator")
     values = torch.cat([values, values.new_zeros(n - rank)]) + operator.diagonal
     inner: dict[str, LinearOperator] = {"range": Dense(vectors)}
     if n > rank:
@@ -213,7 +214,7 @@ def _eigenvalues(operator: LinearOperator) -> Tensor | None:
 
 @_eigenvalues.register
 def _(operator: Dense) -> Tensor | None:
-    return torch.linalg.eigvalsh(operator.matrix)
+    return eigvalsh(operator.matrix, "a dense operator")
 
 
 @_eigenvalues.register
@@ -272,7 +273,7 @@ def _(operator: EigenKronecker, function: Spectrum) -> LinearOperator | None:
 
 @_function.register
 def _(operator: Dense, function: Spectrum) -> LinearOperator | None:
-    values, vectors = torch.linalg.eigh(operator.matrix)
+    values, vectors = eigh(operator.matrix, "a dense operator")
     matrix = vectors * function(values) @ vectors.T
     return Dense((matrix + matrix.T) / 2)
 

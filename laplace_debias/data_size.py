@@ -1,0 +1,304 @@
+"""N, the number of training examples: what a loader tells of it, and what a fit makes of that."""
+
+import itertools
+import operator
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+MAX_NUM_DATA = 2**53
+"""Up to here every whole number is exact in float64, in which N times a curvature is computed."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A loader goes through so many training examples, each of them once.
+
+    Attributes:
+        num_examples: How many.
+        num_dropped: How many of them a pass leaves out, as `drop_last=True` does.
+        batch_size: How many a batch holds at most; None if it is not known.
+    """
+
+    num_examples: int
+    num_dropped: int = 0
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Supposed:
+    """A loader names a number of examples, but only a pass over all of them can confirm it."""
+
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class Untold:
+    """A loader does not tell; a pass over all data counts the examples."""
+
+
+@dataclass(frozen=True)
+class Misleading:
+    """A pass shows another number of examples than there are, or some of them twice.
+
+    Attributes:
+        why: The sampler's name, and what it does.
+    """
+
+    why: str
+
+
+DataSize = Known | Supposed | Untold | Misleading
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The N of a fit, and how many examples the fit must see for it to be right.
+
+    Attributes:
+        num_data: N; None for the number seen.
+        sees_all: Whether the fit must see `num_data` examples, no more and no fewer.
+        most: How many it may see at most; None for any number.
+    """
+
+    num_data: int | None
+    sees_all: bool = False
+    most: int | None = None
+
+    def given(self, num_seen: int) -> int:
+        """N, once the fit has seen its data.
+
+        Args:
+            num_seen: How many examples it saw.
+
+        Raises:
+            ValueError: If that contradicts what the loader told.
+        """
+        if self.num_data is None:
+            return num_seen
+        if self.sees_all and num_seen != self.num_data:
+            raise ValueError(
+                f"The loader tells of {self.num_data} training examples, but the fit saw "
+                f"{num_seen}: pass num_data=, the number of training examples. Nothing was fitted."
+            )
+        if self.most is not None and num_seen > self.most:
+            raise ValueError(
+                f"The fit saw {num_seen} examples where the loader's batch size allows "
+                f"{self.most}, so an entry of its data set is not one example, and the data set's "
+                f"length, {self.num_data}, is not their number: pass num_data=, the number of "
+                "training examples. Nothing was fitted."
+            )
+        return self.num_data
+
+
+def check_num_data(num_data: Any) -> int:
+    """N as an `int`.
+
+    Args:
+        num_data: A whole number from 1 to 2**53, of any integer type.
+
+    Raises:
+        TypeError: If it is not of an integer type; for True and False too.
+        ValueError: If it lies outside of that range.
+    """
+    is_bool = isinstance(num_data, bool) or getattr(num_data, "dtype", None) is torch.bool
+    try:
+        number = None if is_bool else operator.index(num_data)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(
+            f"num_data must be a whole number, the number of training examples, got {num_data!r} "
+            f"of type {type(num_data).__name__}: pass an int."
+        )
+    if not 1 <= number <= MAX_NUM_DATA:
+        raise ValueError(
+            f"num_data must be at least 1 and at most 2**53 (larger whole numbers are not exact in "
+            f"float64), got {number}: pass the number of training examples."
+        )
+    return number
+
+
+def expected_of_all(loader: Any, num_data: int | None) -> Expected:
+    """The N of a fit that goes through the whole loader.
+
+    Args:
+        loader: Any iterable of batches.
+        num_data: N, if the user gave it: it holds, whatever the fit sees.
+
+    Raises:
+        ValueError: If the loader repeats, splits or leaves out examples and `num_data` is None.
+    """
+    if num_data is not None:
+        return Expected(num_data)
+    size = data_size(loader)
+    refuse_misleading(size)
+    if isinstance(size, Known) and size.num_dropped:
+        raise ValueError(
+            f'mode="full" sees all data, but every pass of this loader leaves out '
+            f"{size.num_dropped} of its {size.num_examples} examples (drop_last=True): use "
+            f"drop_last=False, or pass num_data={size.num_examples} to let those seen stand for "
+            "all."
+        )
+    if isinstance(size, (Known, Supposed)):
+        return Expected(size.num_examples, sees_all=True)
+    return Expected(None)
+
+
+def expected_of_some(loader: Any, num_data: int | None, mode: str, num_batches: int) -> Expected:
+    """The N of a fit that reads the loader's first batches.
+
+    Args:
+        loader: Any iterable of batches.
+        num_data: N, if the user gave it.
+        mode: What the error calls the fit.
+        num_batches: How many batches it reads.
+
+    Raises:
+        ValueError: If the loader does not tell N, or repeats or splits examples, and `num_data` is
+            None.
+    """
+    if num_data is not None:
+        return Expected(num_data)
+    size = data_size(loader)
+    refuse_misleading(size)
+    if not isinstance(size, Known):
+        raise ValueError(
+            f'mode="{mode}" sees a part of the data, and the loader does not tell how many '
+            "examples there are in all: pass num_data=, the number of training examples."
+        )
+    limits = [size.num_examples]
+    if size.batch_size is not None:
+        limits.append(num_batches * size.batch_size)
+    return Expected(size.num_examples, most=min(limits))
+
+
+def refuse_misleading(size: DataSize) -> None:
+    """Refuse a loader whose number of examples is not that of the training data.
+
+    Raises:
+        ValueError: For a `Misleading` size.
+    """
+    if isinstance(size, Misleading):
+        raise ValueError(
+            f"The loader does not tell the number of training examples: its {size.why}. Pass "
+            "num_data=, the number of training examples; the curvature is the mean over the "
+            "examples that the loader gives."
+        )
+
+
+def data_size(loader: Any) -> DataSize:
+    """What a loader tells of the number of training examples, without reading it.
+
+    A `DataLoader` tells by its sampler, which may take a part of the data set (a hold-out split);
+    anything else only by a sampler of torch's that it has as `.sampler`: what lies in the
+    `.dataset` of a loader of another kind may be shards.
+
+    Args:
+        loader: Any iterable of batches.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader):
+        sampler = getattr(loader, "sampler", None)
+        return _of_sampler(sampler, dataset) if isinstance(sampler, Sampler) else Untold()
+    if isinstance(dataset, IterableDataset):
+        # Each of several workers may go through all of it, so its length is no more than a claim.
+        return Untold() if loader.batch_size is None else _supposed(dataset)
+    if loader.batch_sampler is None:
+        # The data set's entries are batches already.
+        size = _of_sampler(loader.sampler, dataset)
+        return size if isinstance(size, Misleading) else Untold()
+    return _of_batch_sampler(loader.batch_sampler, dataset)
+
+
+def _of_batch_sampler(batches: Any, dataset: Any) -> DataSize:
+    if type(batches) is BatchSampler:
+        size = _of_sampler(batches.sampler, dataset)
+        if not isinstance(size, Known):
+            return size
+        dropped = size.num_examples % batches.batch_size if batches.drop_last else 0
+        return Known(size.num_examples, dropped, batches.batch_size)
+    if isinstance(batches, Sequence):
+        return _of_indices(itertools.chain.from_iterable(batches), "list of batches")
+    size = _of_sampler(getattr(batches, "sampler", None), dataset)
+    return size if isinstance(size, Misleading) else _supposed(dataset)
+
+
+def _of_sampler(sampler: Any, dataset: Any) -> DataSize:
+    name = type(sampler).__name__
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        return Misleading(
+            f"{name} splits the data over {sampler.num_replicas} processes, filled up with "
+            f"repeated examples or cut to equal parts, and gives this one {len(sampler)}"
+        )
+    if isinstance(sampler, (RandomSampler, WeightedRandomSampler)) and _is_plain(sampler):
+        drawn = sampler.num_samples
+        of = _length(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.weights)
+        if sampler.replacement or drawn != of:
+            how = "with replacement" if sampler.replacement else "anew in every pass"
+            return Misleading(f"{name} draws {drawn} out of {of} examples {how}")
+        return Known(drawn)
+    if isinstance(sampler, SubsetRandomSampler) and _is_plain(sampler):
+        return _of_indices(sampler.indices, name)
+    if isinstance(sampler, (Sequence, Tensor, np.ndarray)):
+        return _of_indices(sampler, f"sampler (a {name})")
+    num_drawn, num_entries = _length(sampler), _length(dataset)
+    if num_drawn is None:
+        return _supposed(dataset)
+    if isinstance(sampler, SequentialSampler) and _is_plain(sampler):
+        return Known(num_drawn)
+    if num_entries is None:
+        return Supposed(num_drawn)
+    if num_drawn == num_entries:
+        return Known(num_drawn)
+    return Misleading(
+        f"{name} gives {num_drawn} examples, the data set has {num_entries}, and whether some "
+        "repeat or another process has the rest is not known"
+    )
+
+
+def _of_indices(indices: Iterable[Any], name: str) -> DataSize:
+    """Of entries that are listed one by one."""
+    numbers = indices.tolist() if isinstance(indices, (Tensor, np.ndarray)) else list(indices)
+    num_different = len(set(numbers))
+    if num_different < len(numbers):
+        return Misleading(
+            f"{name} repeats examples: of {len(numbers)} indices {num_different} are different"
+        )
+    return Known(len(numbers))
+
+
+def _supposed(dataset: Any) -> DataSize:
+    num_entries = _length(dataset)
+    return Untold() if num_entries is None else Supposed(num_entries)
+
+
+def _is_plain(sampler: Sampler[Any]) -> bool:
+    """Whether a sampler goes through the data as torch's own class does."""
+    of_torch = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return type(sampler).__iter__ in [kind.__iter__ for kind in of_torch]
+
+
+def _length(source: Any) -> int | None:
+    """The length, None if there is none."""
+    if not isinstance(source, Sized):
+        return None
+    try:
+        return len(source)
+    except TypeError:  # What torch's samplers raise for a data set without a length.
+        return None

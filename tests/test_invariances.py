@@ -1,0 +1,161 @@
+"""A posterior is a function of its data: not of their order, the batches, threads or memory.
+
+The networks are random and the batches smaller than the layers are wide, so that factors have null
+spaces and eigenvalues that coincide: there LAPACK may return any basis.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+
+CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
+MODES = ("full", "mini", "debiased", "crossfit")
+NUM_DATA = 100
+FOLDS = 3
+
+
+class Pooled(nn.Module):
+    """Tokens through two linear layers and attention, averaged over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.embed(x)
+        return self.head((h + self.attend(h, h, h, need_weights=False)[0]).tanh().mean(1))
+
+
+def mlp(generator):
+    model = nn.Sequential(nn.Linear(30, 12), nn.ReLU(), nn.Linear(12, 4))
+    return model, torch.randn(12, 30, generator=generator, dtype=torch.float64), 4
+
+
+def twins(generator):
+    """Inputs that come twice and units that are copies: eigenvalues that coincide."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    with torch.no_grad():
+        model[0].weight[3:] = model[0].weight[:3]
+        model[0].bias[3:] = model[0].bias[:3]
+    half = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    return model, torch.cat([half, half], dim=1), 4
+
+
+def conv(generator):
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 3, stride=2, groups=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    return model, torch.randn(12, 2, 6, 6, generator=generator, dtype=torch.float64), 3
+
+
+def tokens(generator):
+    return Pooled(), torch.randint(11, (12, 5), generator=generator), 3
+
+
+NETWORKS = {"mlp": mlp, "twins": twins, "conv": conv, "tokens": tokens}
+# How positions share a weight matters to Kronecker factors of layers that have some.
+CASES = [
+    (name, curvature, sharing)
+    for name in NETWORKS
+    for curvature in CURVATURES
+    for sharing in ("expand", "reduce")
+    if sharing == "expand" or (name in ("conv", "tokens") and curvature in ("kfac", "ekfac"))
+]
+
+
+def case(name, seed):
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model, x, classes = NETWORKS[name](generator)
+    y = torch.randint(classes, (len(x),), generator=generator)
+    return model.double().eval(), x, y
+
+
+def fit(model, x, y, mode, permutation, sizes, **options):
+    """A fit on the first half (`mini`), two halves (`debiased`) or all examples.
+
+    Args:
+        permutation: A new order of the examples within each half (and within each fold).
+        sizes: How the examples of a half are cut into batches.
+    """
+    parts = [torch.arange(len(x))] if mode in ("full", "crossfit") else [*torch.arange(12).split(6)]
+    loaders = []
+    for part in parts[: 1 if mode == "mini" else 2]:
+        part = part[permutation(len(part))]
+        loaders.append([(x[i], y[i]) for i in part.split(sizes)])
+    la = Laplace(model, **options)
+    folds = FOLDS if mode == "crossfit" else None
+    return la.fit_batches(*loaders, num_data=NUM_DATA, folds=folds)
+
+
+def in_order(n):
+    return torch.arange(n)
+
+
+def within_folds(n):
+    """Examples change places within their folds, i mod K: the folds stay what they are."""
+    order = torch.arange(n)
+    for k in range(FOLDS):
+        order[k::FOLDS] = order[k::FOLDS].flip(0)
+    return order
+
+
+def assert_same(one, two, x, tolerance):
+    first, second = (la.posterior.precision.to_dense() for la in (one, two))
+    assert (first - second).abs().max() <= tolerance * first.abs().max()
+    first, second = (la.functional(x)[1] for la in (one, two))
+    assert (first - second).abs().max() <= tolerance * first.abs().max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "curvature", "sharing"), CASES)
+def test_order_batches_threads_and_memory_change_nothing(name, curvature, mode, sharing):
+    model, x, y = case(name, seed=MODES.index(mode))
+    options = {"curvature": curvature, "sharing": sharing}
+    expected = fit(model, x, y, mode, in_order, 12, **options)
+    torch.set_num_threads(2)
+    try:
+        other = fit(model, x, y, mode, within_folds, 5, memory_bound=2**15, **options)
+    finally:
+        torch.set_num_threads(1)
+    assert_same(other, expected, x, 1e-8)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_shuffled_first_batch_gives_the_same_debiased_posterior(curvature, seed):
+    """Eight examples of a layer with forty inputs: most directions have no curvature."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 5)).double().eval()
+    if curvature == "full":
+        model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5)).double().eval()
+    x, y = torch.randn(16, model[0].in_features).double(), torch.randint(5, (16,))
+    fits = []
+    for order in (torch.arange(8), torch.randperm(8)):
+        la = Laplace(model, curvature=curvature)
+        la.fit_batches([(x[order], y[order])], [(x[8:], y[8:])], num_data=NUM_DATA)
+        fits.append(la)
+    assert_same(*fits, x, 1e-8)
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_single_precision_is_double_precision_to_its_accuracy(curvature, mode):
+    """Where eigenvalues are apart; what belongs to a null space in one is not noise in the other.
+
+    The bound is on the variances of the outputs, as a share of the largest.
+    """
+    model, x, y = case("mlp", seed=1)
+    double = fit(model, x, y, mode, in_order, 12, curvature=curvature).functional(x)[1]
+    single = fit(model.float(), x.float(), y, mode, in_order, 12, curvature=curvature)
+    difference = (single.functional(x.float())[1].double() - double).abs().max()
+    assert difference <= 1e-4 * double.abs().max()
