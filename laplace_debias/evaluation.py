@@ -10,6 +10,7 @@ from torch.distributions import Bernoulli, Distribution, Independent
 
 from laplace_debias import metrics
 from laplace_debias.batches import Batches
+from laplace_debias.curvature.class_dim import targets_classes_last
 from laplace_debias.curvature.columns import flat_terms
 from laplace_debias.curvature.inputs import Inputs
 from laplace_debias.curvature.likelihood import Likelihood
@@ -66,7 +67,11 @@ def together(parts: Sequence[Scored], what: str) -> Scored:
 
 
 def evaluate_predictions(
-    predict: Predict, likelihood: Likelihood, batches: Batches, ood: Mapping[str, Batches]
+    predict: Predict,
+    likelihood: Likelihood,
+    batches: Batches,
+    ood: Mapping[str, Batches],
+    class_dim: int | None = None,
 ) -> dict[str, float]:
     """Metrics of a predictive on labelled data, and of its entropy on OOD data.
 
@@ -75,6 +80,7 @@ def evaluate_predictions(
         likelihood: What targets must fit.
         batches: Labelled batches.
         ood: Out-of-distribution batches by name; labels are ignored.
+        class_dim: As `score`.
 
     Returns:
         For class probabilities what `metrics.evaluate` gives; for several labels what
@@ -89,7 +95,7 @@ def evaluate_predictions(
         predictive = predict(x)
         is_multilabel = _is_multilabel(predictive)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
-        parts.append(score(likelihood, predictive, y))
+        parts.append(score(likelihood, predictive, y, class_dim))
     scored = together(parts, "evaluate")
     if not has_probabilities:
         if ood:
@@ -116,13 +122,19 @@ def _is_multilabel(predictive: Distribution) -> bool:
     return isinstance(predictive, Independent) and isinstance(predictive.base_dist, Bernoulli)
 
 
-def score(likelihood: Likelihood, predictive: Distribution, targets: Tensor) -> Scored:
+def score(
+    likelihood: Likelihood,
+    predictive: Distribution,
+    targets: Tensor,
+    class_dim: int | None = None,
+) -> Scored:
     """Score a predictive on the targets that count.
 
     Args:
         likelihood: What the targets must fit.
         predictive: Batch shape `[B]`, or `[B, ...]` with further positions.
         targets: As a fit takes them.
+        class_dim: Which dimension of targets with an entry for every output has the classes.
 
     Raises:
         ValueError: If the targets do not fit.
@@ -130,7 +142,9 @@ def score(likelihood: Likelihood, predictive: Distribution, targets: Tensor) -> 
     """
     values, outputs = _flat(predictive)
     shape = predictive.batch_shape
-    _, labels = flat_terms(outputs.unflatten(0, shape), targets)
+    outputs_in_shape = outputs.unflatten(0, shape)
+    targets = targets_classes_last(targets, outputs_in_shape.ndim, class_dim)
+    _, labels = flat_terms(outputs_in_shape, targets)
     likelihood.check(outputs, labels)
     counted = likelihood.counted(labels)
     if counted is None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from laplace_debias.batches import Batches, Counted, OnDevice
 from laplace_debias.curvature.blocks import Block, Sharing
+from laplace_debias.curvature.class_dim import check_class_dim
 from laplace_debias.curvature.columns import Fisher, LikelihoodCotangents
 from laplace_debias.curvature.kfac.crossfit import fit_crossfit
 from laplace_debias.curvature.kfac.fit import FITS, Fitted, Problem
@@ -49,6 +50,17 @@ class Examples:
     scale: Batches | None = None
 
     @property
+    def mode(self) -> str:
+        """What kind of fit they make, as `Laplace` calls it."""
+        if self.shrinkage:
+            kind = "shrinkage"
+        elif self.folds is not None:
+            kind = "crossfit"
+        else:
+            kind = "given batches" if self.magnitudes is None else "debiased"
+        return kind if self.scale is None else f"{kind}, scaled"
+
+    @property
     def name_of_directions(self) -> str:
         """What errors call `directions`."""
         return "data" if self.magnitudes is None else "batches of the directions"
@@ -66,6 +78,7 @@ class FitSettings:
         sharing: How positions share a weight.
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients.
+        class_dim: Which dimension of the outputs has the classes; the last if None.
 
     Raises:
         ValueError: If one of them is none that there is, or does not go with another.
@@ -78,6 +91,7 @@ class FitSettings:
     sharing: Sharing
     rank: int | None
     memory_bound: int
+    class_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.curvature not in CURVATURES:
@@ -97,6 +111,7 @@ class FitSettings:
             raise ValueError(
                 f"memory_bound must be a positive number of bytes, got {self.memory_bound}."
             )
+        check_class_dim(self.class_dim)
 
     @property
     def is_whole(self) -> bool:
@@ -152,7 +167,7 @@ class FitSettings:
         """What curvature is taken of.
 
         Args:
-            model: The trained network.
+            model: The trained network, with the classes in the outputs' last dimension.
             likelihood: Its likelihood.
             blocks: The blocks of its Bayesian parameters.
             backend: Where their inputs and output gradients come from.
@@ -163,7 +178,7 @@ class FitSettings:
             device = "cpu" if generator is None else generator.device
             seed = torch.randint(2**62, (), generator=generator, device=device)
             fisher = Fisher(fisher.kind, fisher.mc_samples, int(seed))
-        cotangents = LikelihoodCotangents(likelihood, fisher)
+        cotangents = LikelihoodCotangents(likelihood, fisher, self.class_dim)
         return Problem(model, cotangents, blocks, backend, self.factor_dtype, self.memory_bound)
 
     def fit(
@@ -233,7 +248,11 @@ class FitSettings:
             measured, name = examples.directions, examples.name_of_directions
         of_all, of_seen = (
             mean_loss_curvature(
-                problem.model, likelihood, counted(data, what), self.fisher.kind == "empirical"
+                problem.model,
+                likelihood,
+                counted(data, what),
+                self.fisher.kind == "empirical",
+                self.class_dim,
             )
             for data, what in ((examples.scale, "data of the scale"), (measured, name))
         )

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
@@ -14,12 +15,14 @@ from torch.distributions import Distribution
 
 from laplace_debias import predictive, serialization, tuning
 from laplace_debias.batches import Batches, OnDevice, with_progress
-from laplace_debias.curvature.blocks import Sharing, curvature_blocks, parameter_order
+from laplace_debias.curvature.blocks import Block, Sharing, curvature_blocks, parameter_order
+from laplace_debias.curvature.class_dim import classes_last, warn_of_probabilities
 from laplace_debias.curvature.columns import Fisher
-from laplace_debias.curvature.inputs import Inputs, move
+from laplace_debias.curvature.inputs import Inputs, call, move, take
 from laplace_debias.curvature.kfac.backends import choose_backend
 from laplace_debias.curvature.kfac.fit import Fitted, Problem
-from laplace_debias.curvature.likelihood import Likelihood, likelihood_from
+from laplace_debias.curvature.last_layer import is_last_layer, needs_example
+from laplace_debias.curvature.likelihood import Categorical, Likelihood, likelihood_from
 from laplace_debias.curvature.selection import (
     ParameterSelection,
     check_parameters,
@@ -29,6 +32,7 @@ from laplace_debias.curvature.shadow import (
     check_deterministic,
     check_finite,
     check_no_autocast,
+    shadow,
 )
 from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.data_size import (
@@ -39,8 +43,10 @@ from laplace_debias.data_size import (
     expected_of_some,
     refuse_misleading,
 )
+from laplace_debias.description import Described
 from laplace_debias.evaluation import evaluate_predictions
 from laplace_debias.fingerprint import changed, fingerprint
+from laplace_debias.first_batch import FirstBatchKnown
 from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.posterior import GaussianPosterior
@@ -55,8 +61,19 @@ Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 MODES = ("full", "mini", "debiased", "crossfit", "shrinkage")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
+# Examples that are run before a fit, to tell logits from probabilities.
+_FIRST_EXAMPLES = 4
 # Held for the moment in which a fit or a prior precision takes the place of another.
 _EXCHANGE = Lock()
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """The Bayesian parameters, their blocks, and `parameter_order`."""
+
+    names: list[str]
+    blocks: list[Block]
+    order: Tensor | None
 
 
 class Laplace:
@@ -84,7 +101,10 @@ class Laplace:
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"last_layer"`,
-            names, or a predicate `(name, parameter) -> bool`. Frozen ones never are.
+            names, or a predicate `(name, parameter) -> bool`. Frozen ones never are. The last layer
+            is the one that the outputs come from, whatever was registered last. Unless the model is
+            an `nn.Sequential` that ends in one of torch's layers, the first `fit` finds it by
+            running an example, and `param_names` and `block_names` are not known before.
         prior_precision: δ, one number or one a block (see `block_names`).
         backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can, hooks elsewhere. Both
             give the same factors.
@@ -99,17 +119,21 @@ class Laplace:
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
             are cut to it; results do not depend on it.
+        class_dim: Which dimension of the outputs has the classes: None or -1 for `[B, ..., C]`, 1
+            for `[B, C, ...]` as `F.cross_entropy` has them. With 1 everything is as if the model
+            gave `outputs.movedim(1, -1)`: predictives, functional means and covariances come out
+            as `[B, ..., C]`. Targets with an entry for every output (regression, `[B, C, ...]`)
+            are moved with them. With None a fit asks where shapes fit both.
 
     Attributes:
         model: The model.
         likelihood: The likelihood.
-        param_names: Names of the Bayesian parameters, in the model's order.
-        num_data: N, after a fit.
 
     Raises:
         ValueError: For an unknown name, a prior precision that is not positive, a model that holds
             NaN, or one with dropout or batch normalisation in training mode.
-        NotImplementedError: If a Bayesian parameter's layer has no Kronecker form here.
+        NotImplementedError: If a Bayesian parameter's layer has no Kronecker form here; for
+            BackPACK with a model that it would get wrong.
 
     Example:
         >>> import torch
@@ -121,6 +145,16 @@ class Laplace:
         >>> la = Laplace(model).fit(DataLoader(data, batch_size=16), mode="debiased")
         >>> la.predict(torch.randn(5, 2)).probs.shape
         torch.Size([5, 3])
+        >>> la
+        Laplace(
+          model: Sequential
+          likelihood: classification
+          curvature: kfac
+          parameters: 51 of 51
+          blocks: 4: 0.weight, 0.bias, 2.weight, 2.bias
+          prior precision: 1
+          fit: N = 64, debiased
+        )
     """
 
     def __init__(
@@ -140,6 +174,7 @@ class Laplace:
         sharing: Sharing = "expand",
         rank: int | None = None,
         memory_bound: int = MEMORY_BOUND,
+        class_dim: int | None = None,
     ) -> None:
         self._settings = FitSettings(
             curvature,
@@ -149,20 +184,110 @@ class Laplace:
             sharing,
             rank,
             memory_bound,
+            class_dim,
         )
         check_deterministic(model)
         check_finite(model)
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
-        self.param_names = select_parameters(model, params)
-        check_parameters(model, self.param_names)
-        self._blocks = curvature_blocks(model, self.param_names, joint, sharing)
-        self._order = parameter_order(model, self.param_names, self._blocks)
-        self._backend = choose_backend(model, backend)
+        self._params = params
+        self._selected = None if needs_example(model, params) else self._select(None)
+        if class_dim not in (None, -1) and backend == "backpack":
+            raise NotImplementedError(
+                f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
+                "use backend='hooks' or 'auto', or put the classes last in the model."
+            )
+        self._backend = choose_backend(classes_last(model, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._posterior: GaussianPosterior | None = None
         self._others: dict[str, int] = {}
         self._nll: float = float("nan")
+        self._mode: str | None = None
+
+    def __repr__(self) -> str:
+        """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
+        is_known, is_fitted = self._selected is not None, self._posterior is not None
+        return str(
+            Described(
+                self.model,
+                self.likelihood,
+                self._settings.curvature,
+                self.param_names if is_known else None,
+                self.block_names if is_known else None,
+                self._prior_precision,
+                self._mode,
+                self.num_data if is_fitted else None,
+            )
+        )
+
+    # ------------------------------------------------------------- parameters
+
+    @property
+    def param_names(self) -> list[str]:
+        """Names of the Bayesian parameters, in the model's order.
+
+        Raises:
+            RuntimeError: Before the fit that finds the last layer.
+        """
+        return self._known.names
+
+    @property
+    def _blocks(self) -> list[Block]:
+        return self._known.blocks
+
+    @property
+    def _known(self) -> _Selected:
+        if self._selected is None:
+            raise RuntimeError(
+                f'params="last_layer" of a {type(self.model).__name__} is found by running an '
+                "example, which the first fit does: call `fit(train_loader)` first, or name the "
+                "parameters, params=[...]."
+            )
+        return self._selected
+
+    def _select(self, example: Inputs | None) -> _Selected:
+        names = select_parameters(self.model, self._params, example)
+        check_parameters(self.model, names)
+        blocks = curvature_blocks(self.model, names, self._settings.joint, self._settings.sharing)
+        return _Selected(names, blocks, parameter_order(self.model, names, blocks))
+
+    def _look_at(self, batches: FirstBatchKnown) -> None:
+        """Find the last layer by the first batch, or check it; tell probabilities from logits.
+
+        Raises:
+            ValueError: If there is no last layer, it is not what it was, or there is no batch.
+        """
+        if self._selected is None and not batches.first:
+            raise ValueError("The data holds no example: pass a loader with at least one batch.")
+        for x, _ in self._on_device(batches.first):
+            if is_last_layer(self._params):
+                found = self._select(x)
+                if self._selected is None:
+                    self._selected = found
+                    self._prior_precision = self._check_prior_precision(self._prior_precision)
+                if self._selected.names != found.names:
+                    raise ValueError(
+                        f'params="last_layer" was {self._selected.names}, but now the outputs come '
+                        f"from {found.names}: the model has changed, build a new Laplace."
+                    )
+            if isinstance(self.likelihood, Categorical):
+                with torch.no_grad():
+                    few = take(x, slice(0, _FIRST_EXAMPLES))
+                    outputs = call(shadow(self._network), few)
+                if isinstance(outputs, Tensor):
+                    warn_of_probabilities(outputs)
+
+    @property
+    def _network(self) -> nn.Module:
+        """The model with its outputs `[B, ..., C]`."""
+        return classes_last(self.model, self._settings.class_dim)
+
+    @property
+    def _first_parameter(self) -> nn.Parameter:
+        """The first Bayesian parameter; the first trainable one as long as they are not known."""
+        if self._selected is None:
+            return next(p for p in self.model.parameters() if p.requires_grad)
+        return self.model.get_parameter(self._selected.names[0])
 
     # ---------------------------------------------------------------- fitting
 
@@ -224,7 +349,7 @@ class Laplace:
         if mode == "full":
             expected = expected_of_all(train_loader, given)
             data = with_progress(train_loader, progress, "fit")
-            return self._fit(Examples(data), expected, generator)
+            return self._fit(Examples(data), expected, generator, mode)
         wanted = 2 if mode == "debiased" else 1
         expected = expected_of_some(train_loader, given, mode, wanted)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted))
@@ -240,7 +365,9 @@ class Laplace:
             mode == "shrinkage",
             None if again is None else with_progress(again, progress, "scale"),
         )
-        return self._fit(examples, expected, generator)
+        return self._fit(
+            examples, expected, generator, mode if again is None else f"{mode}, scaled"
+        )
 
     def fit_batches(
         self,
@@ -287,28 +414,37 @@ class Laplace:
                 refuse_misleading(data_size(data))
         expected = Expected(None if num_data is None else check_num_data(num_data))
         examples = Examples(directions, magnitudes, folds, shrinkage, scale)
-        return self._fit(examples, expected, generator)
+        return self._fit(examples, expected, generator, examples.mode)
 
     def _fit(
-        self, examples: Examples, expected: Expected, generator: torch.Generator | None
+        self,
+        examples: Examples,
+        expected: Expected,
+        generator: torch.Generator | None,
+        mode: str,
     ) -> "Laplace":
         self._settings.check(examples)
         check_deterministic(self.model)
         check_finite(self.model)
-        check_no_autocast(self.model.get_parameter(self.param_names[0]).device)
+        check_no_autocast(self._first_parameter.device)
         with torch.inference_mode(False):
             problem = self._problem(generator)
+            known = FirstBatchKnown(seeded(examples.directions, generator))
+            self._look_at(known)
+            problem = replace(problem, blocks=self._blocks)
+            examples = replace(examples, directions=known)
             on_device = partial(self._on_device, generator=generator)
             fitted = self._settings.fit(problem, self.likelihood, examples, on_device)
-        self._set_posterior(fitted, expected.given(fitted.seen.num_examples))
+        self._set_posterior(fitted, expected.given(fitted.seen.num_examples), mode)
         return self
 
     def _problem(self, generator: torch.Generator | None) -> Problem:
+        blocks = [] if self._selected is None else self._blocks
         return self._settings.problem(
-            self.model, self.likelihood, self._blocks, self._backend, generator
+            self._network, self.likelihood, blocks, self._backend, generator
         )
 
-    def _set_posterior(self, fitted: Fitted, num_data: int) -> None:
+    def _set_posterior(self, fitted: Fitted, num_data: int, mode: str) -> None:
         seen = fitted.seen
         others = fingerprint(self.model, self.param_names)
         mean, order = self._flat_parameters(), self._order_on_device()
@@ -325,23 +461,24 @@ class Laplace:
             )
             # A fit that is refused leaves the one before as it was.
             self._posterior, self._nll, self._others = posterior, nll, others
+            self._mode = mode
 
     def _order_on_device(self) -> Tensor | None:
-        device = self.model.get_parameter(self.param_names[0]).device
-        return None if self._order is None else self._order.to(device)
+        order = self._known.order
+        return None if order is None else order.to(self._first_parameter.device)
 
     def _flat_parameters(self) -> Float[Tensor, " parameters"]:
         values = [self.model.get_parameter(name).detach() for name in self.param_names]
         return torch.cat([value.flatten() for value in values])
 
     def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> OnDevice:
-        first = self.model.get_parameter(self.param_names[0])
+        if not isinstance(batches, FirstBatchKnown):
+            batches = seeded(batches, generator)
         dtypes = {p.dtype for p in self.model.parameters()}
-        return OnDevice(seeded(batches, generator), first.device, dtypes)
+        return OnDevice(batches, self._first_parameter.device, dtypes)
 
     def _moved(self, x: Inputs) -> Inputs:
-        first = self.model.get_parameter(self.param_names[0])
-        return move(x, first.device, {p.dtype for p in self.model.parameters()})
+        return move(x, self._first_parameter.device, {p.dtype for p in self.model.parameters()})
 
     # -------------------------------------------------------------- posterior
 
@@ -368,7 +505,11 @@ class Laplace:
 
     @property
     def block_names(self) -> list[str]:
-        """Names of the curvature blocks, in the order that per-block prior precisions take."""
+        """Names of the curvature blocks, in the order that per-block prior precisions take.
+
+        Raises:
+            RuntimeError: As `param_names`.
+        """
         return [WHOLE] if self._settings.is_whole else [block.name for block in self._blocks]
 
     @property
@@ -385,10 +526,12 @@ class Laplace:
             self._prior_precision = prior_precision
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
-        first = self.model.get_parameter(self.param_names[0])
+        first = self._first_parameter
         prior_precision = torch.as_tensor(value, dtype=torch.float64, device=first.device)
         prior_precision = prior_precision.detach().clone()
-        check_prior_precision(prior_precision, len(self.block_names), first.dtype)
+        # As long as there are no blocks, the fit that finds them checks their number.
+        num_blocks = len(self.block_names) if self._selected else prior_precision.numel()
+        check_prior_precision(prior_precision, num_blocks, first.dtype)
         return prior_precision
 
     def sample(
@@ -535,11 +678,11 @@ class Laplace:
         with torch.inference_mode(False):
             x = self._moved(x)
             if method == "map":
-                return self.likelihood.predictive(predictive.map_outputs(self.model, x), None)
+                return self.likelihood.predictive(predictive.map_outputs(self._network, x), None)
             draws = posterior.sample(_DEFAULT_SAMPLES if samples is None else samples, generator)
             is_linear = method == "glm-mc"
             push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            return self.likelihood.mixture(push(self.model, self.param_names, x, draws))
+            return self.likelihood.mixture(push(self._network, self.param_names, x, draws))
 
     # ------------------------------------------------- tuning and evaluation
 
@@ -588,7 +731,14 @@ class Laplace:
             grid = torch.as_tensor(grid, dtype=torch.float64)
             self._checked_posterior()
             batches = self._on_device(with_progress(loader, progress, "tune"), generator)
-            found = tuning.tune_on_grid(self.predict_grid, self.likelihood, batches, metric, grid)
+            found = tuning.tune_on_grid(
+                self.predict_grid,
+                self.likelihood,
+                batches,
+                metric,
+                grid,
+                self._settings.class_dim,
+            )
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
         self.prior_precision = found.prior_precision
@@ -635,6 +785,7 @@ class Laplace:
             self.likelihood,
             batches(loader),
             {name: batches(data) for name, data in (ood or {}).items()},
+            self._settings.class_dim,
         )
 
     # -------------------------------------------------------------- on disk
@@ -660,6 +811,7 @@ class Laplace:
         sharing = self._settings.sharing
         with _EXCHANGE:
             posterior, nll, others = self._checked_posterior(), self._nll, self._others
+            mode = self._mode
         serialization.save(
             Path(path),
             posterior,
@@ -674,6 +826,8 @@ class Laplace:
                 nll=nll,
                 rank=self._settings.rank,
                 others=others,
+                class_dim=self._settings.class_dim,
+                mode=mode,
             ),
         )
 
@@ -720,6 +874,7 @@ class Laplace:
             rank=header.rank,
             joint=header.joint,
             sharing=header.sharing,
+            class_dim=header.class_dim,
             backend=backend,
             fisher=fisher,
             factor_dtype=factor_dtype,
@@ -743,6 +898,7 @@ class Laplace:
             )
         la._prior_precision = la._posterior.prior_precision
         la._nll = header.nll
+        la._mode = header.mode
         return la
 
 
@@ -791,6 +947,7 @@ def _shared_moments(
         la.model is not first.model
         or la._blocks != first._blocks
         or la._settings.is_whole != first._settings.is_whole
+        or la._settings.class_dim != first._settings.class_dim
         for la in posteriors
     ):
         raise ValueError(
@@ -805,9 +962,9 @@ def _shared_moments(
     with torch.inference_mode(False):
         x = first._moved(x)
         if outputs is not None:
-            outputs = predictive.chosen_outputs(predictive.map_outputs(first.model, x), outputs)
+            outputs = predictive.chosen_outputs(predictive.map_outputs(first._network, x), outputs)
         return functional_moments(
-            first.model,
+            first._network,
             first._blocks,
             checked,
             x,

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from laplace_debias.batches import Batches
+from laplace_debias.curvature.class_dim import check_layout, targets_classes_last
 from laplace_debias.curvature.columns import flat_terms
 from laplace_debias.curvature.inputs import call
 from laplace_debias.curvature.kfac.fit import check_outputs
@@ -12,7 +13,11 @@ from laplace_debias.curvature.shadow import shadow
 
 
 def mean_loss_curvature(
-    model: nn.Module, likelihood: Likelihood, batches: Batches, empirical: bool = False
+    model: nn.Module,
+    likelihood: Likelihood,
+    batches: Batches,
+    empirical: bool = False,
+    class_dim: int | None = None,
 ) -> float:
     """Mean over examples of tr ∇²_f ℓ, summed over an example's terms; 1 − Σ p² for a softmax.
 
@@ -21,10 +26,11 @@ def mean_loss_curvature(
     means over many and over few examples scales the curvature of the few (a ratio estimator).
 
     Args:
-        model: The trained network.
+        model: The trained network, with outputs `[B, ..., C]`.
         likelihood: Its likelihood.
         batches: `(x, y)` on the model's device.
         empirical: ‖∇_f ℓ‖² instead, the trace of the empirical Fisher's part.
+        class_dim: As `LikelihoodCotangents`.
 
     Raises:
         ValueError: If there is no example, or outputs or targets are not what they must be.
@@ -35,7 +41,8 @@ def mean_loss_curvature(
         with torch.no_grad():
             outputs = call(network, x)
         check_outputs(outputs)
-        terms, labels = flat_terms(outputs, y)
+        check_layout(outputs, y, class_dim)
+        terms, labels = flat_terms(outputs, targets_classes_last(y, outputs.ndim, class_dim))
         likelihood.check(terms, labels)
         if empirical:
             values = likelihood.gradient(terms, labels).double().square().sum(1)

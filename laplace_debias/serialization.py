@@ -71,6 +71,8 @@ class Header:
         rank: How many directions a low-rank curvature is asked for, as `Laplace` takes it. Data of
             lower rank give fewer.
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
+        class_dim: Which dimension of the outputs has the classes; the last if None, as in format 3.
+        mode: How the posterior was fitted, for `repr`; None if it is not known, as in format 3.
     """
 
     likelihood: dict[str, Any]
@@ -83,6 +85,8 @@ class Header:
     nll: float
     rank: int | None
     others: dict[str, int]
+    class_dim: int | None = None
+    mode: str | None = None
 
 
 _INT64 = whole_number(-(2**63), 2**63 - 1)
@@ -97,7 +101,10 @@ _FIELDS = {
     "nll": FINITE,
     "rank": either(NOTHING, whole_number(1)),
     "others": mapping_to(_INT64),
+    "class_dim": either(NOTHING, whole_number(1), whole_number(-(2**53), -1)),
+    "mode": either(NOTHING, TEXT),
 }
+_SINCE_FORMAT_4 = ("class_dim", "mode")
 _LIKELIHOODS = {
     "classification": {"ignore_index": _INT64},
     "binary": {},
@@ -257,7 +264,8 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
         if set(texts) != {"format", "header"}:
             raise ValueError(f"its metadata are {shown(sorted(texts))}")
         plain = parsed_json(texts["header"])
-        check_fields(plain, _FIELDS, "it")
+        without = () if texts["format"] == FORMAT else _SINCE_FORMAT_4
+        check_fields(plain, {n: kind for n, kind in _FIELDS.items() if n not in without}, "it")
     except ValueError as error:
         raise ValueError(f"The header of {path} is damaged ({error}).") from error
     return Header(**{**plain, "nll": float(plain["nll"])}), tensors

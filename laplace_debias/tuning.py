@@ -51,6 +51,7 @@ def tune_on_grid(
     batches: Batches,
     metric: str,
     grid: Float[Tensor, " grid"],
+    class_dim: int | None = None,
 ) -> Tuning:
     """The prior precision with the best metric on held-out data, in one pass.
 
@@ -61,6 +62,7 @@ def tune_on_grid(
         metric: `"nll"`, or with class probabilities `"accuracy"`, `"brier"` or `"ece"`; of several
             labels over all of them.
         grid: Prior precisions.
+        class_dim: As `score`.
 
     Raises:
         ValueError: For a metric that does not fit, a grid that is empty or not positive, no batch,
@@ -80,7 +82,7 @@ def tune_on_grid(
     for x, y in batches:
         predictives = predict_grid(x, grid)
         for parts, predicted in zip(points, predictives, strict=True):
-            parts.append(score(likelihood, predicted, y))
+            parts.append(score(likelihood, predicted, y, class_dim))
     values = [_value(metric, together(parts, "tune on")) for parts in points]
     return _best(metric, grid.tolist(), values)
 

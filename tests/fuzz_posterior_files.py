@@ -373,6 +373,10 @@ def as_format_3(raw: bytes) -> bytes:
     header = json.loads(text)
     header["__metadata__"]["format"] = "laplace-debias/3"
     del header["__metadata__"]["checksum"]
+    told = json.loads(header["__metadata__"]["header"])
+    header["__metadata__"]["header"] = json.dumps(
+        {name: value for name, value in told.items() if name not in ("class_dim", "mode")}
+    )
     return _joined(json.dumps(header), data)
 
 

@@ -285,6 +285,9 @@ def damaged(path, how):
         # As of format 3, which has no checksum: what else is checked.
         metadata["format"] = "laplace-debias/3"
         del metadata["checksum"]
+        header = json.loads(metadata["header"])
+        del header["class_dim"], header["mode"]
+        metadata["header"] = json.dumps(header)
         if how == "format":
             metadata["format"] = "laplace-debias/999"
         elif how == "missing":
@@ -296,7 +299,6 @@ def damaged(path, how):
         elif how == "negative":
             tensors["0.magnitudes"][0, 0] = -1.0
         elif how in ("likelihood", "num_data"):
-            header = json.loads(metadata["header"])
             header |= {"likelihood": {"name": "poisson"}} if how == "likelihood" else {}
             header |= {"num_data": -3} if how == "num_data" else {}
             metadata["header"] = json.dumps(header)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from laplace_debias.curvature.class_dim import check_layout, targets_classes_last
 from laplace_debias.curvature.likelihood import Likelihood
 
 FISHERS = ("exact", "mc", "empirical")
@@ -138,10 +139,13 @@ class LikelihoodCotangents:
     Attributes:
         likelihood: What the outputs mean.
         fisher: Which cotangents stand for its Hessian.
+        class_dim: Which dimension of targets with an entry for every output has the classes, as it
+            was in the outputs; None for the last one, as long as shapes leave no doubt.
     """
 
     likelihood: Likelihood
     fisher: Fisher
+    class_dim: int | None = None
 
     def num_columns(self, outputs: Float[Tensor, "batch *positions outputs"]) -> int:
         """As `Cotangents`."""
@@ -149,6 +153,7 @@ class LikelihoodCotangents:
 
     def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
         """As `Cotangents`."""
+        targets = targets_classes_last(targets, ndim, self.class_dim)
         positions = targets.shape[: ndim - 1]
         if len(positions) < ndim - 1:
             return None
@@ -159,6 +164,8 @@ class LikelihoodCotangents:
 
     def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """As `Cotangents`; the loss is the negative log-likelihood in nats."""
+        check_layout(outputs, targets, self.class_dim)
+        targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         terms, labels = flat_terms(outputs, targets)
         self.likelihood.check(terms, labels)
         nll = self.likelihood.nll(terms, labels).double().sum()
@@ -182,8 +189,8 @@ def flat_terms(
         raise ValueError(
             f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape "
             f"{tuple(outputs.shape)}: expected {tuple(positions)}, one for each position; outputs "
-            "have the classes in the last dimension (for [B, C, ...] use `outputs.movedim(1, -1)` "
-            "in the model)."
+            "have the classes in the last dimension (for [B, C, ...] use class_dim=1, or "
+            "`outputs.movedim(1, -1)` in the model)."
         )
     return outputs.flatten(0, -2), targets.flatten(0, len(positions) - 1)
 

@@ -134,7 +134,7 @@ class KFAC(Permuted):
             raise ValueError(
                 f"memory_bound must be a positive number of bytes, got {memory_bound}."
             )
-        network = Network(model, "all" if params is None else params)
+        network = Network(model, "all" if params is None else params, data)
         blocks = curvature_blocks(model, network.names, joint, sharing)
         of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
         measured = of_loss

@@ -40,7 +40,7 @@ def loss_quadratic(
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
     matrix = _CURVATURES[curvature](model, loss, data, params, num_data, reduction=reduction)
-    network = Network(model, params)
+    network = Network(model, params, data)
     batches = Data(data, network.device, network.dtypes, num_data)
     value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress)
     # A copy: the parameters may be trained on, and the quadratic stays where it is.

@@ -96,7 +96,7 @@ def ggn_spectrum(
         raise ValueError(f"k is {k} and tol is {tol}; expected at least 1, and a share below 1.")
     if memory_bound < 1:
         raise ValueError(f"memory_bound must be a positive number of bytes, got {memory_bound}.")
-    network = Network(model, "all" if params is None else params)
+    network = Network(model, "all" if params is None else params, data)
     blocks = curvature_blocks(model, network.names)
     of_loss = LossData(data, network, loss, None, None)
     cotangents = LossCotangents(of_loss.loss, "exact", 0, 0)

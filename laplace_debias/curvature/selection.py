@@ -5,20 +5,27 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from laplace_debias.curvature.inputs import Inputs
+from laplace_debias.curvature.last_layer import is_last_layer, last_layer_parameters
+
 ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 
 
-def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[str]:
+def select_parameters(
+    model: nn.Module, selection: ParameterSelection, example: Inputs | None = None
+) -> list[str]:
     """Names of the Bayesian parameters, in the model's order.
 
     Args:
         model: The model.
-        selection: `"all"`; `"weights"` (no biases); `"last_layer"` (the last layer with
-            parameters in the order of registration); names; or a predicate
+        selection: `"all"`; `"weights"` (no biases); `"last_layer"` (the layer that the outputs
+            come from, see `last_layer_parameters`); names; or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
+        example: Inputs on the model's device, for `"last_layer"`, which is found by running one of
+            them; an `nn.Sequential` of torch's layers needs none.
 
     Raises:
-        ValueError: For an unknown name, or if nothing is selected.
+        ValueError: For an unknown name, or if nothing is selected; as `last_layer_parameters`.
         TypeError: If the selection is none of these.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -26,9 +33,8 @@ def select_parameters(model: nn.Module, selection: ParameterSelection) -> list[s
         chosen = set(trainable)
     elif selection == "weights":
         chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}
-    elif selection == "last_layer":
-        paths = [name.rpartition(".")[0] for name in trainable]
-        chosen = {name for name in trainable if name.rpartition(".")[0] == paths[-1]}
+    elif is_last_layer(selection):
+        chosen = set(last_layer_parameters(model, example))
     elif isinstance(selection, str):
         raise ValueError(
             f"Unknown params={selection!r}: use 'all', 'weights', 'last_layer', a list of "

@@ -70,7 +70,8 @@ def study(
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(train), generator=generator)
     chosen = torch.randperm(len(test), generator=generator)[: settings.test_examples]
-    names = select_parameters(model, settings.params)
+    example = train.batch(order[:1])[0].to(next(model.parameters()).device)
+    names = select_parameters(model, settings.params, example)
     fisher = Fisher(settings.fisher, 1, settings.seed)
     problem = Problem(
         model,

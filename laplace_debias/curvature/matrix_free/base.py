@@ -66,7 +66,7 @@ class NetworkOperator(LinearOperator):
             raise ValueError(f"memory_bound must be a number of bytes, got {memory_bound}.")
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-        self._network = Network(model, "all" if params is None else params)
+        self._network = Network(model, "all" if params is None else params, data)
         self._data = Data(data, self._network.device, self._network.dtypes, num_data)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound

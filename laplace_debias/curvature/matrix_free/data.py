@@ -14,6 +14,7 @@ Batches = Iterable[Any]
 
 _MASKED = -1234.5
 """What stands for −∞ in the mark of a batch."""
+_EMPTY = "The data is empty: it must yield at least one batch."
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,7 @@ class Data:
         dtypes: Collection[torch.dtype],
         num_data: int | None,
     ) -> None:
-        if isinstance(batches, Iterator):
-            raise TypeError(
-                f"The data is an iterator ({type(batches).__name__}), which can be read only once, "
-                "and every product reads it: pass a list of batches or a DataLoader."
-            )
-        if not isinstance(batches, Iterable):
-            raise TypeError(
-                f"The data must be an iterable of (inputs, targets), got {type(batches).__name__}."
-            )
+        _check_repeatable(batches)
         self._batches = batches
         self._device = device
         self._dtypes = dtypes
@@ -92,7 +85,7 @@ class Data:
             self.sizes.append(size)
             self._marks.append(mark)
         if not self.sizes:
-            raise ValueError("The data is empty: it must yield at least one batch.")
+            raise ValueError(_EMPTY)
         if num_data is not None and num_data != len(self):
             raise ValueError(
                 f"num_data={num_data}, but the data holds {len(self)} examples: leave num_data "
@@ -139,6 +132,31 @@ class Data:
             f"Batch {index} of the data is not what it was in the first pass. Products need the "
             "same batches every time: use shuffle=False and no random augmentation, or pass "
             "`list(loader)`."
+        )
+
+
+def first_inputs(batches: Batches) -> Inputs:
+    """The inputs of the first batch.
+
+    Raises:
+        TypeError: As `Data`.
+        ValueError: If there is no batch.
+    """
+    _check_repeatable(batches)
+    for batch in batches:
+        return _pair(batch)[0]
+    raise ValueError(_EMPTY)
+
+
+def _check_repeatable(batches: Any) -> None:
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"The data is an iterator ({type(batches).__name__}), which can be read only once, "
+            "and every product reads it: pass a list of batches or a DataLoader."
+        )
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"The data must be an iterable of (inputs, targets), got {type(batches).__name__}."
         )
 
 

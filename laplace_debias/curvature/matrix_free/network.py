@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.curvature.inputs import Inputs, call, take
+from laplace_debias.curvature.inputs import Inputs, call, move, take
+from laplace_debias.curvature.last_layer import needs_example
+from laplace_debias.curvature.matrix_free.data import Batches, first_inputs
 from laplace_debias.curvature.selection import (
     ParameterSelection,
     check_parameters,
@@ -24,16 +26,23 @@ class Network:
     Args:
         model: In eval mode where it has dropout or batch normalisation.
         params: Which parameters, as `select_parameters`.
+        data: Batches `(inputs, targets)`, of which one example tells the last layer.
 
     Raises:
         ValueError: If the model is random, holds NaN, or has no parameter that is selected.
     """
 
-    def __init__(self, model: nn.Module, params: ParameterSelection) -> None:
+    def __init__(
+        self, model: nn.Module, params: ParameterSelection, data: Batches | None = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         check_deterministic(model)
-        self.names = select_parameters(model, params)
+        example = None
+        if data is not None and needs_example(model, params):
+            like = next(model.parameters())
+            example = move(first_inputs(data), like.device, {p.dtype for p in model.parameters()})
+        self.names = select_parameters(model, params, example)
         check_parameters(model, self.names)
         check_finite(model)
         self._model = model
