@@ -175,6 +175,7 @@ def old_file(path: Path, change=lambda header, tensors: None) -> None:
     """A file of format 3, as the version before wrote it, through the safetensors library."""
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["header"])
+    del header["class_dim"], header["mode"]  # What format 4 adds.
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(header, tensors)
     path.unlink()
