@@ -319,7 +319,7 @@ def fitted(model, *data, curvature="kfac", mode="full", generator=0, **settings)
     fit = {}
     if settings.get("fisher") == "mc":
         fit["generator"] = torch.Generator().manual_seed(generator)
-    # Some sequences are as long as there are classes.
+    # Some examples are as long as there are classes.
     la = Laplace(model, curvature=curvature, class_dim=-1, **settings)
     return la.fit(list(data), mode=mode, num_data=N, **fit)
 

@@ -175,7 +175,8 @@ def old_file(path: Path, change=lambda header, tensors: None) -> None:
     """A file of format 3, as the version before wrote it, through the safetensors library."""
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["header"])
-    del header["class_dim"], header["mode"]  # What format 4 adds.
+    for name in ("class_dim", "mode"):
+        del header[name]
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(header, tensors)
     path.unlink()

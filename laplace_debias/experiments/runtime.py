@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_debias.curvature.kfac.directions import Eigenbasis
 from laplace_debias.experiments.evaluation import device_from
 from laplace_debias.experiments.experiment import Experiment
 from laplace_debias.experiments.laplace_tables import CROSSFIT, DEBIASED, FULL, MINI
@@ -219,6 +220,10 @@ def naively_debiased(first: BlockDiagonal, second: BlockDiagonal) -> BlockDiagon
         assert isinstance(other, EigenKronecker)
         magnitudes = _weigh(block.U_G, other.U_G, other.magnitudes)
         magnitudes = _weigh(block.U_A, other.U_A, magnitudes.T).T
+        # The largest eigenvalues stand first.
+        own = block.magnitudes
+        basis = Eigenbasis(block.U_G, block.U_A, own[:, 0], own[0] / own[0, 0])
+        magnitudes = basis.pooled(magnitudes, magnitudes.dtype)
         blocks[name] = EigenKronecker(block.U_G, block.U_A, magnitudes)
     return BlockDiagonal(blocks)
 

@@ -443,6 +443,8 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
         ValueError: Naming the first block where one holds NaN or Inf, and its layer.
     """
     extremes = [torch.stack(torch.aminmax(part)).double() for of in sums.values() for part in of]
+    if not extremes:
+        return
     is_finite = iter(torch.stack(extremes).isfinite().all(1).tolist())
     for block, of_block in sums.items():
         found = [next(is_finite) for _ in of_block]
