@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from laplace_debias import predictive, serialization, tuning
 from laplace_debias.batches import Batches, OnDevice, with_progress
 from laplace_debias.curvature.blocks import Block, Sharing, curvature_blocks, parameter_order
-from laplace_debias.curvature.class_dim import classes_last, warn_of_probabilities
+from laplace_debias.curvature.class_dim import check_layout, classes_last, warn_of_probabilities
 from laplace_debias.curvature.columns import Fisher
 from laplace_debias.curvature.inputs import Inputs, call, move, take
 from laplace_debias.curvature.kfac.backends import choose_backend
@@ -61,7 +61,7 @@ Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 MODES = ("full", "mini", "debiased", "crossfit", "shrinkage")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
-# Examples that are run before a fit, to tell logits from probabilities.
+# Examples that are run before a fit, to see what the outputs are.
 _FIRST_EXAMPLES = 4
 # Held for the moment in which a fit or a prior precision takes the place of another.
 _EXCHANGE = Lock()
@@ -123,7 +123,7 @@ class Laplace:
             for `[B, C, ...]` as `F.cross_entropy` has them. With 1 everything is as if the model
             gave `outputs.movedim(1, -1)`: predictives, functional means and covariances come out
             as `[B, ..., C]`. Targets with an entry for every output (regression, `[B, C, ...]`)
-            are moved with them. With None a fit asks where shapes fit both.
+            are moved with them. With None a fit asks where its first batch's shapes fit both.
 
     Attributes:
         model: The model.
@@ -252,14 +252,17 @@ class Laplace:
         return _Selected(names, blocks, parameter_order(self.model, names, blocks))
 
     def _look_at(self, batches: FirstBatchKnown) -> None:
-        """Find the last layer by the first batch, or check it; tell probabilities from logits.
+        """Run examples of the first batch, and find or check what they tell of the model.
+
+        They tell the last layer, in which dimension the classes are, and logits from probabilities.
 
         Raises:
-            ValueError: If there is no last layer, it is not what it was, or there is no batch.
+            ValueError: If there is no last layer, it is not what it was, or there is no batch; if
+                the shapes leave open where the classes are.
         """
         if self._selected is None and not batches.first:
             raise ValueError("The data holds no example: pass a loader with at least one batch.")
-        for x, _ in self._on_device(batches.first):
+        for x, y in self._on_device(batches.first):
             if is_last_layer(self._params):
                 found = self._select(x)
                 if self._selected is None:
@@ -270,12 +273,16 @@ class Laplace:
                         f'params="last_layer" was {self._selected.names}, but now the outputs come '
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
+            few = slice(0, _FIRST_EXAMPLES)
+            with torch.no_grad():
+                outputs = call(shadow(self._network), take(x, few))
+            # What is no tensor, or not of these examples, is refused where the fit looks at it.
+            if not isinstance(outputs, Tensor):
+                continue
+            shape = torch.Size((len(y), *outputs.shape[1:]))
+            check_layout(shape, y, self._settings.class_dim)
             if isinstance(self.likelihood, Categorical):
-                with torch.no_grad():
-                    few = take(x, slice(0, _FIRST_EXAMPLES))
-                    outputs = call(shadow(self._network), few)
-                if isinstance(outputs, Tensor):
-                    warn_of_probabilities(outputs)
+                warn_of_probabilities(outputs)
 
     @property
     def _network(self) -> nn.Module:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from laplace_debias.batches import Batches
-from laplace_debias.curvature.class_dim import check_layout, targets_classes_last
+from laplace_debias.curvature.class_dim import targets_classes_last
 from laplace_debias.curvature.columns import flat_terms
 from laplace_debias.curvature.inputs import call
 from laplace_debias.curvature.kfac.fit import check_outputs
@@ -41,7 +41,6 @@ def mean_loss_curvature(
         with torch.no_grad():
             outputs = call(network, x)
         check_outputs(outputs)
-        check_layout(outputs, y, class_dim)
         terms, labels = flat_terms(outputs, targets_classes_last(y, outputs.ndim, class_dim))
         likelihood.check(terms, labels)
         if empirical:

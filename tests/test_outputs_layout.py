@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.laplace import predict_grids
-from laplace_debias.loss_curvature import mean_loss_curvature
 
 B, C, L, DELTA = 6, 5, 5, 0.8
 
@@ -68,6 +67,17 @@ def test_the_two_readings_are_two_posteriors():
     assert not torch.allclose(posterior(first), posterior(last), rtol=1e-2)
     unmoved = Laplace(build(), class_dim=-1).fit_batches([(inputs(), labels())])
     same(posterior(last), posterior(unmoved))
+
+
+def test_a_first_batch_of_another_length_tells_for_all():
+    """Sequences of as many positions as classes come as a later batch."""
+    model, x, y = Moved(build()), inputs(), labels()
+    batches = [(x[:3, :, :-1], y[:3, :-1]), (x[3:], y[3:])]
+    told = Laplace(model).fit_batches(batches)
+    same(posterior(told), posterior(Laplace(model, class_dim=-1).fit_batches(batches)))
+    Laplace(model).fit_batches(*[[batch] for batch in batches])
+    with pytest.raises(ValueError, match="class_dim"):
+        Laplace(model).fit_batches(batches[::-1])
 
 
 def test_nobody_is_asked_where_one_reading_fits():
@@ -296,12 +306,6 @@ def test_backpack_and_another_layout_are_refused():
     fits = [Laplace(model, class_dim=d).fit_batches([(inputs(), labels())]) for d in (1, -1)]
     with pytest.raises(ValueError, match="different models"):
         predict_grids(fits, inputs(), [torch.ones(1), torch.ones(1)])
-
-
-def test_the_loss_curvature_in_the_outputs_asks_too():
-    la = Laplace(build())
-    with pytest.raises(ValueError, match="class_dim"):
-        mean_loss_curvature(la.model, la.likelihood, [(inputs(), labels())])
 
 
 # ------------------------------------------------------------------------------- probabilities

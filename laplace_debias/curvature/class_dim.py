@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.shadow import shadow
@@ -82,15 +83,21 @@ def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> T
     return targets.movedim(class_dim, -1)
 
 
-def check_layout(outputs: Tensor, targets: Tensor, class_dim: int | None) -> None:
+def check_layout(shape: torch.Size, targets: Tensor, class_dim: int | None) -> None:
     """Ask where the classes are if the shapes fit both `[B, ..., C]` and `[B, C, ...]`.
+
+    One batch whose shapes fit one of the two tells for all: the others have the same model.
+
+    Args:
+        shape: That of a batch's outputs.
+        targets: The batch's targets.
+        class_dim: As the user gave it.
 
     Raises:
         ValueError: If they do, and `class_dim` does not say it.
     """
-    if class_dim is not None or outputs.ndim < 3:
+    if class_dim is not None or len(shape) < 3:
         return
-    shape = outputs.shape
     if targets.shape == shape[:-1] == shape[:1] + shape[2:] and shape[1] > 1:
         raise ValueError(
             f"Outputs of shape {tuple(shape)} with targets of shape {tuple(targets.shape)} may "

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.class_dim import check_layout, targets_classes_last
+from laplace_debias.curvature.class_dim import targets_classes_last
 from laplace_debias.curvature.likelihood import Likelihood
 
 FISHERS = ("exact", "mc", "empirical")
@@ -140,7 +140,7 @@ class LikelihoodCotangents:
         likelihood: What the outputs mean.
         fisher: Which cotangents stand for its Hessian.
         class_dim: Which dimension of targets with an entry for every output has the classes, as it
-            was in the outputs; None for the last one, as long as shapes leave no doubt.
+            was in the outputs; the last if None.
     """
 
     likelihood: Likelihood
@@ -164,7 +164,6 @@ class LikelihoodCotangents:
 
     def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """As `Cotangents`; the loss is the negative log-likelihood in nats."""
-        check_layout(outputs, targets, self.class_dim)
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         terms, labels = flat_terms(outputs, targets)
         self.likelihood.check(terms, labels)
