@@ -1,13 +1,11 @@
 """N, the number of training examples: what a loader tells of it, and what a fit makes of that."""
 
 import itertools
-import operator
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -20,9 +18,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-
-MAX_NUM_DATA = 2**53
-"""Up to here every whole number is exact in float64, in which N times a curvature is computed."""
 
 
 @dataclass(frozen=True)
@@ -104,34 +99,6 @@ class Expected:
                 "training examples. Nothing was fitted."
             )
         return self.num_data
-
-
-def check_num_data(num_data: Any) -> int:
-    """N as an `int`.
-
-    Args:
-        num_data: A whole number from 1 to 2**53, of any integer type.
-
-    Raises:
-        TypeError: If it is not of an integer type; for True and False too.
-        ValueError: If it lies outside of that range.
-    """
-    is_bool = isinstance(num_data, bool) or getattr(num_data, "dtype", None) is torch.bool
-    try:
-        number = None if is_bool else operator.index(num_data)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(
-            f"num_data must be a whole number, the number of training examples, got {num_data!r} "
-            f"of type {type(num_data).__name__}: pass an int."
-        )
-    if not 1 <= number <= MAX_NUM_DATA:
-        raise ValueError(
-            f"num_data must be at least 1 and at most 2**53 (larger whole numbers are not exact in "
-            f"float64), got {number}: pass the number of training examples."
-        )
-    return number
 
 
 def expected_of_all(loader: Any, num_data: int | None) -> Expected:

@@ -37,7 +37,6 @@ from laplace_debias.curvature.shadow import (
 from laplace_debias.curvature.whole import WHOLE
 from laplace_debias.data_size import (
     Expected,
-    check_num_data,
     data_size,
     expected_of_all,
     expected_of_some,
@@ -50,7 +49,7 @@ from laplace_debias.first_batch import FirstBatchKnown
 from laplace_debias.fitting import FOLDS, MEMORY_BOUND, Examples, FitSettings
 from laplace_debias.functional import Wanted, functional_moments
 from laplace_debias.posterior import GaussianPosterior
-from laplace_debias.posterior_range import check_prior_precision
+from laplace_debias.posterior_range import check_num_data, check_prior_precision
 from laplace_debias.randomness import seeded
 from laplace_debias.threads import Lock
 

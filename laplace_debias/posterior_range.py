@@ -7,6 +7,7 @@ $N\Lambda + \delta$. They are checked once, where a posterior is made.
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,24 +24,32 @@ MAX_NUM_DATA = 2**53
 """The largest N: double precision holds every whole number up to here."""
 
 
-def check_num_data(num_data: object) -> int:
+def check_num_data(num_data: Any) -> int:
     """N as an `int`.
 
     Args:
-        num_data: A whole number of any integer type, from 1 to `MAX_NUM_DATA`.
+        num_data: A whole number from 1 to 2**53, of any integer type.
 
     Raises:
-        ValueError: For anything else, `True` and `60000.0` among it.
+        TypeError: If it is not of an integer type; for True and False too.
+        ValueError: If it lies outside of that range.
     """
-    whole = None
-    if not isinstance(num_data, bool) and hasattr(num_data, "__index__"):
-        whole = operator.index(num_data)
-    if whole is None or not 1 <= whole <= MAX_NUM_DATA:
-        raise ValueError(
-            f"num_data is {num_data!r}; expected the number of training examples, a whole number "
-            f"(int) from 1 to 2**53."
+    is_bool = isinstance(num_data, bool) or getattr(num_data, "dtype", None) is torch.bool
+    try:
+        number = None if is_bool else operator.index(num_data)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(
+            f"num_data must be a whole number, the number of training examples, got {num_data!r} "
+            f"of type {type(num_data).__name__}: pass an int."
         )
-    return whole
+    if not 1 <= number <= MAX_NUM_DATA:
+        raise ValueError(
+            f"num_data must be at least 1 and at most 2**53 (larger whole numbers are not exact in "
+            f"float64), got {number}: pass the number of training examples."
+        )
+    return number
 
 
 def squared_norm(mean: Float[Tensor, " parameters"]) -> float:

@@ -29,9 +29,9 @@ from laplace_debias.data_size import (
     Misleading,
     Supposed,
     Untold,
-    check_num_data,
     data_size,
 )
+from laplace_debias.posterior_range import check_num_data
 
 SIZE = 24
 PARTIAL = ("mini", "debiased", "crossfit", "shrinkage")
