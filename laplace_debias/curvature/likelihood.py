@@ -130,6 +130,19 @@ def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
     return '; if several labels may apply to an example use likelihood="multilabel"'
 
 
+def _is_resolved(covariance: Float[Tensor, "*batch outputs outputs"]) -> bool:
+    """Whether every output keeps a variance of its own, given the others, beside the rounding.
+
+    What Cholesky's pivots say in the covariance's own dtype depends on the machine: they are those
+    of double precision, held against the rounding of the entries.
+    """
+    root, info = torch.linalg.cholesky_ex(covariance.double())
+    own = root.diagonal(dim1=-2, dim2=-1).square()
+    rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
+    of_all = covariance.diagonal(dim1=-2, dim2=-1)
+    return bool((info == 0).all() & (own > rounding * of_all).all())
+
+
 def _probit(mean: Tensor, covariance: Tensor) -> Tensor:
     """Logits, each shrunk by its variance (MacKay, 1992).
 
@@ -416,16 +429,15 @@ class Gaussian(Likelihood):
         total = noise if covariance is None else covariance + noise
         # Rounding may have made it unsymmetric by more than torch's check accepts.
         total = (total + total.mT) / 2
-        try:
-            return MultivariateNormal(mean, covariance_matrix=total)
-        except (ValueError, torch.linalg.LinAlgError) as error:
+        if not _is_resolved(total):
             largest = float(total.diagonal(dim1=-2, dim2=-1).max())
             raise ValueError(
                 f"The predictive covariance is singular in {total.dtype}: beside variances of up "
                 f"to {largest:.3g} a noise of sigma = {self.sigma.tolist()} is lost to rounding. "
                 "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
                 "targets and sigma."
-            ) from error
+            )
+        return MultivariateNormal(mean, covariance_matrix=total)
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
         """The normal with the mixture's mean and covariance."""
