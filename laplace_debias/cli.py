@@ -178,7 +178,7 @@ def _explained(message: str, commands: Iterable[str], options: Iterable[str]) ->
     message = re.sub(rf"(?<![\w/.-])({'|'.join(commands)})\.(?=\w)", "--", message)
     unknown: list[str] = []
     known = list(options)
-    if message.lower().startswith("unrecognized arguments"):
+    if message.startswith("unrecognized arguments"):
         unknown, known = re.findall(r"--[\w.-]+", message), [f"--{option}" for option in options]
     elif key := re.search(r"does not accept option '([^']*)'", message):
         unknown = [key[1]]
