@@ -4,6 +4,8 @@ import os
 
 # The networks here are tiny: one thread each, and the processes of pytest-xdist side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test asks for two, those that wait sleep: by default they spin on the cores of the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import faulty_eigh
 import pytest

@@ -344,6 +344,7 @@ def test_demo_command_writes_all_files_and_names_the_pictures(tmp_path, capsys):
     assert "all60trainingimages" in printed
 
 
+@pytest.mark.slow
 def test_tables_of_the_demo_agree_with_its_files(tmp_path):
     settings = DemoSettings(
         train_examples=60,

@@ -123,6 +123,7 @@ def test_blurs_leave_a_constant_image_alone(kind):
     assert torch.equal(corrupt(constant, 5, kind), constant)
 
 
+@pytest.mark.slow
 def test_random_corruption_takes_one_of_the_benchmarks_kinds_whatever_the_batch_and_severity():
     images = COLOUR[:1].expand(150, -1, -1, -1)
     alone = {kind: corrupt(images, 2, kind, seed=4) for kind in BENCHMARK_KINDS}
