@@ -103,6 +103,7 @@ def test_what_fails_in_double_precision_too_is_made_by_another_algorithm(monkeyp
     values, vectors = eigh(matrix)
     rebuilt = (vectors * values.unsqueeze(-2)) @ vectors.mT
     torch.testing.assert_close(rebuilt, matrix, rtol=1e-10, atol=1e-10)
+    assert vectors.stride() == TRUE_EIGH(matrix)[1].stride()
     assert (values[..., 1:] >= values[..., :-1]).all()
 
 
@@ -206,6 +207,7 @@ def test_a_low_rank_is_made_use_of_to_the_same_result(rank, scale):
     values, vectors = pair
     torch.testing.assert_close((vectors * values) @ vectors.T / scale, matrix / scale)
     torch.testing.assert_close(vectors.T @ vectors, torch.eye(260).double(), rtol=0, atol=1e-12)
+    assert vectors.stride() == TRUE_EIGH(matrix)[1].stride()
     expected = torch.from_numpy(scipy.linalg.eigh(matrix.numpy() / scale, eigvals_only=True))
     largest = float(expected[-1])
     torch.testing.assert_close(values / scale, expected, rtol=1e-10, atol=1e-14 * largest)

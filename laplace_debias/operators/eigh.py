@@ -128,7 +128,7 @@ def low_rank_eigh(matrix: Float[Tensor, "d d"], what: str = "the matrix") -> Dec
     inner, vectors = eigh(Q.T @ scaled @ Q)
     complement = torch.linalg.qr(Q, mode="complete").Q[:, width:]
     values = torch.cat([inner.new_zeros(d - width), inner])
-    basis = torch.cat([complement, Q @ vectors], dim=1)
+    basis = torch.cat([complement.mT, (Q @ vectors).mT]).mT
     return (_ldexp(values, exponent[0]), basis) if _is_right(scaled, values, basis) else None
 
 
@@ -174,14 +174,15 @@ def _cast(pair: Decomposition, like: Tensor) -> Decomposition:
 def _by_qr_iterations(matrices: Tensor) -> Decomposition:
     """By LAPACK's `syev`, the slowest of its algorithms and the least likely to fail."""
     flat = matrices.reshape(-1, *matrices.shape[-2:])
-    values, vectors = torch.empty_like(flat[..., 0]), torch.empty_like(flat)
+    # Eigenvectors lie one after the other in memory, as torch has them.
+    values, vectors = flat.new_empty(flat.shape[:-1]), flat.new_empty(flat.shape).mT
     for index, matrix in enumerate(flat):
         try:
             of_one, basis = scipy.linalg.eigh(matrix.numpy(), driver="ev")
         except scipy.linalg.LinAlgError as error:
             raise torch.linalg.LinAlgError(str(error)) from error
         values[index], vectors[index] = torch.from_numpy(of_one), torch.from_numpy(basis)
-    return values.view(matrices.shape[:-1]), vectors.view(matrices.shape)
+    return values.view(matrices.shape[:-1]), vectors.mT.view(matrices.shape).mT
 
 
 def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
