@@ -327,7 +327,7 @@ def posterior_from(
         )
     odd = [key for key, value in tensors.items() if value.dtype != _dtype_of(key, tensors["mean"])]
     if odd:
-        raise ValueError(f"The dtypes of {shown(odd)} in the file are none that `save` writes.")
+        raise ValueError(f"The dtypes of {shown(odd)} are not as `save` writes them.")
     mean = tensors["mean"].to(model_mean.device)
     if mean.dtype != model_mean.dtype:
         raise ValueError(

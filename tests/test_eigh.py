@@ -164,7 +164,7 @@ def test_wrong_eigenvalues_alone_are_computed_again(monkeypatch, fault):
 @pytest.mark.parametrize("d", [1, 2, 3, 64, 257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["zero", "one", "rank one", "identity", "indefinite", "graded"])
-def test_right_decompositions_pass_at_once(monkeypatch, d, dtype, kind):
+def test_right_decompositions_are_not_made_again(monkeypatch, d, dtype, kind):
     rows = torch.randn(d, d, dtype=dtype)
     matrix = {
         "zero": torch.zeros(d, d, dtype=dtype),
@@ -177,8 +177,8 @@ def test_right_decompositions_pass_at_once(monkeypatch, d, dtype, kind):
     calls = []
     monkeypatch.setattr(torch.linalg, "eigh", faulty(swapped, [], calls))
     values, vectors = eigh(matrix)
-    if bool(vectors.isfinite().all()):
-        assert calls in ([dtype], [torch.float32, torch.float64])
+    # LAPACK's own single precision may fail; double precision is right at once.
+    assert calls in ([dtype], [torch.float32, torch.float64])
     rebuilt = (vectors * values) @ vectors.T
     scale = float(torch.linalg.matrix_norm(matrix, 2))
     torch.testing.assert_close(rebuilt, matrix, rtol=0, atol=50 * torch.finfo(dtype).eps * scale)
