@@ -27,7 +27,7 @@ SETTINGS = (
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
-    # Every tenth eigendecomposition fails; see `faulty_eigh.py`.
+    # One eigendecomposition in ten fails; see `faulty_eigh.py`.
     {"LAPLACE_DEBIAS_FAULTY_EIGH": "nan"},
     {"LAPLACE_DEBIAS_FAULTY_EIGH": "raise"},
 )

@@ -107,6 +107,25 @@ def test_what_fails_in_double_precision_too_is_made_by_another_algorithm(monkeyp
     assert (values[..., 1:] >= values[..., :-1]).all()
 
 
+def test_samples_do_not_depend_on_the_signs_that_lapack_chose(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
+    y = torch.randn(40, 2, generator=torch.Generator().manual_seed(1)).double()
+
+    def drawn():
+        la = Laplace(model, likelihood="regression").fit_batches([(x, y)])
+        return la.sample(3, generator=torch.Generator().manual_seed(0))
+
+    expected = drawn()
+    every_second = faulty(
+        lambda values, vectors: (values, vectors * (-1.0) ** torch.arange(len(values))),
+        [torch.float64],
+        [],
+    )
+    monkeypatch.setattr(torch.linalg, "eigh", every_second)
+    torch.testing.assert_close(drawn(), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_a_factor_that_nothing_decomposes_is_refused_by_the_name_of_its_block(monkeypatch):
     monkeypatch.setattr(torch.linalg, "eigh", faulty(nan_vectors, [torch.float64], []))
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()

@@ -1,5 +1,6 @@
 """Directions: the eigenbases of Kronecker factors, and which of their vectors data determine."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from laplace_debias.operators import eigh as decomposition
 # Eigenvalues nearer than this share of the largest one belong to directions that rounding mixes:
 # the angle between two such is off by rounding over their distance.
 _RESOLUTION = 1e-7
+_GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ def eigh(
 ) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"] | None]:
     """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
 
+    An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
+    a positive product with one fixed vector, so that other machines draw the same samples.
+
     Args:
         factor: A positive semi-definite matrix `[d, d]`, or the diagonal of one, `[d]`.
         what: What it is, for messages.
@@ -89,7 +94,15 @@ def eigh(
     pair = decomposition.low_rank_eigh(factor, what) or decomposition.eigh(factor, what)
     values, vectors = pair
     # Below zero there is nothing but rounding.
-    return values.flip(0).clamp_min(0), vectors.flip(1)
+    return values.flip(0).clamp_min(0), _with_fixed_signs(vectors.flip(1))
+
+
+def _with_fixed_signs(vectors: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
+    # every [1, -1], and rounding would choose the sign.
+    at = torch.arange(1, len(vectors) + 1, dtype=vectors.dtype, device=vectors.device)
+    products = (at * _GOLDEN_RATIO).frac() @ vectors
+    return vectors * torch.where(products < 0, -1.0, 1.0).to(vectors)
 
 
 def resolution(precision: torch.dtype) -> float:
