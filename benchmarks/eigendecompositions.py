@@ -9,7 +9,7 @@ from benchmarks.report import Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
-from laplace_debias.curvature.kfac.fit import eigenbases, factor_sums
+from laplace_debias.curvature.fits.kfac import eigenbases, factor_sums
 
 TITLE = "Eigendecompositions of all factors"
 UNIT = "s"

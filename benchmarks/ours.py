@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from benchmarks.settings import Settings
 from benchmarks.timing import Run
 from laplace_debias import Laplace
-from laplace_debias.curvature.kfac.fit import factor_sums
+from laplace_debias.curvature.fits.kfac import factor_sums
 
 # The fits that predictions and samples come from stand for the images of CIFAR-10.
 NUM_DATA = 45_000

@@ -121,16 +121,16 @@ def _experiments() -> dict[str, Command]:
 
 
 def _commands() -> dict[str, Command]:
-    from laplace_debias.experiments.demo import DemoSettings, run_demo
-    from laplace_debias.experiments.evaluation import EvaluationSettings, run_evaluation
-    from laplace_debias.experiments.posterior_file import (
+    from laplace_debias.experiments.bias.spectrum import SpectrumSettings, run_spectrum
+    from laplace_debias.experiments.posteriors.demo import DemoSettings, run_demo
+    from laplace_debias.experiments.posteriors.evaluation import EvaluationSettings, run_evaluation
+    from laplace_debias.experiments.posteriors.posterior_file import (
         FittingSettings,
         TuningSettings,
         run_fit,
         run_tune,
     )
-    from laplace_debias.experiments.spectrum import SpectrumSettings, run_spectrum
-    from laplace_debias.experiments.training import TrainingSettings, run_training
+    from laplace_debias.experiments.shared.training import TrainingSettings, run_training
 
     return {
         "demo": (

@@ -1,21 +1,26 @@
 """Algorithms on any linear operator: they need its products and nothing else."""
 
-from laplace_debias.linalg.conjugate_gradient import cg, debiased_cg, relative_progress, replay
-from laplace_debias.linalg.diagonal import diagonal
-from laplace_debias.linalg.eigen import EigenPairs, eigsh
-from laplace_debias.linalg.estimate import Estimate
-from laplace_debias.linalg.inverse import inverse, solve
+from laplace_debias.linalg.eigen.eigsh import EigenPairs, eigsh
+from laplace_debias.linalg.eigen.subspaces import overlaps
+from laplace_debias.linalg.estimators.diagonal import diagonal
+from laplace_debias.linalg.estimators.estimate import Estimate
+from laplace_debias.linalg.estimators.logdet import logdet
+from laplace_debias.linalg.estimators.norms import frobenius_norm, spectral_norm
+from laplace_debias.linalg.estimators.quadrature import matrix_function_trace
+from laplace_debias.linalg.estimators.spectral_density import SpectralDensity, spectral_density
+from laplace_debias.linalg.estimators.trace import trace
 from laplace_debias.linalg.linear_solution import LinearSolution
-from laplace_debias.linalg.logdet import logdet
-from laplace_debias.linalg.lsmr import lsmr
-from laplace_debias.linalg.neumann import neumann
-from laplace_debias.linalg.norms import frobenius_norm, spectral_norm
-from laplace_debias.linalg.quadrature import matrix_function_trace
 from laplace_debias.linalg.solution import DebiasedSolution, Iterate, Solution, Status
-from laplace_debias.linalg.spectrum import SpectralDensity, spectral_density
-from laplace_debias.linalg.square_root import sqrt
-from laplace_debias.linalg.subspaces import overlaps
-from laplace_debias.linalg.trace import trace
+from laplace_debias.linalg.solvers.conjugate_gradient import (
+    cg,
+    debiased_cg,
+    relative_progress,
+    replay,
+)
+from laplace_debias.linalg.solvers.inverse import inverse, solve
+from laplace_debias.linalg.solvers.lsmr import lsmr
+from laplace_debias.linalg.solvers.neumann import neumann
+from laplace_debias.linalg.solvers.square_root import sqrt
 
 __all__ = [
     "DebiasedSolution",

@@ -198,7 +198,7 @@ class LinearOperator(ABC):
             )
         if exponent == 0:
             # A structure, and so built on this module.
-            from laplace_debias.operators.identity import Identity
+            from laplace_debias.operators.structures.identity import Identity
 
             return Identity(self.shape[0], self.dtype, self.device)
         power = self

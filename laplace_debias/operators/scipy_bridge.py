@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from laplace_debias.operators.algebra import Transpose
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.compose import Transpose
-from laplace_debias.operators.dense import Dense
+from laplace_debias.operators.structures.dense import Dense
 
 _NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 _TORCH = {np.dtype(numpy_type): dtype for dtype, numpy_type in _NUMPY.items()}

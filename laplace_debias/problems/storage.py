@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from laplace_debias.atomic import written_atomically
+from laplace_debias.system.atomic import written_atomically
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:

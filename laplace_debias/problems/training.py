@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from laplace_debias.curvature.network.weight_decay import decay_groups
 from laplace_debias.problems.images import Images
 from laplace_debias.problems.models.checkpoints import parameter_like
 from laplace_debias.problems.resume import restore_state, store_state
 from laplace_debias.problems.storage import write_tensors
-from laplace_debias.weight_decay import decay_groups
 
 
 @dataclass(frozen=True, kw_only=True)

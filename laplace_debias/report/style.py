@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from laplace_debias.atomic import written_atomically
+from laplace_debias.system.atomic import written_atomically
 
 OKABE_ITO = {
     "orange": "#E69F00",

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from laplace_debias.atomic import written_atomically
+from laplace_debias.system.atomic import written_atomically
 
 Row = Mapping[str, object]
 

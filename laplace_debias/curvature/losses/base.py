@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.columns import keyed_uniforms, places
+from laplace_debias.curvature.losses.cotangents import keyed_uniforms, places
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 # What the loss needs to know of a batch besides the outputs: targets, and weights of its rows.

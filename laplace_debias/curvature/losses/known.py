@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_debias.curvature.likelihood import Categorical
 from laplace_debias.curvature.losses.base import Labels, OutputLoss, OutputMap, Uniforms
+from laplace_debias.curvature.losses.likelihood import Categorical
 
 
 class CrossEntropy(OutputLoss):

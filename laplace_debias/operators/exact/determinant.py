@@ -11,21 +11,21 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from laplace_debias.operators.assume import Assumed
+from laplace_debias.operators.algebra import Product, Scaled
 from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.block_diagonal import BlockDiagonal
-from laplace_debias.operators.compose import Product, Scaled
-from laplace_debias.operators.dense import Dense
 from laplace_debias.operators.eigh import eigvalsh
 from laplace_debias.operators.exact.spectrum import (
     eigenvalues,
     shown,
     whitened_eigenvalues,
 )
-from laplace_debias.operators.kronecker import Kronecker
-from laplace_debias.operators.low_rank import LowRankPlusDiagonal
-from laplace_debias.operators.permutation import Permutation
-from laplace_debias.operators.permuted import Permuted
+from laplace_debias.operators.structures.assume import Assumed
+from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
+from laplace_debias.operators.structures.dense import Dense
+from laplace_debias.operators.structures.kronecker import Kronecker
+from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
+from laplace_debias.operators.structures.permutation import Permutation
+from laplace_debias.operators.structures.permuted import Permuted
 
 # The sign and the logarithm of the absolute value of a determinant, both 0-d.
 SignLog = tuple[Tensor, Tensor]

@@ -8,29 +8,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.assume import Assumed, assume
+from laplace_debias.operators.algebra import Product, Scaled
 from laplace_debias.operators.base import (
     LinearOperator,
     check_operand,
     check_square,
     scale,
 )
-from laplace_debias.operators.block_diagonal import BlockDiagonal
-from laplace_debias.operators.compose import Product, Scaled
-from laplace_debias.operators.dense import Dense
-from laplace_debias.operators.diagonal import Diagonal
-from laplace_debias.operators.eigen_kronecker import EigenKronecker
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact.spectrum import (
     blockwise,
     exact_function,
     low_rank_eigh,
 )
-from laplace_debias.operators.identity import Identity
-from laplace_debias.operators.kronecker import Kronecker
-from laplace_debias.operators.low_rank import LowRankPlusDiagonal
-from laplace_debias.operators.permutation import Permutation
-from laplace_debias.operators.permuted import Permuted
+from laplace_debias.operators.structures.assume import Assumed, assume
+from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
+from laplace_debias.operators.structures.dense import Dense
+from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker
+from laplace_debias.operators.structures.identity import Identity
+from laplace_debias.operators.structures.kronecker import Kronecker
+from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
+from laplace_debias.operators.structures.permutation import Permutation
+from laplace_debias.operators.structures.permuted import Permuted
 
 
 def exact_inverse(operator: LinearOperator) -> LinearOperator | None:

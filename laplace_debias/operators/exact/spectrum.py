@@ -8,20 +8,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.assume import Assumed, assume
+from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square, identity_multiple, scale
-from laplace_debias.operators.block_diagonal import BlockDiagonal
-from laplace_debias.operators.compose import Scaled, Sum
-from laplace_debias.operators.dense import Dense
-from laplace_debias.operators.diagonal import Diagonal
-from laplace_debias.operators.eigen_kronecker import EigenKronecker, Spectrum
 from laplace_debias.operators.eigh import eigh, eigvalsh
 from laplace_debias.operators.exact.entries import exact_trace, of_all
-from laplace_debias.operators.identity import Identity
-from laplace_debias.operators.kronecker import Kronecker
-from laplace_debias.operators.low_rank import LowRankPlusDiagonal, Reflections
-from laplace_debias.operators.permutation import Permutation
-from laplace_debias.operators.permuted import Permuted
+from laplace_debias.operators.structures.assume import Assumed, assume
+from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
+from laplace_debias.operators.structures.dense import Dense
+from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, Spectrum
+from laplace_debias.operators.structures.identity import Identity
+from laplace_debias.operators.structures.kronecker import Kronecker
+from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal, Reflections
+from laplace_debias.operators.structures.permutation import Permutation
+from laplace_debias.operators.structures.permuted import Permuted
 
 
 class Eigenpairs(NamedTuple):

@@ -1,0 +1,1 @@
+"""Fits: directions and magnitudes of every curvature block, from data."""

@@ -1,0 +1,222 @@
+"""Curvature of all parameters together: dense (`full`) and its leading part (`lowrank`).
+
+Directions are the eigenvectors of the whole matrix, magnitudes the curvature along them on the same
+or on other data: the two-batch idea as for a block, without the Kronecker structure.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.fits.crossfit import split_folds
+from laplace_debias.curvature.fits.directions import eigh, pooled, resolution
+from laplace_debias.curvature.fits.kfac import Batches, Fitted, Problem, Seen, together
+from laplace_debias.curvature.fits.rows import Rows, sweep_rows
+from laplace_debias.linalg import eigsh
+from laplace_debias.operators import (
+    BlockDiagonal,
+    EigenKronecker,
+    LinearOperator,
+    LowRankPlusDiagonal,
+)
+
+# The one block's name.
+WHOLE = "parameters"
+# What curvatures have it.
+WHOLE_CURVATURES = ("lowrank", "full")
+# Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
+_KEPT_ROWS = 2**30
+
+
+def fit_full(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
+    """The whole curvature matrix `[D, D]`: directions from some data, magnitudes from others.
+
+    Args:
+        problem: The network and its blocks, whose entries, one block after the other, are the rows.
+        directions: Batches `(x, y)` whose curvature gives the eigenvectors.
+        magnitudes: Batches that the curvature along them is measured on; None for the same.
+    """
+    size = sum(block.size for block in problem.blocks)
+    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
+    C = torch.zeros(size, size, dtype=problem.factor_dtype, device=device)
+    seen = sweep_rows(problem, directions, lambda rows: C.addmm_(rows.T, rows))
+    along, U = eigh(_finite(C) / seen.num_examples, "the curvature")
+    assert U is not None
+    if magnitudes is not None:
+        on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        along = pooled(on_others, along, problem.dtype)
+        seen = together(seen, measured)
+    block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
+    return Fitted(BlockDiagonal({WHOLE: block}), seen)
+
+
+def fit_low_rank(
+    problem: Problem, directions: Batches, magnitudes: Batches | None, rank: int
+) -> Fitted:
+    """The leading eigenvectors of the curvature, and the curvature along them.
+
+    In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
+    the eigenvectors are exact; with more data than that they come from Lanczos iterations, for
+    which every product goes through the data again.
+
+    Args:
+        problem: As `fit_full` takes it.
+        directions: Batches `(x, y)` whose curvature gives the eigenvectors.
+        magnitudes: Batches that the curvature along them is measured on; None for the same.
+        rank: How many directions, at most; there are no more than Jacobian rows.
+    """
+    kept: list[Rows] = []
+    num_bytes = 0
+
+    def keep(rows: Rows) -> None:
+        nonlocal num_bytes
+        num_bytes += rows.numel() * rows.element_size()
+        if num_bytes <= _KEPT_ROWS:
+            kept.append(rows)
+
+    seen = sweep_rows(problem, directions, keep)
+    size = sum(block.size for block in problem.blocks)
+    if num_bytes <= _KEPT_ROWS:
+        along, U = _leading(torch.cat(kept), rank, problem.dtype)
+    else:
+        kept.clear()
+        operator = _RowGram(problem, directions, size)
+        along, U = eigsh(operator, k=min(rank, size))
+    along = along / seen.num_examples
+    if magnitudes is not None:
+        on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
+        along = pooled(on_others, along, problem.dtype)
+        seen = together(seen, measured)
+    U, along = U.to(problem.dtype), along.to(problem.dtype).clamp_min(0)
+    return Fitted(BlockDiagonal({WHOLE: LowRankPlusDiagonal(U, along, 0.0)}), seen)
+
+
+def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: int | None) -> Fitted:
+    """Directions from all examples at hand, magnitudes out of fold; see `kfac.crossfit`.
+
+    Args:
+        problem: As `fit_full` takes it.
+        data: Batches `(x, y)`; example i belongs to fold i mod K. Their Jacobian rows are kept.
+        num_folds: K, at least 2.
+        rank: How many directions; None for all (`full`).
+    """
+    folds = split_folds(data, num_folds)
+    rows: list[Rows] = []
+    seen = Seen(0, 0.0)
+    for fold in folds:
+        of_fold: list[Rows] = []
+        seen = together(seen, sweep_rows(problem, [fold], of_fold.append, seen.num_examples))
+        rows.append(torch.cat(of_fold))
+
+    def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
+        joined = torch.cat(some).to(problem.factor_dtype)
+        if rank is not None:
+            return _leading(joined, rank, problem.dtype)
+        values, vectors = eigh(joined.T @ joined, "the curvature")
+        assert vectors is not None
+        return values, vectors
+
+    values, U = leading(rows)
+    total = torch.zeros_like(values)
+    for index, fold_rows in enumerate(rows):
+        of_others, basis = leading([*rows[:index], *rows[index + 1 :]])
+        measured = (fold_rows.to(basis) @ basis).square().sum(0)
+        measured = pooled(measured, of_others, problem.dtype)
+        # Fewer rows span fewer directions: what is left out has no curvature to measure.
+        total[: len(measured)] += measured[: len(total)]
+    along = pooled(total / seen.num_examples, values, problem.dtype)
+    block: LinearOperator
+    if rank is None:
+        block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
+    else:
+        block = LowRankPlusDiagonal(U.to(problem.dtype), along.to(problem.dtype), 0.0)
+    return Fitted(BlockDiagonal({WHOLE: block}), seen)
+
+
+def _measured(
+    problem: Problem, U: Float[Tensor, "parameters k"], batches: Batches, first: int
+) -> tuple[Float[Tensor, " k"], Seen]:
+    """Curvature of the mean loss along the columns of U."""
+    along = U.new_zeros(U.shape[1])
+    seen = sweep_rows(
+        problem, batches, lambda rows: along.add_((rows @ U.to(rows)).square().sum(0)), first
+    )
+    return along / seen.num_examples, seen
+
+
+def _leading(
+    rows: Rows, rank: int, precision: torch.dtype
+) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
+    """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products.
+
+    Args:
+        rows: Jacobian rows.
+        rank: How many pairs, at most: those that rounding does not determine are left out.
+        precision: What the rows were computed in.
+    """
+    if rows.shape[0] > rows.shape[1]:
+        values, vectors = eigh(_finite(rows.T @ rows), "the curvature")
+    else:
+        values, vectors = eigh(_finite(rows @ rows.T), "the products of Jacobian rows")
+    assert vectors is not None
+    # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
+    # the prior.
+    k = min(rank, int((values > values[0] * resolution(precision)).sum()))
+    if rows.shape[0] > rows.shape[1]:
+        return values[:k], vectors[:, :k]
+    U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].sqrt()))
+    return values[:k], U
+
+
+def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Products of Jacobian rows, none of which overflows.
+
+    Raises:
+        ValueError: If one does.
+    """
+    # No product is larger than the largest square.
+    if not products.diagonal().isfinite().all():
+        raise ValueError(
+            f"The curvature of {WHOLE} holds NaN or Inf: squares of the network's derivatives "
+            f"overflow {products.dtype}. Rescale the inputs, the targets and their sigma, or use "
+            "factor_dtype=torch.float64."
+        )
+    return products
+
+
+class _RowGram(LinearOperator):
+    """`Σ rowᵀ row` over data, whose rows are computed anew for every product."""
+
+    def __init__(self, problem: Problem, batches: Batches, size: int) -> None:
+        self._problem = problem
+        self._batches = batches
+        self._size = size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._size, self._size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._problem.factor_dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._problem.model.get_parameter(self._problem.blocks[0].parameters[0]).device
+
+    @property
+    def T(self) -> LinearOperator:  # noqa: N802
+        return self
+
+    @property
+    def is_symmetric(self) -> bool:
+        return True
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        return True
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        product = torch.zeros_like(matrix)
+        sweep_rows(self._problem, self._batches, lambda rows: product.addmm_(rows.T, rows @ matrix))
+        return product

@@ -1,0 +1,201 @@
+r"""Kronecker factors of one block, in the project's units.
+
+For T positions that share a weight, over the columns k of the loss Hessian's root and summed over
+examples (the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1N A$):
+
+- `expand`: $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ and $A = \sum_n\sum_t a a^\top$;
+- `reduce`: $G = \sum_n\sum_k \hat g\hat g^\top$ with $\hat g = \sum_t g$, and
+  $A = \sum_n \bar a\bar a^\top$ with $\bar a = \tfrac1T\sum_t a$.
+
+Where not all positions take part (see `positions`), t runs over those that do, and T is their
+number, example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$.
+
+A bias is exact (and a scale, with its rows in the place of `Σ_t g`):
+$G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. An embedding's activations are unit
+vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`.
+
+Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
+network architectures".
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.patches import has_fast_patches, patch_moments
+from laplace_debias.curvature.layers.uses import (
+    Masks,
+    Uses,
+    activations,
+    group_of,
+    output_gradients,
+    slices,
+    token_gradients,
+    tokens,
+    vector_rows,
+)
+
+# Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
+_SYMMETRIC_FROM = 256
+
+# A layer's inputs: for every part of the data, use by use, each [B, ...].
+Inputs = Sequence[Sequence[Tensor]]
+
+
+def gradient_factor(
+    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
+) -> Float[Tensor, "d_out d_out"]:
+    """G of one block on one batch, summed over its examples.
+
+    Args:
+        layer: The layer.
+        block: One of its blocks.
+        uses: For every use of the layer the input `[B, ...]` and the gradients at the output
+            `[K, B, ...]`, one for each column of the loss Hessian's root. Several uses count as
+            further positions.
+        masks: For every use the positions that take part, `[B, T]`; None for all.
+    """
+    if block.is_vector:
+        rows = vector_rows(layer, block, uses).flatten(0, 1)
+        return rows.T @ rows
+    if block.role == "table":
+        parts = [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
+    else:
+        parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
+    if block.sharing == "reduce" and block.role == "weight":
+        rows = torch.stack([part.sum(-1) for part in parts]).sum(0)
+        return rows.T @ rows
+    masks = _counted(layer, block, [x for x, _ in uses], masks)
+    if masks is not None:
+        weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
+        G = parts[0].new_zeros(block.shape[0], block.shape[0])
+        for part, mask in zip(parts, masks, strict=True):
+            rows = part.unflatten(0, (-1, len(mask))).mT[:, mask]
+            rows = (rows * weights[:, None].expand_as(mask)[mask].unsqueeze(-1)).flatten(0, 1)
+            G.addmm_(rows.T, rows)
+        return G
+    positions = sum(part.shape[-1] for part in parts)
+    return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
+
+
+def _counted(
+    layer: Any, block: Block, inputs: Sequence[Tensor], masks: Masks | None
+) -> Masks | None:
+    """The positions that take part; of an embedding those of its `padding_idx` do not."""
+    if block.role != "table" or layer.padding_idx is None:
+        return masks
+    real = [tokens(x).ne(layer.padding_idx) for x in inputs]
+    return real if masks is None else [a & b for a, b in zip(real, masks, strict=True)]
+
+
+def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
+    """T of every example."""
+    return torch.stack([mask.sum(1) for mask in masks]).sum(0)
+
+
+def _gram(columns: Float[Tensor, "n d positions"]) -> Float[Tensor, "d d"]:
+    """`Σ_n Σ_t g gᵀ`."""
+    if columns.shape[2] > columns.shape[1]:
+        # The products of all examples are smaller than a copy with the positions as rows.
+        return (columns @ columns.mT).sum(0)
+    rows = columns.mT.flatten(0, 1)
+    return rows.T @ rows
+
+
+def input_factor(
+    layer: Any, block: Block, inputs: Inputs, masks: Sequence[Masks | None] | None = None
+) -> Float[Tensor, "d_in d_in"] | Float[Tensor, " d_in"]:
+    """A of one weight block on one batch, summed over its examples; an embedding's as a vector.
+
+    Args:
+        layer: The layer.
+        block: Its weight block.
+        inputs: What went into the layer, for every part of the batch the inputs of all uses, each
+            `[B, ...]`.
+        masks: For every part of the batch the positions that take part, for all uses `[B, T]`; None
+            for all.
+    """
+    masks = [None] * len(inputs) if masks is None else masks
+    if block.role == "table":
+        counts = layer.weight.new_zeros(block.shape[1], dtype=torch.long)
+        for part, counted in zip(inputs, masks, strict=True):
+            counted = _counted(layer, block, part, counted)
+            for index, x in enumerate(part):
+                ids = x.flatten() if counted is None else tokens(x)[counted[index]]
+                counts += torch.bincount(ids, minlength=block.shape[1])
+        return counts.to(layer.weight.dtype)
+    A = layer.weight.new_zeros(block.shape[1], block.shape[1])
+    for part, counted in zip(inputs, masks, strict=True):
+        if block.sharing == "reduce":
+            rows = _mean_activations(layer, block, part, counted)
+            _add_moments(A, rows)
+            continue
+        for index, x in enumerate(part):
+            _add_positions(A, layer, block, x, None if counted is None else counted[index])
+    return A
+
+
+def _add_positions(
+    A: Float[Tensor, "d_in d_in"],
+    layer: nn.Module,
+    block: Block,
+    x: Tensor,
+    mask: Bool[Tensor, "batch positions"] | None,
+) -> None:
+    if mask is not None:
+        for part in slices(layer, block, x):
+            _add_moments(A, activations(layer, block, x[part])[mask[part]])
+        return
+    if not has_fast_patches(layer):
+        for part in slices(layer, block, x):
+            _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
+        return
+    x_of_group = group_of(layer, block, x)
+    moments = patch_moments(layer, x_of_group)  # type: ignore[arg-type]
+    if not block.is_joint:
+        A.add_(moments)
+        return
+    A[:-1, :-1] += moments
+    # Patches are linear in the image: one image stands for the sum of all.
+    rows = activations(layer, block, x.sum(0, keepdim=True))[0]
+    total = rows.sum(0)
+    total[-1] *= len(x)
+    A[-1] += total
+    A[:-1, -1] += total[:-1]
+
+
+def _mean_activations(
+    layer: nn.Module, block: Block, uses: Sequence[Tensor], masks: Masks | None
+) -> Float[Tensor, "batch d_in"]:
+    """ā, the mean over the positions of all uses."""
+    sums, positions = [], 0
+    for index, x in enumerate(uses):
+        rows = [activations(layer, block, x[part]) for part in slices(layer, block, x)]
+        positions += rows[0].shape[1]
+        if masks is not None:
+            # Not a product: what is padded may be infinite.
+            parts = zip(rows, slices(layer, block, x), strict=True)
+            rows = [a.where(masks[index][part].unsqueeze(-1), 0) for a, part in parts]
+        sums.append(torch.cat([part.sum(1) for part in rows]))
+    total = torch.stack(sums).sum(0)
+    if masks is None:
+        return total / positions
+    return total / _num_positions(masks).clamp_min(1).unsqueeze(1)
+
+
+def _add_moments(total: Float[Tensor, "d d"], rows: Float[Tensor, "n d"]) -> None:
+    """Add `rowsᵀ rows`, computing one of each two symmetric halves where that pays."""
+    size = rows.shape[1]
+    if size < _SYMMETRIC_FROM:
+        total.addmm_(rows.T, rows)
+        return
+    step = -(-size // 8)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        product = rows[:, start:stop].T @ rows[:, start:]
+        total[start:stop, start:] += product
+        total[stop:, start:stop] += product[:, stop - start :].T

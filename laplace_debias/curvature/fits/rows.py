@@ -1,0 +1,86 @@
+"""Rows of a Jacobian, weighed by the loss: those whose products with themselves are the GGN."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.kfac import (
+    Batches,
+    Problem,
+    Seen,
+    check_finite_sums,
+    sweep,
+)
+from laplace_debias.curvature.fits.magnitudes import rotated_jacobians
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.uses import Uses
+
+Rows = Float[Tensor, "rows parameters"]
+
+OfBlock = Float[Tensor, "examples columns d"]
+"""One block's part of the rows of some examples, or what was made of it."""
+
+
+def sweep_rows(
+    problem: Problem, batches: Batches, consume: Callable[[Rows], object], first: int = 0
+) -> Seen:
+    """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
+
+    Args:
+        problem: The network and its blocks.
+        batches: `(x, y)` pairs on the model's device.
+        consume: Takes some rows, in `factor_dtype`.
+        first: As `sweep` takes it.
+
+    Raises:
+        ValueError: Naming the block, if a row is not finite.
+    """
+    extremes: dict[Block, list[Tensor]] = {block: [] for block in problem.blocks}
+
+    def join(parts: list[Tensor]) -> None:
+        for of_block, part in zip(extremes.values(), parts, strict=True):
+            of_block.append(torch.stack(torch.aminmax(part)))
+        consume(torch.cat(parts, dim=2).flatten(0, 1).to(problem.factor_dtype))
+
+    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first)
+    check_finite_sums({block: [torch.stack(found)] for block, found in extremes.items()})
+    return seen
+
+
+def sweep_parts(
+    problem: Problem,
+    batches: Batches,
+    of_block: Callable[[OfBlock], OfBlock],
+    consume: Callable[[list[Tensor]], object],
+    first: int = 0,
+) -> Seen:
+    """One pass over data that hands over what is made of the rows of every block.
+
+    Args:
+        problem: The network and its blocks.
+        batches: `(x, y)` pairs on the model's device.
+        of_block: Makes something of one block's part of the rows of some examples, `[b, K, d]`.
+        consume: Takes what was made for all blocks, in their order.
+        first: As `sweep` takes it.
+    """
+    parts: dict[Block, Tensor] = {}
+
+    def measure(layer: nn.Module, block: Block, uses: Uses) -> OfBlock:
+        found = []
+        for _, J, columns in rotated_jacobians(layer, block, uses, None, None):
+            if columns is not None:
+                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
+            found.append(of_block(J.flatten(2)))
+        return torch.cat(found)
+
+    def collect(block: Block, part: Tensor) -> None:
+        parts[block] = part
+        if len(parts) == len(problem.blocks):
+            whole = [parts[b] for b in problem.blocks]
+            parts.clear()
+            consume(whole)
+
+    row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
+    return sweep(problem, batches, measure, collect, first=first, extra_bytes=row_bytes)

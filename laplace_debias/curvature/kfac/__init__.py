@@ -1,1 +1,0 @@
-"""Kronecker-factored curvature: factors, directions, magnitudes."""

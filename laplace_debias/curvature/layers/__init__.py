@@ -1,0 +1,1 @@
+"""Layers: their curvature blocks, and what goes through them in a backward pass."""

@@ -1,0 +1,295 @@
+r"""Which positions of an example take part where positions share a weight.
+
+T and the moments of K-FAC are those of the positions that take part, example by example. A position
+of a layer's output takes no part if its gradient vanishes for every cotangent that counts, and
+
+- its target is ignored, or no target of the example counts; or
+- its token is the `padding_idx` of an embedding; or
+- nothing that counts depends on it at all: its gradient vanishes in all layers with as many
+  positions. So it is with padding behind a mask of attention, a mask that multiplies, or behind the
+  last position that a causal model looks at. This is asked where the inputs can tell of padding:
+  tokens, masks or lengths, which are integers or bools, or several tensors; of a single tensor of
+  features, where the features of a position are all zero.
+
+The first condition alone would not do. The last block of a classifier on its first token has no
+gradient at any other position, and still these are positions of the example.
+
+The gradients are those of one cotangent with generic numbers at all outputs that count, in a pass
+of their own. It does not matter how columns, examples or batches are cut, nor whether an output is
+so certain that its own columns vanish. Where a ReLU is dead, a Tanh saturated, the derivative is
+zero for these numbers and not for the network: `_pass_through` lets the cotangent through.
+The pass is left out where it cannot find anything: every output is one of a position, and counts;
+or the inputs are images or features.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.blocks import Block, is_hugging_face_conv1d
+from laplace_debias.curvature.layers.tap import Tap, Use
+from laplace_debias.curvature.layers.uses import Masks, takes_part
+from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.curvature.network.shadow import shadow
+
+# Nodes of the recorded graph whose derivative can vanish by the numbers alone.
+_POINTWISE = frozenset(
+    f"{name}Backward{version}"
+    for version in (0, 1)
+    for name in (
+        *("Relu", "Threshold", "Hardtanh", "Hardswish", "Hardsigmoid", "Clamp", "ClampMin"),
+        *("ClampMax", "Gelu", "Silu", "Mish", "Elu", "Celu", "Selu", "Softplus", "Sigmoid"),
+        *("Tanh", "LogSigmoid", "Softshrink", "Hardshrink"),
+    )
+)
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_SEQUENCES = (nn.Conv1d, nn.ConvTranspose1d)
+
+
+class PositionFinder:
+    """Finds the positions that take part, batch by batch.
+
+    Args:
+        model: The model.
+        blocks: The curvature blocks.
+        cotangents: Which cotangents at its outputs stand for the loss Hessian.
+        network: A `shadow` of the model.
+        uses: The uses of the blocks' layers in it, for one example.
+        outputs: Its outputs for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        cotangents: Cotangents,
+        network: nn.Module,
+        uses: Sequence[Use],
+        outputs: Tensor,
+    ) -> None:
+        self._model = model
+        self._cotangents = cotangents
+        self._ndim = outputs.ndim
+        sharing = {block.layer for block in blocks if not block.is_vector}
+        shared = [use for use in uses if use.layer in sharing and use.z.ndim > 2]
+        self._layers = list(dict.fromkeys(use.layer for use in shared))
+        lengths = {takes_part(network.get_submodule(u.layer), u.z).shape[1] for u in shared}
+        # Outputs have the classes behind their positions, or between them and the examples.
+        of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
+        self._is_pooled = outputs.ndim == 2 or not lengths <= of_outputs
+        self._pass: _Pass | None = None
+
+    def find(self, x: Inputs, y: Tensor, first: int) -> Mapping[str, Masks]:
+        """The positions that take part, of the layers where not all do.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            y: Targets.
+            first: Position of the first example in all data of the fit.
+
+        Returns:
+            By the layer's path, for every use that the outputs depend on.
+        """
+        if not self._layers:
+            return {}
+        counted = self._cotangents.counted(y, self._ndim, first)
+        if counted is not None and bool(counted.all()):
+            counted = None
+        if counted is None and not _may_hold_padding(x, self._is_pooled):
+            return {}
+        if self._pass is None:
+            # Hooks cost time, and most data holds no padding.
+            self._pass = _Pass(self._model, self._layers)
+        found = self._pass.run(x, counted)
+        if not found:
+            return {}
+        everywhere = [mask.all() for masks in found.values() for mask in masks]
+        return {} if bool(torch.stack(everywhere).all()) else found
+
+
+def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
+    """Whether the inputs could hold positions that nothing depends on, where every output counts.
+
+    Args:
+        x: The inputs.
+        is_pooled: Whether a layer has positions without outputs of their own.
+    """
+    tensors = tensors_of(x)
+    if not _can_tell_of_padding(tensors):
+        return is_pooled and bool(_zero_rows(tensors).any())
+    return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
+
+
+def _can_tell_of_padding(tensors: Sequence[Tensor]) -> bool:
+    return len(tensors) > 1 or not tensors[0].is_floating_point()
+
+
+def _is_mask(x: Tensor) -> bool:
+    return x.dtype == torch.bool or (x.ndim == 2 and bool(((x == 0) | (x == 1)).all()))
+
+
+def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"]:
+    """Positions of a single tensor of features, `[B, T, d]`, that are zero throughout."""
+    x = tensors[0]
+    if len(tensors) > 1 or x.ndim != 3:
+        return torch.zeros(len(x), 0, dtype=torch.bool, device=x.device)
+    return (x == 0).all(-1)
+
+
+class _Pass:
+    """One forward pass, and one backward pass of a generic cotangent.
+
+    Args:
+        model: The model.
+        layers: Paths of the layers that are asked about.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
+        network = shadow(model)
+        self._tap = Tap(network, layers)
+        self._modules = {path: network.get_submodule(path) for path in layers}
+        # What the other layers have in common with these does not depend on which ones are asked.
+        self._others: list[tuple[nn.Module, Tensor, Tensor]] = []
+        for path, module in network.named_modules():
+            is_layer = isinstance(module, (nn.Linear, nn.Embedding, *_SEQUENCES))
+            if path not in layers and (is_layer or is_hugging_face_conv1d(module)):
+                module.register_forward_hook(self._record, prepend=True, with_kwargs=True)
+
+    def _record(
+        self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> Any:
+        if not isinstance(output, Tensor):
+            return output
+        if not output.requires_grad:
+            output = output.detach().requires_grad_()
+        x = inputs[0] if inputs else next(iter(named.values()))
+        self._others.append((module, x, output))
+        return output.clone()
+
+    def run(self, x: Inputs, counted: Tensor | None) -> Mapping[str, Masks]:
+        """The positions that take part, by layer and use.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            counted: Which outputs count, broadcasting to the outputs; None for all.
+        """
+        self._others.clear()
+        outputs = self._tap.forward(x)
+        batch, asked = len(outputs), self._tap.uses
+        calls = [(self._modules[use.layer], use.x, use.z) for use in asked]
+        calls += [c for c in self._others if c[2].ndim > 2 and len(c[2]) == batch]
+        self._tap.forget()
+        self._others.clear()
+        if not outputs.requires_grad:
+            return {}
+        _pass_through(outputs)
+        gradients = torch.autograd.grad(
+            outputs, [z for *_, z in calls], _generic(outputs, counted), allow_unused=True
+        )
+        here = [
+            takes_part(layer, torch.zeros_like(z) if g is None else g)
+            for (layer, _, z), g in zip(calls, gradients, strict=True)
+        ]
+        candidates = _Candidates(x, counted, calls, here)
+        found: dict[str, list[Tensor]] = {}
+        for use, (layer, *_), mask, g in zip(asked, calls, here, gradients, strict=False):
+            if g is not None:
+                found.setdefault(use.layer, []).append(mask | ~candidates.of(layer, mask))
+        return found
+
+
+class _Candidates:
+    """Positions that take no part in a layer if their gradient vanishes there."""
+
+    def __init__(
+        self,
+        x: Inputs,
+        counted: Tensor | None,
+        calls: Sequence[tuple[nn.Module, Tensor, Tensor]],
+        here: Sequence[Tensor],
+    ) -> None:
+        tensors = tensors_of(x)
+        # By the number of positions.
+        self._influence: dict[int, Tensor] = {}
+        for mask in here:
+            length = mask.shape[1]
+            seen = self._influence.get(length)
+            self._influence[length] = mask if seen is None else seen | mask
+        self._ignored = None if counted is None else ~counted.flatten(1)
+        self._tokens: dict[int, Tensor] = {}
+        for layer, ids, _ in calls:
+            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+                padding = ids.eq(layer.padding_idx).flatten(1)
+                length = padding.shape[1]
+                seen = self._tokens.get(length)
+                self._tokens[length] = padding if seen is None else seen | padding
+        self._zero_rows = None
+        if not _can_tell_of_padding(tensors):
+            self._zero_rows = _zero_rows(tensors)
+        # A convolution of images may have as many positions as a sequence has by accident.
+        self._lengths = {
+            t.shape[1]
+            for t in tensors
+            if t.ndim == 2 and (not t.is_floating_point() or _is_mask(t))
+        }
+
+    def of(self, layer: nn.Module, mask: Bool[Tensor, "batch positions"]) -> Tensor:
+        """The candidates in a use of a layer, `[B, T]`; `mask` says which ones have a gradient."""
+        length = mask.shape[1]
+        found = torch.zeros_like(mask)
+        if self._ignored is not None:
+            found |= self._ignored.all(1, keepdim=True)
+            if self._ignored.shape[1] == length:
+                found |= self._ignored
+        if length in self._tokens:
+            found |= self._tokens[length]
+        if isinstance(layer, nn.modules.conv._ConvNd) and (
+            not isinstance(layer, _SEQUENCES) or length not in self._lengths
+        ):
+            return found
+        if self._zero_rows is None:
+            found |= ~self._influence[length]
+        elif self._zero_rows.shape[1] == length:
+            found |= self._zero_rows & ~self._influence[length]
+        return found
+
+
+def _generic(outputs: Tensor, counted: Tensor | None) -> Tensor:
+    """A cotangent that is zero where nothing counts, and has no two equal entries elsewhere."""
+    numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
+    cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
+    return cotangent if counted is None else cotangent * counted
+
+
+def _pass_through(outputs: Tensor) -> None:
+    """Let cotangents of the outputs pass nonlinearities as if their slope were a positive number.
+
+    Each has a number of its own: paths through several of them do not cancel.
+    """
+    seen: set[Any] = set()
+    nodes: list[Any] = [outputs.grad_fn]
+    count = 0
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+        if node.name() in _POINTWISE:
+            count += 1
+            node.register_hook(_with_slope(0.5 + (count * _GOLDEN) % 1))
+
+
+def _with_slope(slope: float) -> Any:
+    def hook(into: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...]) -> Any:
+        (g,) = out
+        if g is None or into[0] is None:
+            return None
+        return (slope * g, *into[1:])
+
+    return hook

@@ -1,0 +1,197 @@
+"""What a layer is to K-FAC: rows of activations times rows of output gradients.
+
+A layer's weight gradient for one cotangent is `Σ_t g_t a_tᵀ` over its T positions. This file turns
+a layer's input and output gradients into these rows and sums; it is the one place that knows layer
+types.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.blocks import CONVOLUTIONS, TRANSPOSED, Block
+
+# Layers whose outputs are [B, channels, ...]; those of the others are [B, ..., features].
+_CHANNELS_FIRST = (
+    *CONVOLUTIONS,
+    *TRANSPOSED,
+    nn.GroupNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+)
+
+# A layer's uses in one forward pass: input [B, ...] and output gradients [K, B, ...].
+Uses = Sequence[tuple[Tensor, Tensor]]
+
+# For every use of a layer, which positions take part, [B, T]; uses may differ in T.
+Masks = Sequence[Tensor]
+
+# Unfolded activations are made in slices of at most so many numbers.
+_SLICE = 2**22
+
+
+def activations(layer: nn.Module, block: Block, x: Tensor) -> Float[Tensor, "batch positions d_in"]:
+    """The rows that meet the weight, `[B, T, d_in]`, with a one behind them in a joint block.
+
+    Args:
+        layer: `nn.Linear` (T = the product of the leading dimensions behind the first) or a
+            convolution, transposed ones too (T output positions, `d_in = C_in·k_1·…` ordered as
+            `unfold` does).
+        block: The weight block, whose group of channels is taken.
+        x: The layer's input, `[B, ...]`.
+    """
+    if isinstance(layer, TRANSPOSED):
+        rows = _transposed_patches(layer, group_of(layer, block, x))
+    elif isinstance(layer, CONVOLUTIONS):
+        x = group_of(layer, block, x)
+        if any(layer._reversed_padding_repeated_twice):
+            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+            x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+        rows = _patches(x, layer.kernel_size, layer.stride, layer.dilation)
+    else:
+        rows = x.reshape(x.shape[0], -1, x.shape[-1])
+    return F.pad(rows, (0, 1), value=1.0) if block.is_joint else rows
+
+
+def _patches(
+    x: Float[Tensor, "batch channels *space"],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    flipped: bool = False,
+) -> Float[Tensor, "batch positions d_in"]:
+    dims = len(kernel)
+    for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, (size - 1) * gap + 1, step)[..., ::gap]
+    # [B, C, o_1, …, k_1, …] → [B, o_1·…, C·k_1·…]
+    positions = list(range(2, 2 + dims))
+    kernels = list(range(2 + dims, 2 + 2 * dims))
+    if flipped:
+        x = x.flip(kernels)
+    x = x.permute(0, *positions, 1, *kernels)
+    return x.flatten(1 + dims).flatten(1, dims)
+
+
+def _transposed_patches(
+    layer: Any, x: Float[Tensor, "batch channels *space"]
+) -> Float[Tensor, "batch positions d_in"]:
+    """What a transposed convolution sees from each output position.
+
+    It is the convolution, with the kernel turned round, of its input with zeros between the pixels.
+    """
+    stuffed = x.new_zeros(
+        *x.shape[:2],
+        *((n - 1) * s + 1 for n, s in zip(x.shape[2:], layer.stride, strict=True)),
+    )
+    at: Any = (..., *(slice(None, None, s) for s in layer.stride))
+    stuffed[at] = x
+    geometry = zip(
+        layer.kernel_size,
+        layer.dilation,
+        layer.padding,
+        layer.output_padding,
+        strict=True,
+    )
+    # As F.pad takes it: the last dimension first. Negative padding cuts.
+    margins: list[int] = []
+    for size, gap, padding, extra in reversed(list(geometry)):
+        margin = (size - 1) * gap - padding
+        margins += [margin, margin + extra]
+    dims = len(layer.kernel_size)
+    ones = (1,) * dims
+    return _patches(F.pad(stuffed, margins), layer.kernel_size, ones, layer.dilation, flipped=True)
+
+
+def tokens(x: Tensor) -> Int[Tensor, "batch positions"]:
+    """The rows of the table that an embedding looks up, `[B, T]`."""
+    return x.reshape(x.shape[0], -1)
+
+
+def group_of(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
+    """The input channels that meet the block's weight, `[B, C / groups, ...]`."""
+    channels = x.shape[1] // layer.groups  # type: ignore[operator]
+    return x[:, block.group * channels : (block.group + 1) * channels]
+
+
+def output_gradients(
+    layer: nn.Module, block: Block, g: Tensor
+) -> Float[Tensor, "columns batch d_out positions"]:
+    """The gradients at the layer's output as columns, `[K, B, d_out, T]`.
+
+    Args:
+        layer: As in `activations`.
+        block: The block, whose group of channels is taken; a bias takes all channels.
+        g: Gradients with respect to the layer's output, `[K, B, ...]`.
+    """
+    if not isinstance(layer, _CHANNELS_FIRST):
+        return g.reshape(*g.shape[:2], -1, block.shape[0]).mT
+    if not block.is_vector:
+        d_out = block.shape[0]
+        g = g[:, :, block.group * d_out : (block.group + 1) * d_out]
+    return g.flatten(3) if g.ndim > 3 else g.unsqueeze(-1)
+
+
+def takes_part(layer: nn.Module, g: Tensor) -> Bool[Tensor, "batch positions"]:
+    """Where one cotangent's gradients at a layer's output, `[B, ...]`, do not vanish, `[B, T]`."""
+    return (g != 0).any(1 if isinstance(layer, _CHANNELS_FIRST) else -1).flatten(1)
+
+
+def token_gradients(
+    layer: Any, block: Block, x: Tensor, g: Tensor
+) -> Float[Tensor, "columns batch d_out positions"]:
+    """The gradients at an embedding's output, zero where the token is its `padding_idx`.
+
+    torch does not differentiate with respect to that row of the table.
+    """
+    columns = output_gradients(layer, block, g)
+    padding = layer.padding_idx
+    return columns if padding is None else columns * tokens(x).ne(padding).unsqueeze(1)
+
+
+def slices(layer: Any, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
+    """Ranges of examples whose unfolded activations stay below a fixed size.
+
+    Args:
+        layer: As in `activations`.
+        block: The block.
+        x: The layer's input, `[B, ...]`.
+        extra: Numbers that the caller makes for every example on top of the activations.
+    """
+    unfolded = x[0].numel()
+    if isinstance(layer, CONVOLUTIONS):
+        unfolded = x[0, 0].numel() * block.shape[1]
+    elif isinstance(layer, TRANSPOSED):
+        stride = torch.Size(layer.stride).numel()
+        unfolded = x[0, 0].numel() * stride * block.shape[1]
+    step = max(1, _SLICE // (unfolded + extra))
+    for start in range(0, x.shape[0], step):
+        yield slice(start, min(start + step, x.shape[0]))
+
+
+def vector_rows(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "columns batch d_out"]:
+    """Jacobian rows of a bias, `Σ_t g_t`, or of a scale, `Σ_t g_t ⊙ x̂_t`, `[K, B, d_out]`."""
+    rows = []
+    for x, g in uses:
+        if block.role == "scale":
+            g = g * _normalised(layer, x)
+        rows.append(output_gradients(layer, block, g).sum(-1))
+    return torch.stack(rows).sum(0)
+
+
+def _normalised(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a normalisation's scale multiplies, in evaluation mode, of `x`'s shape."""
+    match layer:
+        case nn.LayerNorm():
+            return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+        case nn.RMSNorm():
+            return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
+        case nn.GroupNorm():
+            return F.group_norm(x, layer.num_groups, eps=layer.eps)
+        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
+            return F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+    raise TypeError(f"{type(layer).__name__} has no scale.")

@@ -1,0 +1,156 @@
+"""What goes into a model: one tensor, several, or named ones; and what comes out."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from laplace_debias.system.threads import SharedSetting
+
+# One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
+# by name. What is not a tensor (None, a flag) belongs to every example.
+Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's outputs for inputs; `.logits` of an output that has them, as in Hugging Face."""
+    arguments, named = _arguments(inputs)
+    with LAYER_BY_LAYER:
+        outputs = model(*arguments, **named)
+    return getattr(outputs, "logits", outputs)
+
+
+def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Any:
+    """As `call`, with other values for some parameters; differentiable in them by `torch.func`."""
+    arguments, named = _arguments(inputs)
+    with LAYER_BY_LAYER, PLAIN_ATTENTION:
+        outputs = functional_call(model, dict(parameters), arguments, named)
+    return getattr(outputs, "logits", outputs)
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs), {}
+
+
+@contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+LAYER_BY_LAYER = SharedSetting(_layer_by_layer)
+"""Keeps transformers from fusing their layers, which neither hooks nor forward AD see into."""
+
+PLAIN_ATTENTION = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
+"""Keeps attention from its fused kernels, which have no forward derivative."""
+
+
+def num_examples(inputs: Inputs) -> int:
+    """B, the leading dimension of every tensor among the inputs.
+
+    Raises:
+        TypeError: If there is no tensor among them.
+        ValueError: If they have no example, or not all the same number.
+    """
+    sizes = {len(x) if x.ndim else 0 for x in tensors_of(inputs)}
+    if not sizes:
+        raise TypeError(
+            f"Inputs must be a tensor, a tuple or a mapping of tensors, got {_kind(inputs)}."
+        )
+    if len(sizes) > 1 or 0 in sizes:
+        shapes = [tuple(x.shape) for x in tensors_of(inputs)]
+        raise ValueError(
+            f"Inputs must hold at least one example, the same number in every tensor, got {shapes}."
+        )
+    return sizes.pop()
+
+
+def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
+    """Some of the examples, by a slice or their numbers."""
+    return _map(inputs, lambda x: x[examples])
+
+
+def join(parts: Sequence[Inputs]) -> Inputs:
+    """The examples of several inputs in one; what is not a tensor is that of the first.
+
+    Raises:
+        TypeError: If they are not all of one kind.
+        RuntimeError: If their tensors differ in more than the number of examples.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))  # type: ignore[arg-type]
+    if any(type(part) is not type(first) or len(part) != len(first) for part in parts):
+        raise TypeError("The batches' inputs are of different kinds: pass them all in one form.")
+    keys: Any = first if isinstance(first, Mapping) else range(len(first))
+    joined = {
+        key: torch.cat([part[key] for part in parts])
+        if isinstance(first[key], Tensor)
+        else first[key]
+        for key in keys
+    }
+    return joined if isinstance(first, Mapping) else tuple(joined.values())
+
+
+def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> Inputs:
+    """Inputs on a device.
+
+    Args:
+        inputs: As `Inputs`.
+        device: Where the model is.
+        dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
+
+    Raises:
+        TypeError: If they are not tensors, or floating point of another dtype than the model's.
+        ValueError: As `num_examples`.
+    """
+    num_examples(inputs)
+    for x in tensors_of(inputs):
+        if x.is_floating_point() and x.dtype not in dtypes:
+            raise TypeError(
+                f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: "
+                "convert one of them."
+            )
+    # Tensors made under inference_mode cannot take part in differentiation.
+    return _map(
+        inputs,
+        lambda x: (x.clone() if x.is_inference() else x.detach()).to(device, non_blocking=True),
+    )
+
+
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """The tensors among the inputs."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    if isinstance(inputs, Mapping):
+        return [x for x in inputs.values() if isinstance(x, Tensor)]
+    if isinstance(inputs, (tuple, list)):
+        return [x for x in inputs if isinstance(x, Tensor)]
+    return []
+
+
+def _map(inputs: Any, function: Any) -> Any:
+    def of(x: Any) -> Any:
+        return function(x) if isinstance(x, Tensor) else x
+
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    if isinstance(inputs, Mapping):
+        return {key: of(x) for key, x in inputs.items()}
+    return tuple(of(x) for x in inputs)
+
+
+def _kind(inputs: Any) -> str:
+    return type(inputs).__name__

@@ -1,0 +1,177 @@
+"""A network as a function of its parameters, on a copy that leaves the user's alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from laplace_debias.curvature.network.inputs import Inputs, call, move, take
+from laplace_debias.curvature.network.last_layer import needs_example
+from laplace_debias.curvature.network.repeatable_data import Batches, first_inputs
+from laplace_debias.curvature.network.selection import (
+    ParameterSelection,
+    check_parameters,
+    select_parameters,
+)
+from laplace_debias.curvature.network.shadow import check_deterministic, check_finite, shadow
+from laplace_debias.operators import ParameterLayout
+
+
+class Network:
+    """A model as a function of the selected parameters, the others held fixed.
+
+    Tied weights are one parameter under their first name, and all of their uses count.
+
+    Args:
+        model: In eval mode where it has dropout or batch normalisation.
+        params: Which parameters, as `select_parameters`.
+        data: Batches `(inputs, targets)`, of which one example tells the last layer.
+
+    Raises:
+        ValueError: If the model is random, holds NaN, or has no parameter that is selected.
+    """
+
+    def __init__(
+        self, model: nn.Module, params: ParameterSelection, data: Batches | None = None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        check_deterministic(model)
+        example = None
+        if data is not None and needs_example(model, params):
+            like = next(model.parameters())
+            example = move(first_inputs(data), like.device, {p.dtype for p in model.parameters()})
+        self.names = select_parameters(model, params, example)
+        check_parameters(model, self.names)
+        check_finite(model)
+        self._model = model
+        self.layout = ParameterLayout.of({name: model.get_parameter(name) for name in self.names})
+        self._sizes = self.layout.sizes
+        self.num_parameters = self.layout.size
+        first = model.get_parameter(self.names[0])
+        self.dtype, self.device = first.dtype, first.device
+        self.dtypes = {p.dtype for p in model.parameters()}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the model anew."""
+        self._stamp = _stamp(self._state_now())
+        twin = shadow(self._model)
+        everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
+        # Copies: what is kept of a linearisation refers to them, and must not change.
+        copies = {name: x.detach().clone() for name, x in everything}
+        self._copies = tuple(copies.values())
+        self.parameters = tuple(copies[name] for name in self.names)
+        self._fixed_names = tuple(name for name in copies if name not in self.names)
+        self.fixed = tuple(copies[name] for name in self._fixed_names)
+        self._call = _Call(twin)
+        self.is_recurrent = any(isinstance(module, nn.RNNBase) for module in twin.modules())
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The selected parameters, then everything else that the model holds."""
+        return (*self.parameters, *self.fixed)
+
+    def is_current(self) -> bool:
+        """Whether the model's parameters and buffers are those that were copied.
+
+        Their contents are compared: a change through `.data` leaves no other trace.
+        """
+        state = self._state_now()
+        if self._stamp != _stamp(state):
+            return False
+        return all(now.equal(copy) for now, copy in zip(state, self._copies, strict=True))
+
+    def _state_now(self) -> list[Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    def outputs(
+        self,
+        parameters: tuple[Tensor, ...],
+        inputs: Inputs,
+        fixed: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """The outputs `[B, ...]` as a pure function of the parameters.
+
+        Args:
+            parameters: The selected parameters.
+            inputs: What the model is called with.
+            fixed: Its other parameters and its buffers, `self.fixed` if not given.
+        """
+        names = (*self.names, *self._fixed_names)
+        values = (*parameters, *(self.fixed if fixed is None else fixed))
+        state = {f"model.{name}": value for name, value in zip(names, values, strict=True)}
+        return functional_call(self._call, state, (inputs,))
+
+    def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
+        """The outputs for a batch, found to be the same twice, finite, and one row an example.
+
+        Raises:
+            TypeError: If they are no tensor.
+            ValueError: Otherwise.
+        """
+        with torch.no_grad():
+            outputs: Any = self.outputs(self.parameters, inputs)
+            if not isinstance(outputs, Tensor):
+                raise TypeError(
+                    f"The model must return a tensor or have `.logits`, got "
+                    f"{type(outputs).__name__}: wrap it so that it does."
+                )
+            some = take(inputs, slice(0, 2))
+            one, two = (self.outputs(self.parameters, some) for _ in range(2))
+        if outputs.shape[:1] != (size,) or outputs.dtype != self.dtype:
+            raise ValueError(
+                f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
+                f"{size} examples: expected {self.dtype}, one row an example."
+            )
+        check_outputs(outputs)
+        # Not to the last bit: parallel sums on an accelerator may differ in their order.
+        if not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
+            raise ValueError(
+                "Two forward passes of the same examples differ: curvature needs a deterministic "
+                "model. Take out random layers, or make them repeatable in eval mode."
+            )
+        return outputs
+
+    def split(self, vectors: Tensor) -> list[Tensor]:
+        """Vectors `[..., D]` as one tensor `[..., *shape]` a parameter."""
+        parts = vectors.split(self._sizes, -1)
+        return [
+            part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
+            for part, shape in zip(parts, self.layout.shapes, strict=True)
+        ]
+
+    def join(self, tensors: Any, batched: bool) -> Tensor:
+        """The inverse of `split`, for vectors with or without one leading dimension."""
+        if batched:
+            return torch.cat([x.flatten(1) if x.ndim > 1 else x[:, None] for x in tensors], -1)
+        return torch.cat([x.flatten() for x in tensors])
+
+
+def _stamp(state: list[Tensor]) -> list[tuple[int, int]]:
+    return [(x.data_ptr(), x._version) for x in state]
+
+
+def check_outputs(outputs: Tensor) -> None:
+    """Refuse NaN.
+
+    Raises:
+        ValueError: If an output is not finite.
+    """
+    if not outputs.isfinite().all():
+        raise ValueError(
+            "The model's outputs hold NaN or Inf for these examples: check the inputs' scale and "
+            "the checkpoint."
+        )
+
+
+class _Call(nn.Module):
+    """The model under the convention of `inputs.call`, for `functional_call`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Inputs) -> Any:
+        return call(self.model, inputs)

@@ -1,0 +1,203 @@
+"""Data that is gone through again and again: the same batches each time, or an error."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.network.inputs import Inputs, move, num_examples
+
+Batches = Iterable[Any]
+
+_MASKED = -1234.5
+"""What stands for −∞ in the mark of a batch."""
+_EMPTY = "The data is empty: it must yield at least one batch."
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some consecutive examples of the data, on the model's device.
+
+    Attributes:
+        index: Place of the batch in the data.
+        first: Place of its first example in the data.
+        size: B, the number of its examples.
+        inputs: What the model is called with.
+        targets: `[B, ...]`.
+    """
+
+    index: int
+    first: int
+    size: int
+    inputs: Inputs
+    targets: Tensor
+
+
+class Data:
+    """Batches `(inputs, targets)`, read once at construction and held to that afterwards.
+
+    Whatever is kept of a batch (its place, the labels drawn for it, a linearised network) belongs
+    to that batch for good; so a loader that shuffles or augments at random is an error, not noise.
+
+    NaN and Inf are refused, but for −∞ in inputs of several tensors, where it is what additive
+    attention masks are made of.
+
+    Args:
+        batches: Any iterable that can be gone through repeatedly.
+        device: Where the model is.
+        dtypes: Of the model's parameters, one of which floating-point inputs must have.
+        num_data: The number of examples if known: checked.
+
+    Raises:
+        TypeError: If it can be read only once, or does not yield pairs of inputs and a tensor.
+        ValueError: If it is empty, holds NaN, has another number of examples than `num_data`, or
+            does not begin with the same batch when it is gone through again.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        device: torch.device,
+        dtypes: Collection[torch.dtype],
+        num_data: int | None,
+    ) -> None:
+        _check_repeatable(batches)
+        self._batches = batches
+        self._device = device
+        self._dtypes = dtypes
+        self._marks: list[float] = []
+        self.sizes: list[int] = []
+        for inputs, targets in map(_pair, batches):
+            size = num_examples(inputs)
+            if targets.ndim == 0 or targets.shape[0] != size:
+                raise ValueError(
+                    f"Batch {len(self.sizes)} holds {size} inputs but targets of shape "
+                    f"{tuple(targets.shape)}."
+                )
+            mark = _mark(inputs, targets)
+            if not math.isfinite(mark):
+                raise ValueError(
+                    f"Batch {len(self.sizes)} holds NaN or Inf: remove these examples."
+                )
+            self.sizes.append(size)
+            self._marks.append(mark)
+        if not self.sizes:
+            raise ValueError(_EMPTY)
+        if num_data is not None and num_data != len(self):
+            raise ValueError(
+                f"num_data={num_data}, but the data holds {len(self)} examples: leave num_data "
+                "out, or check drop_last and the sampler."
+            )
+        self.batch(0)
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __iter__(self) -> Iterator[Batch]:
+        first = 0
+        index = -1
+        for index, pair in enumerate(self._batches):
+            inputs, targets = _pair(pair)
+            if index >= len(self.sizes) or not self._is_same(index, inputs, targets):
+                self._refuse(index)
+            inputs = move(inputs, self._device, self._dtypes)
+            yield Batch(
+                index, first, self.sizes[index], inputs, targets.to(self._device, non_blocking=True)
+            )
+            first += self.sizes[index]
+        if index == -1:
+            raise TypeError(
+                f"{type(self._batches).__name__} gave no batch when it was gone through again: it "
+                "can be read only once, as where `__iter__` returns one iterator every time, and "
+                "every product reads it. Make a new iterator in `__iter__`, or pass a list of "
+                "batches or a DataLoader."
+            )
+        if index + 1 != len(self.sizes):
+            self._refuse(index + 1)
+
+    def batch(self, index: int) -> Batch:
+        """One batch."""
+        return next(batch for batch in self if batch.index == index)
+
+    def _is_same(self, index: int, inputs: Inputs, targets: Tensor) -> bool:
+        return num_examples(inputs) == self.sizes[index] and math.isclose(
+            _mark(inputs, targets), self._marks[index], rel_tol=1e-9, abs_tol=1e-6
+        )
+
+    def _refuse(self, index: int) -> None:
+        raise ValueError(
+            f"Batch {index} of the data is not what it was in the first pass. Products need the "
+            "same batches every time: use shuffle=False and no random augmentation, or pass "
+            "`list(loader)`."
+        )
+
+
+def first_inputs(batches: Batches) -> Inputs:
+    """The inputs of the first batch.
+
+    Raises:
+        TypeError: As `Data`.
+        ValueError: If there is no batch.
+    """
+    _check_repeatable(batches)
+    for batch in batches:
+        return _pair(batch)[0]
+    raise ValueError(_EMPTY)
+
+
+def _check_repeatable(batches: Any) -> None:
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"The data is an iterator ({type(batches).__name__}), which can be read only once, "
+            "and every product reads it: pass a list of batches or a DataLoader."
+        )
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"The data must be an iterable of (inputs, targets), got {type(batches).__name__}."
+        )
+
+
+def _pair(batch: Any) -> tuple[Inputs, Tensor]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise TypeError(
+            f"Batches must be pairs (inputs, targets), got {type(batch).__name__}"
+            f"{f' of length {len(batch)}' if isinstance(batch, Sized) else ''}: wrap the loader so "
+            "that it yields pairs; several inputs go into a tuple or a dict."
+        )
+    inputs, targets = batch
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"Targets must be a tensor, got {type(targets).__name__}.")
+    num_examples(inputs)
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs, targets
+
+
+def tensors(inputs: Inputs) -> list[Tensor]:
+    """The tensors among the inputs, in order."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    leaves = inputs.values() if isinstance(inputs, Mapping) else inputs
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _mark(inputs: Inputs, targets: Tensor) -> float:
+    """A number that changes with the order of the examples and with any of their entries.
+
+    It is not finite if they hold NaN or Inf where that is refused, see `Data`.
+    """
+    leaves = tensors(inputs)
+    if len(leaves) > 1:
+        # `isneginf` is not defined for complex numbers.
+        leaves = [x if x.is_complex() else x.masked_fill(x.isneginf(), _MASKED) for x in leaves]
+    sums = []
+    for x in [*leaves, targets]:
+        x = torch.view_as_real(x) if x.is_complex() else x
+        entries = x.detach().flatten()
+        places = torch.arange(1, len(entries) + 1, dtype=torch.float64, device=x.device)
+        # The golden ratio's multiples modulo 1: neighbours weigh differently, no two the same, and
+        # none is zero.
+        sums.append((entries * (places * 0.6180339887498949).frac()).sum())
+    # One number, so that an accelerator is waited for once.
+    return float(torch.stack([x.to(sums[0].device) for x in sums]).sum())

@@ -1,0 +1,89 @@
+"""Which parameters are Bayesian."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.last_layer import is_last_layer, last_layer_parameters
+
+ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
+
+
+def select_parameters(
+    model: nn.Module, selection: ParameterSelection, example: Inputs | None = None
+) -> list[str]:
+    """Names of the Bayesian parameters, in the model's order.
+
+    Args:
+        model: The model.
+        selection: `"all"`; `"weights"` (no biases); `"last_layer"` (the layer that the outputs
+            come from, see `last_layer_parameters`); names; or a predicate
+            `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
+        example: Inputs on the model's device, for `"last_layer"`, which is found by running one of
+            them; an `nn.Sequential` of torch's layers needs none.
+
+    Raises:
+        ValueError: For an unknown name, or if nothing is selected; as `last_layer_parameters`.
+        TypeError: If the selection is none of these.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if selection == "all":
+        chosen = set(trainable)
+    elif selection == "weights":
+        chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}
+    elif is_last_layer(selection):
+        chosen = set(last_layer_parameters(model, example))
+    elif isinstance(selection, str):
+        raise ValueError(
+            f"Unknown params={selection!r}: use 'all', 'weights', 'last_layer', a list of "
+            "parameter names, or a predicate (name, parameter) -> bool."
+        )
+    elif callable(selection):
+        chosen = {name for name, parameter in trainable.items() if selection(name, parameter)}
+    elif isinstance(selection, Sequence) and all(isinstance(name, str) for name in selection):
+        unknown = [name for name in selection if name not in trainable]
+        if unknown:
+            raise ValueError(
+                f"params names {unknown}, which the model does not have or which are frozen "
+                f"(requires_grad=False). It has {list(trainable)}."
+            )
+        chosen = set(selection)
+    else:
+        raise TypeError(
+            f"params must be a string, a sequence of names or a predicate, got {_kind(selection)}: "
+            f"give names, of {list(trainable)}."
+        )
+    names = [name for name in trainable if name in chosen]
+    if not names:
+        raise ValueError(
+            f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
+        )
+    return names
+
+
+def _kind(selection: object) -> str:
+    # Not the thing itself: it may hold, and would print, every weight.
+    kind = type(selection).__name__
+    if isinstance(selection, Sequence) and len(selection):
+        return f"a {kind} of {type(selection[0]).__name__}"
+    return f"a {kind}"
+
+
+def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
+    """Require Bayesian parameters of one device and one dtype that is wide enough.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    kinds = {(p.dtype, p.device) for p in map(model.get_parameter, names)}
+    if len(kinds) > 1:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+        raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
+    dtype, _ = kinds.pop()
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"The Bayesian parameters are {dtype}, too narrow for curvature: convert them with "
+            "`.float()`."
+        )

@@ -1,0 +1,25 @@
+"""Curvature matrices and Jacobians of networks as linear operators."""
+
+from laplace_debias.curvature.operators.jacobian import Jacobian
+from laplace_debias.curvature.operators.kfac import EKFAC, KFAC
+from laplace_debias.curvature.operators.matrix_free import (
+    GGN,
+    CurvatureOperator,
+    EmpiricalFisher,
+    Fisher,
+    Hessian,
+)
+from laplace_debias.curvature.operators.row_spectrum import RowSpectrum, ggn_spectrum
+
+__all__ = [
+    "EKFAC",
+    "GGN",
+    "KFAC",
+    "CurvatureOperator",
+    "EmpiricalFisher",
+    "Fisher",
+    "Hessian",
+    "Jacobian",
+    "RowSpectrum",
+    "ggn_spectrum",
+]

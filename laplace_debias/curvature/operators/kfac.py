@@ -1,0 +1,297 @@
+"""K-FAC and EKFAC of a torch loss, as linear operators in the model's parameter order."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.kfac import Fitted, Problem, fit_ekfac, fit_kfac
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.blocks import Sharing, curvature_blocks, parameter_order
+from laplace_debias.curvature.losses import LossFunction, OutputLoss, Uniforms, output_loss
+from laplace_debias.curvature.losses.cotangents import FISHERS
+from laplace_debias.curvature.losses.known import BinaryCrossEntropy
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.network.repeatable_data import Batches, Data
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
+from laplace_debias.system.randomness import seeded
+
+_MEMORY_BOUND = 2**27
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class KFAC(Permuted):
+    r"""The Kronecker-factored approximation of the `GGN` of a loss, `[D, D]`.
+
+    One block a parameter, $\Lambda = U_G\,\cdot\,U_A$ in an eigenbasis that is a Kronecker product:
+    a symmetric positive semi-definite operator, in the model's parameter order, that *is* its
+    eigendecomposition. So `inverse`, `eigsh`, `logdet`, `trace`, roots, and those of `KFAC(...) + c
+    * Identity(D)` are exact and cost no pass over the data.
+
+    The loss is torch's on the data as *one* batch, as for `GGN`: every argument of
+    `nn.CrossEntropyLoss`, `nn.MSELoss` and `nn.BCEWithLogitsLoss` weighs the cotangents at the
+    outputs as it weighs the loss, and $c$ is what the loss's reduction divides by. With factors
+    over N examples $G = \frac1{NT}\sum g g^\top$ of the summed loss and $A = \frac1N\sum a a^\top$
+    (T positions share the weight, the ignored and padded ones left out, example by example; $\sum$
+    over examples, positions and cotangents), a block is
+    $\frac Nc\, G \otimes A$; that of a bias or a scale is exact. A is the mean over all
+    examples, whatever they weigh: `EKFAC` has magnitudes of the weighted examples.
+
+    Equal to the `GGN` where a Kronecker product is exact: for one example, and for the blocks of a
+    linear network of any depth with `nn.MSELoss`.
+
+    Args:
+        model: In eval mode where it has dropout or batch normalisation. It is never touched.
+        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, all their arguments
+            honoured; with `fisher="empirical"` also a callable `loss(outputs, targets) -> scalar`
+            on a batch.
+        data: Batches `(inputs, targets)`, re-iterable: directions, and magnitudes unless there are
+            others for them. As for `GGN`.
+        params: As for `GGN`.
+        num_data: The number of examples, if known: an error if the data holds another number.
+        magnitudes: Other batches, on which the curvature along the directions is measured, which
+            removes the bias of measuring where the directions were chosen (Eq. 9). Then the
+            operator is that of *their* loss.
+        fisher: `"exact"`: the loss Hessian in closed form. `"mc"`: gradients at drawn labels.
+            `"empirical"`: gradients at the true labels, which approximates `EmpiricalFisher`.
+        mc_samples: For `"mc"`: labels an example (1 if not given).
+        generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
+            example's place in the data alone. torch's global generator is left alone then, by what
+            loaders draw too.
+        reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
+        joint: Whether a layer's weight and bias make one block instead of two.
+        sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
+            `"reduce"`: one for all, or a mapping from layers' paths.
+        backend: `"backpack"`, `"hooks"`, or `"auto"`. All give the same factors.
+        factor_dtype: In what factors are summed and decomposed.
+        memory_bound: Bytes of working memory for output gradients; results do not depend on it.
+
+    Attributes:
+        operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
+        order: Where their rows lie among the parameters, None for the same order.
+        layout: The parameters' names and shapes.
+        num_data: N, the number of examples that the magnitudes come from.
+
+    Raises:
+        ValueError: Before any sweep: for a model that is random or holds NaN, data that is empty or
+            differs between passes, targets that do not fit the loss, an unknown name, `weight` of
+            the examples together with `magnitudes`.
+        TypeError: For an iterator that can be read only once, or a loss without a closed form
+            unless `fisher="empirical"`.
+        NotImplementedError: If a parameter belongs to a layer without a Kronecker form here, or is
+            tied to another: it is named, with what to do.
+
+    Reference:
+        Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored approximate
+        curvature". Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern
+        neural network architectures". Tatzel et al. (2025), "Debiasing mini-batch quadratics".
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias.curvature import KFAC
+        >>> from laplace_debias.linalg import inverse
+        >>> from laplace_debias.operators import Identity
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> data = [(torch.randn(64, 2), torch.randint(3, (64,)))]
+        >>> K = KFAC(model, nn.CrossEntropyLoss(), data)
+        >>> gradient = torch.randn(K.shape[0])
+        >>> (inverse(K + 0.1 * Identity(K.shape[0])) @ gradient).shape
+        torch.Size([51])
+    """
+
+    num_data: int = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        data: Batches,
+        params: ParameterSelection | None = None,
+        num_data: int | None = None,
+        *,
+        magnitudes: Batches | None = None,
+        fisher: str = "exact",
+        mc_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        reduction: str | None = None,
+        joint: bool = False,
+        sharing: Sharing = "expand",
+        backend: str = "auto",
+        factor_dtype: torch.dtype = torch.float64,
+        memory_bound: int = _MEMORY_BOUND,
+    ) -> None:
+        _check_fisher(fisher, mc_samples, generator)
+        if factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
+            )
+        if memory_bound < 1:
+            raise ValueError(
+                f"memory_bound must be a positive number of bytes, got {memory_bound}."
+            )
+        network = Network(model, "all" if params is None else params, data)
+        blocks = curvature_blocks(model, network.names, joint, sharing)
+        of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
+        measured = of_loss
+        if magnitudes is not None:
+            if of_loss.has_example_weights:
+                raise ValueError(
+                    "The loss's weight has a row for every example of `data`, none for those of "
+                    "`magnitudes`: leave `magnitudes` out, or weigh classes instead of examples."
+                )
+            measured = LossData(seeded(magnitudes, generator), network, loss, reduction, None)
+        cotangents = LossCotangents(
+            of_loss.loss,
+            fisher,
+            (mc_samples or 1) if fisher == "mc" else 0,
+            _seed(generator, fisher),
+        )
+        cotangents.check()
+        problem = Problem(
+            model, cotangents, blocks, choose_backend(model, backend), factor_dtype, memory_bound
+        )
+        with torch.inference_mode(False):
+            fitted = self._fit()(problem, of_loss, None if magnitudes is None else measured)
+        order = parameter_order(model, network.names, blocks)
+        Permuted.__init__(
+            self,
+            (measured.num_examples * measured.scale) * fitted.curvature,
+            None if order is None else order.to(network.device),
+            network.layout,
+        )
+        object.__setattr__(self, "num_data", measured.num_examples)
+
+    @property
+    def blocks(self) -> BlockDiagonal[EigenKronecker]:
+        """The blocks, in their own order of rows."""
+        return self.operator  # type: ignore[return-value]
+
+    @staticmethod
+    def _fit() -> Callable[[Problem, Batches, Batches | None], Fitted]:
+        return fit_kfac
+
+
+class EKFAC(KFAC):
+    r"""K-FAC's directions with the exact curvature along every one of them, `[D, D]`.
+
+    $\Lambda_{ij} = \frac1c \sum_n \sum_k ((U_G^\top \sum_t g_{kt} a_t^\top\, U_A)_{ij})^2$, the
+    diagonal of the `GGN` in K-FAC's eigenbasis, so that the trace is that of the `GGN` (on the data
+    of the magnitudes). See `KFAC` for the arguments; goes through the data twice.
+
+    Reference:
+        George et al. (2018), "Fast approximate natural gradient descent in a Kronecker-factored
+        eigenbasis".
+    """
+
+    @staticmethod
+    def _fit() -> Callable[[Problem, Batches, Batches | None], Fitted]:
+        return fit_ekfac
+
+
+@dataclass(frozen=True)
+class LossCotangents:
+    """The cotangents of a torch loss, summed over its terms.
+
+    Attributes:
+        loss: The loss.
+        fisher: `"exact"`, `"mc"` or `"empirical"`.
+        mc_samples: Labels an example for `"mc"`, else 0.
+        seed: Fixes them.
+    """
+
+    loss: OutputLoss
+    fisher: str
+    mc_samples: int
+    seed: int
+
+    def check(self) -> None:
+        """Require a loss that has these cotangents.
+
+        Raises:
+            TypeError: Otherwise.
+        """
+        if self.fisher != "empirical" and not self.loss.has_distribution:
+            raise TypeError(
+                f'fisher="{self.fisher}" needs nn.CrossEntropyLoss, nn.MSELoss or '
+                'nn.BCEWithLogitsLoss, whose Hessian has a root in closed form: use fisher="'
+                'empirical" for another loss, or GGN.'
+            )
+
+    def num_columns(self, outputs: Float[Tensor, "batch *outputs"]) -> int:
+        """As `Cotangents`."""
+        return {"exact": outputs[0].numel(), "mc": self.mc_samples, "empirical": 1}[self.fisher]
+
+    def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
+        """As `Cotangents`."""
+        return self.loss.counted(self.loss.labels(targets, first))
+
+    def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """As `Cotangents`."""
+        self.loss.check(outputs.shape, targets)
+        labels = self.loss.labels(targets, first)
+        value = self.loss.value(outputs, labels).double()
+        if self.fisher == "exact":
+            return self.loss.root(outputs, labels), value
+        if self.fisher == "empirical":
+            return self.loss.gradient(outputs, labels).unsqueeze(0), value
+        drawn = [
+            self.loss.drawn_gradient(outputs, labels, Uniforms(self.seed, sample, first))
+            for sample in range(self.mc_samples)
+        ]
+        return torch.stack(drawn) / self.mc_samples**0.5, value
+
+
+class LossData:
+    """Batches as pairs, with what the loss says of all of them; targets are checked at once."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        network: Network,
+        loss: LossFunction,
+        reduction: str | None,
+        num_data: int | None,
+    ) -> None:
+        self._data = Data(batches, network.device, network.dtypes, num_data)
+        self.num_examples = len(self._data)
+        self.loss = output_loss(loss, reduction, self.num_examples)
+        first = self._data.batch(0)
+        outputs = network.first_outputs(first.inputs, first.size).shape[1:]
+        total = 0.0
+        self.has_example_weights = False
+        for batch in self._data:
+            # Sequences of another length are checked when their outputs are there.
+            if batch.targets.shape[1:] == first.targets.shape[1:]:
+                self.loss.check(torch.Size((batch.size, *outputs)), batch.targets)
+            total += self.loss.count(batch.targets)
+        if total <= 0:
+            raise ValueError(
+                "The loss counts no target: all are ignored (ignore_index) or have weight 0."
+            )
+        if isinstance(self.loss, BinaryCrossEntropy):
+            self.has_example_weights = self.loss.has_rows(1 + len(outputs))
+        self.scale = 1 / total if self.loss.reduction == "mean" else 1.0
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        return ((batch.inputs, batch.targets) for batch in self._data)
+
+
+def _check_fisher(fisher: str, mc_samples: int | None, generator: torch.Generator | None) -> None:
+    if fisher not in FISHERS:
+        raise ValueError(f"Unknown fisher={fisher!r}: use one of {', '.join(FISHERS)}.")
+    if fisher != "mc" and (mc_samples is not None or generator is not None):
+        raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
+    if mc_samples is not None and mc_samples < 1:
+        raise ValueError(f"mc_samples must be at least 1, got {mc_samples}.")
+
+
+def _seed(generator: torch.Generator | None, fisher: str) -> int:
+    if fisher != "mc":
+        return 0
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))

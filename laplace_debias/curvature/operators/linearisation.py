@@ -1,0 +1,407 @@
+"""Networks linearised once per batch: kept within a memory bound, multiplied many times."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+from laplace_debias.curvature.losses import Labels, OutputLoss
+from laplace_debias.curvature.network.inputs import LAYER_BY_LAYER, PLAIN_ATTENTION, Inputs
+from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.network.repeatable_data import Batch, Data, tensors
+from laplace_debias.curvature.operators.tracing import Program, Tensors, trace
+from laplace_debias.system.threads import FORWARD_MODE, Lock, SharedSetting
+
+# From the tensors of one vector, or of several stacked along a new first dimension (True).
+Map = Callable[[Tensors, bool], Tensors]
+
+
+@dataclass(frozen=True)
+class Linearisation:
+    """A network on a batch at its parameters: outputs, and linear maps.
+
+    Attributes:
+        outputs: The outputs, `[B, ...]`.
+        maps: The Jacobian and its adjoint; or the Hessian alone.
+        num_bytes: What is kept for the maps.
+    """
+
+    outputs: Tensor
+    maps: tuple[Map, ...]
+    num_bytes: int
+
+
+class Lineariser:
+    """Linearises a network batch by batch, as a traced program where that is possible.
+
+    A program (see `tracing`) is recorded once for inputs of a kind and serves all batches of it; a
+    product then runs no forward pass, no bookkeeping of automatic differentiation, and shares
+    between Jacobian and adjoint what is kept. Where a network cannot be recorded, graphs of
+    automatic differentiation are kept instead: larger and slower, and the same numbers.
+
+    Args:
+        network: The network.
+        loss: For the second order: the loss on top of it.
+    """
+
+    def __init__(self, network: Network, loss: OutputLoss | None = None) -> None:
+        self._network = network
+        self._loss = loss
+        self._programs: dict[object, Program | None] = {}
+
+    def forget(self) -> None:
+        """Drop the programs: the network's constants are recorded in them."""
+        self._programs.clear()
+
+    def first_order(self, inputs: Inputs) -> Linearisation:
+        """Outputs, Jacobian and adjoint Jacobian in the parameters."""
+        network = self._network
+
+        def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
+            parameters, forward, _ = self._at(points, inputs)
+            outputs, tangent = jvp(forward, parameters, tuple(tangents))  # type: ignore[misc]
+            _, pull = vjp(forward, *parameters)  # type: ignore[misc]
+            return (outputs,), (tangent,), pull(cotangents[0])
+
+        points = self._points(inputs)
+
+        def vectors() -> tuple[Tensors, Tensors]:
+            with torch.no_grad():
+                return network.parameters, (network.outputs(network.parameters, inputs),)
+
+        program = self._program(inputs, (), function, points, vectors)
+        if program is not None:
+            return _evaluate(program, points, network.state)
+        return _recorded_first_order(network, inputs)
+
+    def second_order(self, inputs: Inputs, labels: Labels) -> Linearisation:
+        """The Hessian, in the parameters, of the loss's sum over a batch."""
+        network, loss = self._network, self._loss
+        assert loss is not None
+
+        def function(points: Tensors, tangents: Tensors) -> tuple:
+            parameters, forward, rest = self._at(points, inputs)
+
+            def total(p: tuple[Tensor, ...]) -> Tensor:
+                return loss.value(forward(*p), rest)
+
+            outputs = forward(*parameters)  # recorded once with that of the total
+            return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
+
+        if loss.is_recordable:
+            points = [*self._points(inputs), *labels]
+            program = self._program(inputs, labels, function, points, lambda: (network.parameters,))
+            if program is not None:
+                return _evaluate(program, points, network.state)
+        return _recorded_second_order(network, loss, inputs, labels)
+
+    def _points(self, inputs: Inputs) -> list[Tensor]:
+        """Everything that the outputs depend on.
+
+        The model's buffers too: what is left out becomes a constant of the program, and operations
+        on constants alone are recorded as they are, in place where they work in place.
+        """
+        return [*self._network.state, *tensors(inputs)]
+
+    def _at(
+        self, points: Tensors, inputs: Inputs
+    ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor], tuple[Tensor, ...]]:
+        """Of such points: the parameters, the outputs as their function, and what comes after."""
+        network = self._network
+        left = iter(points)
+        parameters = tuple(islice(left, len(network.parameters)))
+        fixed = tuple(islice(left, len(network.fixed)))
+        held = with_tensors(inputs, left)
+
+        def forward(*p: Tensor) -> Tensor:
+            return network.outputs(p, held, fixed)
+
+        return parameters, forward, tuple(left)
+
+    def _program(
+        self,
+        inputs: Inputs,
+        labels: Labels,
+        function: Callable[..., tuple[Tensors, ...]],
+        points: Tensors,
+        vectors: Callable[[], Sequence[Tensors]],
+    ) -> Program | None:
+        """The program for inputs of this kind, None if there can be none."""
+        kind = (_kind_of(inputs), tuple((x.shape, x.dtype) for x in labels))
+        try:
+            if kind not in self._programs:
+                with (
+                    # Recording is torch's business of one thread, too.
+                    FORWARD_MODE,
+                    _differentiable_kernels(self._network),
+                    _WITHOUT_FUTURE_WARNINGS,
+                ):
+                    self._programs[kind] = trace(function, points, vectors())
+        except torch.OutOfMemoryError:
+            # It says nothing of the model, which would be taken for one that cannot be recorded.
+            raise
+        # Whatever recording raises (control flow that looks at values, operations without a forward
+        # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
+        # more, and raise what is the model's own fault.
+        except Exception:
+            try:
+                self._programs[kind] = None
+            except TypeError:
+                return None
+        return self._programs[kind]
+
+
+@runtime_checkable
+class Linearised(Protocol):
+    """Something made of one batch."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What keeping it takes."""
+
+
+Item = TypeVar("Item", bound=Linearised)
+Result = TypeVar("Result")
+
+
+class Kept(Generic[Item]):
+    """What is made of every batch, in order: of the first ones kept, of the others made anew.
+
+    Several threads may go through it: one at a time makes an item, all use those that are kept.
+
+    Args:
+        data: The batches.
+        make: Makes an item of a batch.
+        memory_bound: Bytes that the kept items may take together.
+
+    Attributes:
+        lock: Held while an item is made.
+    """
+
+    def __init__(self, data: Data, make: Callable[[Batch], Item], memory_bound: int) -> None:
+        self._data = data
+        self._make = make
+        self._memory_bound = memory_bound
+        self._items: list[Item] = []
+        self._full = False
+        self.lock = Lock()
+
+    def forget(self) -> None:
+        """Drop everything that is kept."""
+        with self.lock:
+            # A new list: other threads may be going through the old one.
+            self._items = []
+            self._full = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept, in bytes."""
+        return sum(item.num_bytes for item in self._items)
+
+    def map(self, function: Callable[[Item], Result]) -> Iterator[Result]:
+        """`function` of every item, in order.
+
+        No iterator over the items themselves: while the next one is made, whoever went through
+        them would still hold the last, beyond the memory bound.
+        """
+        items = self._items
+        if len(items) == len(self._data.sizes):
+            yield from map(function, items)
+            return
+        for batch in self._data:
+            yield function(self._item(batch))
+
+    def _item(self, batch: Batch) -> Item:
+        with self.lock:
+            if batch.index < len(self._items):
+                return self._items[batch.index]
+            item = self._make(batch)
+            # What another thread has dropped on the way is not begun in the middle.
+            if not self._full and batch.index == len(self._items):
+                self._full = self.num_bytes + item.num_bytes > self._memory_bound
+                if not self._full:
+                    self._items.append(item)
+            return item
+
+
+def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:
+    """The same inputs with tensors taken from `left` in the place of theirs."""
+    if isinstance(inputs, Tensor):
+        return next(left)
+    if isinstance(inputs, dict):
+        return {key: next(left) if isinstance(x, Tensor) else x for key, x in inputs.items()}
+    return tuple(next(left) if isinstance(x, Tensor) else x for x in inputs)
+
+
+def _kind_of(inputs: Inputs) -> object:
+    """What a program depends on: shapes and dtypes, names, and the values of what is no tensor."""
+
+    def of(x: object) -> object:
+        return (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x)
+
+    if isinstance(inputs, Tensor):
+        return of(inputs)
+    if isinstance(inputs, dict):
+        return tuple((key, of(x)) for key, x in inputs.items())
+    return tuple(of(x) for x in inputs)
+
+
+@contextmanager
+def _differentiable_kernels(network: Network) -> Iterator[None]:
+    """Keep attention and recurrent layers to kernels with all derivatives of second order."""
+    with ExitStack() as stack:
+        stack.enter_context(LAYER_BY_LAYER)
+        stack.enter_context(PLAIN_ATTENTION)
+        if network.is_recurrent:
+            stack.enter_context(_PLAIN_RECURRENCE)
+        yield
+
+
+@contextmanager
+def _plain_recurrence() -> Iterator[None]:
+    with ExitStack() as stack:
+        with _without_tf32_warnings():
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        try:
+            yield
+        finally:
+            with _without_tf32_warnings():
+                stack.close()
+
+
+@contextmanager
+def _without_tf32_warnings() -> Iterator[None]:
+    """The switches set a flag of graphics cards along with the one that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
+        yield
+
+
+@contextmanager
+def _without_future_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Of torch's parts about each other.
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+_PLAIN_RECURRENCE = SharedSetting(_plain_recurrence)
+_WITHOUT_FUTURE_WARNINGS = SharedSetting(_without_future_warnings)
+
+
+def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:
+    with torch.no_grad():
+        residuals = program.at(*points)
+
+    def as_map(k: int) -> Map:
+        function = program.maps[k].function
+        held = [residuals[i] for i in program.maps[k].residuals]
+        in_dims = (None,) * len(held)
+
+        def apply(vector: Tensors, batched: bool) -> Tensors:
+            with torch.no_grad():
+                if not batched:
+                    return function(*held, *vector)
+                return vmap(function, (*in_dims, *(0,) * len(vector)))(*held, *vector)
+
+        return apply
+
+    return Linearisation(
+        residuals[0],
+        tuple(as_map(k) for k in range(len(program.maps))),
+        _num_bytes(residuals, not_counted),
+    )
+
+
+def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    for x in not_counted:
+        storages.pop(x.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def _recorded_first_order(network: Network, inputs: Inputs) -> Linearisation:
+    with torch.enable_grad(), _differentiable_kernels(network):
+        leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+        outputs = network.outputs(leaves, inputs)
+        # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
+        u = torch.zeros_like(outputs, requires_grad=True)
+        adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
+
+    def push(vector: Tensors, batched: bool) -> Tensors:
+        return _gradients(adjoint, (u,), vector, batched=batched)
+
+    def pull(vector: Tensors, batched: bool) -> Tensors:
+        return _gradients((outputs,), leaves, vector, batched=batched)
+
+    num_bytes = _graph_bytes([outputs, *adjoint], network.state)
+    return Linearisation(outputs.detach(), (push, pull), num_bytes)
+
+
+def _recorded_second_order(
+    network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
+) -> Linearisation:
+    with torch.enable_grad(), _differentiable_kernels(network):
+        leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+        outputs = network.outputs(leaves, inputs)
+        value = loss.value(outputs, labels)
+        gradient = _gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
+
+    def hessian(vector: Tensors, batched: bool) -> Tensors:
+        return _gradients(gradient, leaves, vector, batched=batched)
+
+    return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
+
+
+def _gradients(
+    outputs: Tensors,
+    inputs: Tensors,
+    cotangents: Tensors,
+    batched: bool = False,
+    create_graph: bool = False,
+) -> Tensors:
+    """Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i; an output without a graph is a constant."""
+    lead = cotangents[0].shape[:1] if batched else ()
+    pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    if pairs:
+        gradients = torch.autograd.grad(
+            [f for f, _ in pairs],
+            inputs,
+            [c for _, c in pairs],
+            retain_graph=True,
+            create_graph=create_graph,
+            is_grads_batched=batched,
+            allow_unused=True,
+        )
+    return [
+        x.new_zeros(*lead, *x.shape) if g is None else g
+        for x, g in zip(inputs, gradients, strict=True)
+    ]
+
+
+def _graph_bytes(roots: Tensors, not_counted: Tensors) -> int:
+    """Bytes of the tensors that a graph of automatic differentiation holds on to."""
+    seen = set()
+    held: list[Tensor] = []
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        for name in (*names, "saved_tensors"):
+            saved = getattr(node, name, None)
+            values = saved if isinstance(saved, (tuple, list)) else (saved,)
+            held += [x for x in values if isinstance(x, Tensor)]
+        stack += [source for source, _ in node.next_functions if source is not None]
+    return _num_bytes(held, not_counted)

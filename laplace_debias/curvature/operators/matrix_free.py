@@ -1,0 +1,311 @@
+"""Hessian, GGN and Fisher matrices of a network's loss on a data set, by their products."""
+
+from functools import reduce
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.losses import LossFunction, OutputMap, Uniforms, output_loss
+from laplace_debias.curvature.network.repeatable_data import Batch, Batches
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
+from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
+from laplace_debias.curvature.operators.tracing import Tensors
+from laplace_debias.system.randomness import seeded
+
+
+class CurvatureOperator(NetworkOperator):
+    r"""A symmetric matrix `[D, D]` of the loss of a data set.
+
+    The loss is torch's on the data as *one* batch, whatever the batches: with `reduction="sum"` the
+    sum over them, with `"mean"` divided by what torch divides by, which counts weights and ignored
+    targets.
+
+    Args:
+        model: In eval mode where it has dropout or batch normalisation. It is never touched. The
+            operator is that of the model's parameters at the time of the product: where they have
+            been changed in place (an optimiser's step), the network is linearised again.
+        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, all their arguments
+            honoured, or any callable `loss(outputs, targets) -> scalar` on a batch that torch can
+            differentiate twice.
+        data: Batches `(inputs, targets)`, gone through for every product whose linearisations are
+            not all kept; the same ones every time. Inputs are a tensor, `model(x)`, a tuple or list
+            of tensors, `model(*x)`, or a mapping, `model(**x)`.
+        params: `"all"` (also None), `"weights"`, `"last_layer"`, names, or a predicate
+            `(name, parameter) -> bool`. Frozen parameters are never part of it; tied ones are one.
+        num_data: The number of examples, if known: an error if the data holds another number.
+        reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
+        memory_bound: Bytes for linearised batches kept from one product to the next. Those that do
+            not fit are linearised anew in every product, one at a time.
+        chunk_size: Columns of a matrix multiplied side by side, by default as many as pay off; 1
+            for a network with operations that `torch.vmap` cannot take.
+
+    Raises:
+        ValueError: Before any product: for a model that is random, holds NaN or returns it, data
+            that is empty or differs between passes, targets that do not fit the loss.
+        TypeError: For an iterator that can be read only once, inputs, targets or a loss that are
+            none.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        data: Batches,
+        params: ParameterSelection | None = None,
+        num_data: int | None = None,
+        *,
+        reduction: str | None = None,
+        memory_bound: int = MEMORY_BOUND,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(model, data, params, num_data, memory_bound, chunk_size)
+        self._loss = output_loss(loss, reduction, self.num_data)
+        self._lineariser = Lineariser(self._network, self._loss)
+        total = 0.0
+        like_first: torch.Size | None = None
+        for batch in self._data:
+            like_first = batch.targets.shape[1:] if like_first is None else like_first
+            # Sequences of another length are checked when their outputs are there.
+            if batch.targets.shape[1:] == like_first:
+                self._check_batch(torch.Size((batch.size, *self._output_shape)), batch.targets)
+            if batch.index == 0:
+                self._check_value(batch)
+            total += self._loss.count(batch.targets)
+        if total <= 0:
+            raise ValueError(
+                "The loss counts no target: all are ignored (ignore_index) or have weight 0."
+            )
+        self._scale = 1 / total if self._loss.reduction == "mean" else 1.0
+
+    def _check_value(self, batch: Batch) -> None:
+        """Refuse a loss that is no finite scalar on the first batch."""
+        with torch.no_grad():
+            labels = self._loss.labels(batch.targets, batch.first)
+            value = self._loss.value(self._first_outputs, labels)
+        if not value.isfinite():
+            raise ValueError(
+                f"The loss is {float(value)} on the first batch: check targets and the outputs' "
+                "scale."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both D, the number of selected parameters."""
+        return self._network.num_parameters, self._network.num_parameters
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def T(self) -> "CurvatureOperator":  # noqa: N802
+        """The operator itself: it is symmetric."""
+        return self
+
+    def _check_batch(self, shape: torch.Size, targets: Tensor) -> None:
+        self._loss.check(shape, targets)
+
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+        return None, 0
+
+    @torch.inference_mode(False)
+    def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
+        vectors = matrix.T.contiguous()
+
+        def product(item: Item) -> Tensor:
+            chunks = self._chunks(item, len(vectors))
+            return torch.cat([self._product(item, vectors[chunk]) for chunk in chunks])
+
+        total = reduce(Tensor.add_, self._of_items(product))  # the data is not empty
+        return total.mul_(self._scale).T
+
+    def _product(self, item: Item, vectors: Float[Tensor, "k columns"]) -> Tensor:
+        """One batch's products, `[k, D]`, not scaled."""
+        batched = len(vectors) > 1
+        tensors = self._network.split(vectors if batched else vectors[0])
+        return self._network.join(self._apply(item, tensors, batched), batched).view(vectors.shape)
+
+    def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
+        """Jᵀ M J, with M at the outputs."""
+        push, pull = item.linearisation.maps
+        assert item.at_outputs is not None
+        (tangent,) = push(tensors, batched)
+        return pull((item.at_outputs(tangent),), batched)
+
+
+class Hessian(CurvatureOperator):
+    r"""The Hessian of the loss in the parameters, $\nabla^2_\theta L$; indefinite in general.
+
+    A product is a forward derivative of the gradient. See `CurvatureOperator` for the arguments.
+
+    Reference:
+        Pearlmutter (1994), "Fast exact multiplication by the Hessian".
+    """
+
+    def _linearise(self, batch: Batch) -> Linearisation:
+        labels = self._loss.labels(batch.targets, batch.first)
+        return self._lineariser.second_order(batch.inputs, labels)
+
+    def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
+        return item.linearisation.maps[0](tensors, batched)
+
+
+class GGN(CurvatureOperator):
+    r"""The generalised Gauss-Newton matrix $\sum_n J_n^\top\nabla^2_f \ell_n J_n$.
+
+    $J_n$ is the Jacobian of the outputs in the parameters and $\ell_n$ an example's part of the
+    loss; with `reduction="mean"` divided as the loss is. The Hessian without the network's own
+    curvature; positive semi-definite for a loss that is convex in the outputs. See
+    `CurvatureOperator` for the arguments.
+
+    Reference:
+        Schraudolph (2002), "Fast curvature matrix-vector products for second-order gradient
+        descent".
+    """
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """For the three losses, which are convex in the outputs; others make no claim."""
+        return self._loss.is_convex
+
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+        return self._loss.hessian(outputs, self._loss.labels(batch.targets, batch.first)), 2
+
+
+class Fisher(CurvatureOperator):
+    r"""The Fisher information matrix: gradients at the model's own labels.
+
+    $$F = \frac1c \sum_n \omega_n\, \mathbb{E}_{y \sim p(y \mid f_n)}
+    [\nabla_\theta \ell(f_n, y)\,\nabla_\theta \ell(f_n, y)^\top]$$
+
+    with $\ell = -\log p$: the softmax for `nn.CrossEntropyLoss`, independent Bernoullis for
+    `nn.BCEWithLogitsLoss`, a Gaussian of variance ½ for `nn.MSELoss` (so that $\ell = (f - y)^2$).
+    Outputs at several positions are independent given the network. $c$ is what the loss's reduction
+    divides by.
+
+    The loss's arguments weigh terms, they do not change the model's distribution: a term counts
+    $\omega$ times as the loss counts it, `weight` of its target's class, `pos_weight`, zero where
+    it is ignored, with label smoothing the mean weight under the smoothed target. So `"exact"` is
+    the `GGN` for every argument, and `"mc"` an unbiased estimate of it.
+
+    See `CurvatureOperator` for the arguments that are not here.
+
+    Args:
+        fisher: `"exact"` (type II): the expectation in closed form. `"mc"` (type I): its mean over
+            drawn labels.
+        mc_samples: For `"mc"`: labels drawn for every example (1 if not given).
+        generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
+            example's place in the data alone, and are the same in every product. torch's global
+            generator is left alone then, by what the loader draws in each pass too.
+
+    Raises:
+        ValueError: For an unknown kind, or arguments of `"mc"` with `"exact"`.
+        TypeError: If the loss is none of the three.
+
+    Reference:
+        Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        data: Batches,
+        params: ParameterSelection | None = None,
+        num_data: int | None = None,
+        *,
+        fisher: str = "exact",
+        mc_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        reduction: str | None = None,
+        memory_bound: int = MEMORY_BOUND,
+        chunk_size: int | None = None,
+    ) -> None:
+        if fisher not in ("exact", "mc"):
+            raise ValueError(
+                f'Unknown fisher={fisher!r}: use "exact" or "mc"; the empirical Fisher is '
+                "EmpiricalFisher."
+            )
+        if fisher == "exact" and (mc_samples is not None or generator is not None):
+            raise ValueError('mc_samples and generator belong to fisher="mc": nothing is drawn.')
+        if mc_samples is not None and mc_samples < 1:
+            raise ValueError(f"mc_samples must be at least 1, got {mc_samples}.")
+        super().__init__(
+            model,
+            loss,
+            seeded(data, generator),
+            params,
+            num_data,
+            reduction=reduction,
+            memory_bound=memory_bound,
+            chunk_size=chunk_size,
+        )
+        if not self._loss.has_distribution:
+            raise TypeError(
+                "The Fisher needs a distribution of the labels, which nn.CrossEntropyLoss, "
+                "nn.MSELoss and nn.BCEWithLogitsLoss have: use GGN or EmpiricalFisher for another "
+                "loss."
+            )
+        self._samples = (mc_samples or 1) if fisher == "mc" else 0
+        self._seed = 0
+        if self._samples:
+            device = "cpu" if generator is None else generator.device
+            self._seed = int(torch.randint(2**62, (), generator=generator, device=device))
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True."""
+        return True
+
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+        labels = self._loss.labels(batch.targets, batch.first)
+        if not self._samples:
+            return self._loss.hessian(outputs, labels), 2
+        gradients = [
+            self._loss.drawn_gradient(outputs, labels, Uniforms(self._seed, sample, batch.first))
+            for sample in range(self._samples)
+        ]
+        return _outer_products(torch.stack(gradients) / self._samples**0.5), self._samples
+
+
+class EmpiricalFisher(CurvatureOperator):
+    r"""The empirical Fisher: gradients at the true labels.
+
+    $$\frac1c \sum_n g_n g_n^\top, \quad g_n =\nabla_\theta \ell_n$$
+
+    with $\ell_n$ the example's part of the loss with `reduction="sum"`, summed over its positions,
+    all arguments of the loss included (so weights enter squared), and $c$ what the loss's reduction
+    divides by (1 for `"sum"`; the number of examples for plain cross-entropy, of output entries
+    for `nn.MSELoss`). In these units, and without weights, its expectation over labels drawn from
+    the model is the `Fisher`. See `CurvatureOperator` for the arguments; the loss must be a sum
+    over examples.
+
+    Reference:
+        Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation", for
+        why it is neither Fisher nor Hessian.
+    """
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True."""
+        return True
+
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+        labels = self._loss.labels(batch.targets, batch.first)
+        return _outer_products(self._loss.gradient(outputs, labels)[None]), 1
+
+
+def _outer_products(gradients: Float[Tensor, "samples *outputs"]) -> OutputMap:
+    """The map of v to Σ_s g_s (g_sᵀ v), example by example."""
+    rows = gradients.flatten(2) if gradients.ndim > 2 else gradients.unsqueeze(2)
+
+    def product(v: Tensor) -> Tensor:
+        vectors = v.reshape(-1, *rows.shape[1:])
+        weights = torch.einsum("sbo,kbo->ksb", rows, vectors)
+        return torch.einsum("ksb,sbo->kbo", weights, rows).reshape(v.shape)
+
+    return product

@@ -1,0 +1,153 @@
+"""What operators of networks share: parameters, data, linearised batches that are kept."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.losses import OutputMap
+from laplace_debias.curvature.network.network import Network, check_outputs
+from laplace_debias.curvature.network.repeatable_data import Batch, Batches, Data
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.operators.linearisation import Kept, Linearisation, Lineariser
+from laplace_debias.operators import LinearOperator, ParameterLayout
+
+Result = TypeVar("Result")
+
+MEMORY_BOUND = 2**31
+# Above this many bytes of activations, columns side by side gain nothing on a CPU: the arithmetic
+# fills it already, and the caches are left behind.
+CPU_CHUNK_BYTES = 2**22
+# Below this many columns, what torch.vmap spends on every operation outweighs what it saves.
+FEW_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Item:
+    """One batch, linearised.
+
+    Attributes:
+        rows: Its outputs' places among those of all data, flattened.
+        linearisation: Its linear maps.
+        at_outputs: A linear map at the outputs, where the operator has one.
+        num_bytes: What keeping it takes.
+    """
+
+    rows: slice
+    linearisation: Linearisation
+    at_outputs: OutputMap | None
+    num_bytes: int
+
+
+class NetworkOperator(LinearOperator):
+    """A linear operator made of a network's derivatives on a data set.
+
+    Attributes:
+        layout: The selected parameters, in the model's order, as they lie in a vector.
+        num_data: N, the number of examples.
+        num_bytes_kept: What the linearised batches kept between products take, in bytes.
+    """
+
+    # Under inference mode nothing could be differentiated.
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Batches,
+        params: ParameterSelection | None,
+        num_data: int | None,
+        memory_bound: int,
+        chunk_size: int | None,
+    ) -> None:
+        if memory_bound < 0:
+            raise ValueError(f"memory_bound must be a number of bytes, got {memory_bound}.")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        self._network = Network(model, "all" if params is None else params, data)
+        self._data = Data(data, self._network.device, self._network.dtypes, num_data)
+        self._chunk_size = chunk_size
+        self._memory_bound = memory_bound
+        self._kept = Kept(self._data, self._make, memory_bound)
+        self._checked: set[int] = set()
+        first = self._data.batch(0)
+        self._first_outputs = self._network.first_outputs(first.inputs, first.size)
+        self._output_shape = self._first_outputs.shape[1:]  # of one example of the first batch
+        self._lineariser = Lineariser(self._network)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return self._network.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        return self._network.device
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The selected parameters, in the model's order."""
+        return self._network.layout
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of examples."""
+        return len(self._data)
+
+    @property
+    def num_bytes_kept(self) -> int:
+        """What the linearised batches kept between products take, at most `memory_bound`."""
+        return self._kept.num_bytes
+
+    def _make(self, batch: Batch) -> Item:
+        """Linearise a batch; checks its outputs the first time."""
+        linearisation = self._linearise(batch)
+        outputs = linearisation.outputs
+        if batch.index not in self._checked:
+            check_outputs(outputs)
+            self._check_batch(outputs.shape, batch.targets)
+            self._checked.add(batch.index)
+        at_outputs, num_tensors = self._at_outputs(outputs, batch)
+        num_bytes = linearisation.num_bytes + num_tensors * outputs.nbytes
+        first = batch.first * self._output_shape.numel()
+        return Item(slice(first, first + outputs.numel()), linearisation, at_outputs, num_bytes)
+
+    def _linearise(self, batch: Batch) -> Linearisation:
+        return self._lineariser.first_order(batch.inputs)
+
+    @abstractmethod
+    def _check_batch(self, shape: torch.Size, targets: Tensor) -> None:
+        """Refuse targets that do not fit outputs of a shape."""
+
+    @abstractmethod
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+        """The linear map at the outputs, and how many tensors of their size it holds."""
+
+    def _of_items(self, function: Callable[[Item], Result]) -> Iterator[Result]:
+        """`function` of every linearised batch, at the model's present parameters."""
+        if not self._network.is_current():
+            with self._kept.lock:
+                self._renew()
+        return self._kept.map(function)
+
+    def _renew(self) -> None:
+        """Take the model's present parameters, unless another thread has done so."""
+        if not self._network.is_current():
+            self._network.refresh()
+            self._kept.forget()
+            self._lineariser.forget()
+            self._checked.clear()
+
+    def _chunks(self, item: Item, num_columns: int) -> list[slice]:
+        """Which columns to multiply side by side."""
+        size = self._chunk_size
+        if size is None:
+            each = item.num_bytes + self._network.num_parameters * self.dtype.itemsize
+            on_cpu = self.device.type == "cpu"
+            size = (CPU_CHUNK_BYTES if on_cpu else self._memory_bound // 8) // each
+            if min(size, num_columns) < FEW_COLUMNS:
+                size = 1
+        return [slice(i, i + size) for i in range(0, num_columns, size)]

@@ -1,0 +1,1 @@
+"""The bias of mini-batch quadratics, direction by direction."""

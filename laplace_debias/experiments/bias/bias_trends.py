@@ -1,0 +1,51 @@
+"""How the bias changes with something: distributions of relative errors, as Figures 21 and 22."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from laplace_debias.experiments.bias.bias import PERCENTILES
+from laplace_debias.report.style import OKABE_ITO, style_axes
+
+_DODGE = 0.06
+
+
+def trend_figure(
+    summary: Sequence[dict[str, Any]], x: str, label: str, quantities: Sequence[str]
+) -> Figure:
+    """Relative errors on the mini-batch itself: a dot is the mean, a bar two percentiles.
+
+    Args:
+        summary: Rows of `summary_of`, with a column more.
+        x: That column, of positive numbers; its axis is logarithmic.
+        label: What the axis calls it.
+        quantities: `slope`, `curvature` or both, a panel each.
+    """
+    figure = Figure(figsize=(4.2 * len(quantities), 3.3), layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(quantities), squeeze=False)[0]
+    draws = sorted({row["draw"] for row in summary})
+    for ax, quantity in zip(panels, quantities, strict=True):
+        for place, draw in enumerate(draws):
+            rows = [r for r in summary if r["quantity"] == quantity and r["draw"] == draw]
+            centres = np.array([row[x] for row in rows], dtype=float)
+            means = np.array([row["same_mean_error"] for row in rows])
+            low, high = (np.array([row[f"same_p{p}"] for row in rows]) for p in PERCENTILES)
+            shift = np.exp(_DODGE * (place - (len(draws) - 1) / 2))
+            ax.vlines(centres * shift, low, high, color=OKABE_ITO["orange"], linewidth=1.4)
+            ax.plot(
+                centres * shift,
+                means,
+                linestyle="",
+                marker="o",
+                markersize=4.5,
+                color=OKABE_ITO["orange"],
+            )
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set_xscale("log")
+        ax.set_yscale("symlog", linthresh=1.0)
+        ax.set_xlabel(label)
+        ax.set_ylabel(f"Relative error of the {quantity}")
+        style_axes(ax)
+    return figure

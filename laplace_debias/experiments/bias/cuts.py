@@ -1,0 +1,272 @@
+"""Mini-batch quadratics along one batch's directions: what the experiments on the bias measure.
+
+Along the columns of V a quadratic is a polynomial (`Cut`): its slopes Vᵀg and its curvatures VᵀHV
+hold all that is asked of it, at θ₀ and anywhere in the span of V. By Eq. 5 the full set's is the
+mean of those of a partition into equal batches.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from laplace_debias.curvature import Jacobian
+from laplace_debias.curvature.network.weight_decay import decay_mask
+from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained
+from laplace_debias.experiments.shared.storage import Store
+from laplace_debias.linalg import cg, eigsh
+from laplace_debias.quadratic import Cut, Quadratic
+
+Kind = Literal["eigenvectors", "cg"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasSettings(ExperimentSettings):
+    """What the experiments on the bias of mini-batches are told beside that.
+
+    Attributes:
+        full_examples: How many training images, chosen at random, are the full set.
+        draws: On how many mini-batches directions are computed, the first ones of the full set.
+        num_directions: How many directions each.
+        curvature: `ggn` or `hessian`.
+        weight_decay: β of the regulariser, which acts on weights alone, as in training; that of
+            the training if None (see `Trained`).
+        tol: Greatest residual of an eigenpair, relative to the largest eigenvalue.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    full_examples: int = 2048
+    draws: int = 1
+    num_directions: int = 10
+    curvature: Literal["ggn", "hessian"] = "ggn"
+    weight_decay: float | None = None
+    tol: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("full_examples", "draws", "num_directions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0, finite")
+        if not 0 < self.tol < 1:
+            raise ValueError(f"tol is {self.tol}; expected a number between 0 and 1")
+
+    def decay(self, trained: Trained) -> float:
+        """β, the one given or that of the training."""
+        return trained.weight_decay if self.weight_decay is None else self.weight_decay
+
+    def num_batches(self, batch_size: int) -> int:
+        """How many batches the full set is cut into.
+
+        Raises:
+            ValueError: If they would not be equal, or too few to draw from.
+        """
+        if batch_size < 1 or self.full_examples % batch_size:
+            raise ValueError(
+                f"batches of {batch_size} of full_examples={self.full_examples}; expected a "
+                "divisor: their mean is the full set only where all are equal (Eq. 5)"
+            )
+        number = self.full_examples // batch_size
+        if number <= self.draws:
+            raise ValueError(
+                f"full_examples={self.full_examples} are {number} batches of {batch_size}; "
+                f"expected more than draws={self.draws}, to measure on others"
+            )
+        return number
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """Directions of one mini-batch's quadratic.
+
+    Attributes:
+        vectors: Unit vectors as columns, `[D, k]`.
+        coefficients: Where their slopes are measured: for vector t at θ₀ + V·coefficients[:, t].
+            `[k, k]`; zero for eigenvectors, CG's step sizes so far for its search directions.
+    """
+
+    vectors: Float[Tensor, "dim k"]
+    coefficients: Float[Tensor, "k k"]
+
+    def slopes(self, cut: Cut) -> Float[Tensor, " k"]:
+        """s(θ_t; d_t) on the quadratic of a cut along these directions (Eq. 10)."""
+        return cut.slopes + (cut.curvatures * self.coefficients).sum(0)
+
+
+def quadratic_on(trained: Trained, batch: Batch, curvature: str, decay: float) -> Quadratic:
+    """The regularised quadratic of one mini-batch (Eq. 2)."""
+    return Quadratic.from_data(
+        trained.model, trained.problem.loss, [batch], curvature, weight_decay=decay
+    )
+
+
+def find_directions(
+    quadratic: Quadratic, kind: Kind, number: int, tol: float, seed: int, progress: bool = False
+) -> Directions:
+    """The top eigenvectors of a quadratic's matrix, or the first search directions of CG on it.
+
+    All point down the quadratic's slope. CG's are conjugate, and its iterates those of Eq. 3.
+
+    Args:
+        quadratic: The quadratic.
+        kind: `"eigenvectors"` or `"cg"`.
+        number: How many; CG may end sooner, where the curvature is not positive.
+        tol: Of the eigenvectors, as for `eigsh`.
+        seed: Seed of the eigensolver's start.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: If CG finds no direction.
+    """
+    if kind == "eigenvectors":
+        generator = torch.Generator(quadratic.matrix.device).manual_seed(seed)
+        pairs = eigsh(quadratic.matrix, number, tol=tol, generator=generator, progress=progress)
+        # An eigenvector has no sign of its own, and solvers return either.
+        is_uphill = pairs.vectors.T @ quadratic.gradient > 0
+        downhill = torch.where(is_uphill, -pairs.vectors, pairs.vectors)
+        return Directions(downhill, downhill.new_zeros(number, number))
+    solution = cg(
+        quadratic.matrix,
+        -quadratic.gradient,
+        tol=1e-12,
+        max_iter=number,
+        keep="directions",
+        progress=progress,
+    )
+    vectors = solution.directions
+    assert vectors is not None
+    count = vectors.shape[1]
+    if count == 0:
+        raise ValueError(f"CG took no step: {solution.message}")
+    # Step i is part of every later position.
+    coefficients = solution.step_sizes[:, None].expand(count, count).triu(1).contiguous()
+    return Directions(vectors, coefficients)
+
+
+def cut_along(
+    trained: Trained, batch: Batch, curvature: str, decay: float, V: Float[Tensor, "dim k"]
+) -> Cut:
+    r"""The regularised quadratic of one mini-batch in the span of V.
+
+    For the GGN of the cross-entropy $V^\top G V = \tfrac1N \sum_n (J_n V)^\top (\mathrm{diag}(p_n)
+    - p_n p_n^\top) J_n V$ takes products with the Jacobian alone, less than half of those with G.
+    """
+    quadratic = quadratic_on(trained, batch, curvature, decay=0.0)
+    if curvature == "ggn":
+        value, slopes = quadratic.value, V.T @ quadratic.gradient
+        curvatures = _ggn_along(trained, batch, V)
+    else:
+        cut = quadratic.cut(V)
+        value, slopes, curvatures = cut.value, cut.slopes, cut.curvatures
+    mask = decay_mask(trained.model.parameters())
+    theta = quadratic.position * mask
+    return Cut(
+        value + decay / 2 * theta @ theta,
+        slopes + decay * (V.T @ theta),
+        curvatures + decay * (V.T @ (mask[:, None] * V)),
+    )
+
+
+def _ggn_along(trained: Trained, batch: Batch, V: Tensor) -> Float[Tensor, "k k"]:
+    x, _ = batch
+    with torch.no_grad():
+        probs = trained.model(x).softmax(1)
+    tangents = (Jacobian(trained.model, [batch]) @ V).unflatten(0, probs.shape)
+    means = torch.einsum("nc,nck->nk", probs, tangents)
+    roots = (probs.sqrt()[..., None] * tangents).flatten(0, 1)
+    return (roots.T @ roots - means.T @ means) / len(x)
+
+
+def stored_directions(
+    store: Store,
+    name: str,
+    trained: Trained,
+    batch: Batch,
+    kind: Kind,
+    settings: BiasSettings,
+    number: int | None = None,
+) -> Directions:
+    """Directions of a mini-batch's quadratic, computed once for a run.
+
+    Args:
+        store: The run's store.
+        name: Name of the part under which they are kept.
+        trained: The network.
+        batch: The mini-batch.
+        kind: Which directions.
+        settings: Curvature, weight decay, tolerance and number.
+        number: How many; the settings' `num_directions` if None.
+    """
+
+    def compute() -> dict[str, Tensor]:
+        found = find_directions(
+            quadratic_on(trained, batch, settings.curvature, settings.decay(trained)),
+            kind,
+            settings.num_directions if number is None else number,
+            settings.tol,
+            settings.seed,
+            settings.progress,
+        )
+        return {"vectors": found.vectors, "coefficients": found.coefficients}
+
+    found = store.tensors(name, compute)
+    return Directions(found["vectors"].to(trained.device), found["coefficients"].to(trained.device))
+
+
+def stored_cuts(
+    store: Store,
+    name: str,
+    trained: Trained,
+    batches: Sequence[Batch],
+    directions: Sequence[Directions],
+    settings: BiasSettings,
+) -> list[list[Cut]]:
+    """Every batch's quadratic along every set of directions, each batch measured once for a run.
+
+    Args:
+        store: The run's store.
+        name: Name of the parts, to which the batch's number is added.
+        trained: The network.
+        batches: Mini-batches.
+        directions: Sets of directions.
+        settings: Curvature and weight decay.
+
+    Returns:
+        For each set of directions the cut on each batch, on the CPU in float64.
+    """
+    sizes = [found.vectors.shape[1] for found in directions]
+    together = torch.cat([found.vectors for found in directions], dim=1)
+    cuts: list[list[Cut]] = [[] for _ in directions]
+    bar = tqdm(batches, desc=f"measuring {name}", unit="batch", disable=not settings.progress)
+    for index, batch in enumerate(bar):
+
+        def compute(batch: Batch = batch) -> dict[str, Tensor]:
+            cut = cut_along(trained, batch, settings.curvature, settings.decay(trained), together)
+            return {"value": cut.value, "slopes": cut.slopes, "curvatures": cut.curvatures}
+
+        found = {k: v.double() for k, v in store.tensors(f"{name}-{index}", compute).items()}
+        start = 0
+        for of_set, size in zip(cuts, sizes, strict=True):
+            part = slice(start, start + size)
+            of_set.append(
+                Cut(found["value"], found["slopes"][part], found["curvatures"][part, part])
+            )
+            start += size
+    return cuts
+
+
+def mean_cut(cuts: Sequence[Cut]) -> Cut:
+    """The full set's quadratic from those of a partition into equal batches (Eq. 5)."""
+    return Cut(
+        torch.stack([cut.value for cut in cuts]).mean(0),
+        torch.stack([cut.slopes for cut in cuts]).mean(0),
+        torch.stack([cut.curvatures for cut in cuts]).mean(0),
+    )

@@ -1,0 +1,205 @@
+"""Figures 2, 8, 9, 10 and 19: slopes and curvatures along one mini-batch's directions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from rich.console import Console
+
+from laplace_debias.experiments.bias.bias import (
+    FULL,
+    OTHER,
+    QUANTITIES,
+    SAME,
+    measure_bias,
+    summary_of,
+    values_of,
+)
+from laplace_debias.experiments.bias.cuts import BiasSettings, Kind
+from laplace_debias.experiments.shared.experiment import Experiment
+from laplace_debias.experiments.shared.setup import load_trained
+from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
+from laplace_debias.report.tables import print_table
+
+COLOURS = {SAME: OKABE_ITO["orange"], OTHER: OKABE_ITO["sky blue"], FULL: OKABE_ITO["black"]}
+_X_LABEL = {"eigenvectors": "Index of eigenvector", "cg": "CG iteration"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectionalCurvatureSettings(BiasSettings):
+    """What is measured.
+
+    Attributes:
+        output: Folder of the table, the pictures and what is kept to go on from. Results of other
+            settings there are never overwritten.
+        batch_sizes: Examples of a mini-batch, one picture for each.
+        directions: `eigenvectors`, the top ones of the mini-batch's curvature matrix, or `cg`, the
+            search directions of CG on its quadratic, at whose iterates slopes are measured.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    output: Path = Path("results/directional_curvature")
+    batch_sizes: tuple[int, ...] = (128,)
+    directions: Kind = "eigenvectors"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise ValueError(f"batch_sizes is {self.batch_sizes}; expected some, all different")
+        for size in self.batch_sizes:
+            self.num_batches(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideResNetSettings(DirectionalCurvatureSettings):
+    """What is measured on a WideResNet.
+
+    Attributes:
+        output: Folder of the table, the pictures and what is kept to go on from. Results of other
+            settings there are never overwritten.
+        problem: Name of the test problem, or its letter in the paper.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    output: Path = Path("results/wide_resnet")
+    problem: str = "wrn404-cifar100"
+
+
+def run_directional_curvature(
+    settings: DirectionalCurvatureSettings,
+    console: Console | None = None,
+    name: str = "directional_curvature",
+) -> Rows:
+    """Find directions, measure them on every mini-batch and the full set, draw and summarise.
+
+    Args:
+        settings: What to measure.
+        console: Where to print; the standard output if None.
+        name: The experiment's name.
+
+    Returns:
+        The table: a row for each batch size, draw, direction and batch, and for the full set.
+
+    Raises:
+        ValueError: If data, checkpoint or output folder are not as expected; nothing is
+            overwritten.
+        FileExistsError: If the output folder holds other results.
+    """
+    console = console or Console(highlight=False, markup=False)
+    store = open_store(name, settings)
+    trained = load_trained(settings, store, console)
+    table: Rows = []
+    summary: Rows = []
+    paths: list[Path] = []
+    for size in settings.batch_sizes:
+        rows = measure_bias(store, str(size), trained, size, settings.directions, settings)
+        of_size = {"batch_size": size}
+        table += [of_size | row for row in rows]
+        summary += [of_size | row for row in summary_of(rows)]
+        paths += store.picture(bias_figure(rows, size, settings.directions), f"{name}_{size}")
+    paths += [store.table(table), store.table(summary, "summary")]
+    shown = {
+        "same_over_full": "same/full",
+        "same_p10": "error p10",
+        "same_p90": "error p90",
+        "others_mean_over_full": "others/full",
+    }
+    print_table(
+        [
+            {key: row[key] for key in ("batch_size", "draw", "quantity")}
+            | {title: row[key] for key, title in shown.items()}
+            for row in summary
+        ],
+        "Median ratios to the full set, relative errors on the same mini-batch",
+        console=console,
+    )
+    for row in summary:
+        if row["quantity"] == "curvature":
+            console.print(
+                f"Batch of {row['batch_size']}, draw {row['draw'] + 1}: curvature on the batch "
+                f"itself is {row['same_over_full']:.2f} times the full set's "
+                f"({settings.full_examples:,} images), the mean over the other batches "
+                f"{row['others_mean_over_full']:.2f} times (medians over the directions); along "
+                f"the first direction {row['top_same_over_full']:.2f} and "
+                f"{row['top_others_mean_over_full']:.2f} times."
+            )
+    console.print(f"Files: {', '.join(map(str, paths))}", soft_wrap=True)
+    return table
+
+
+def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str) -> Figure:
+    """Slopes above, curvatures below, a column for each mini-batch, as Figure 2 of the paper.
+
+    Args:
+        rows: Those of `bias_rows`.
+        batch_size: For the titles.
+        directions: What the directions are.
+    """
+    draws = sorted({row["draw"] for row in rows})
+    figure = Figure(
+        figsize=(max(5.6, 3.4 * len(draws)), 5.4), layout="constrained", facecolor="white"
+    )
+    # The panels of a row share their axis: a negative curvature in any is to be seen.
+    is_log = min(row["curvature"] for row in rows) > 0
+    panels = figure.subplots(len(QUANTITIES), len(draws), squeeze=False, sharex=True, sharey="row")
+    for column, draw in enumerate(draws):
+        of_draw = [row for row in rows if row["draw"] == draw]
+        for ax, quantity in zip(panels[:, column], QUANTITIES, strict=True):
+            for name, marker, size in ((OTHER, ".", 22), (FULL, "x", 34), (SAME, "o", 26)):
+                values = values_of(of_draw, name, quantity).reshape(-1)
+                count = max(row["index"] for row in of_draw)
+                x = [1 + i % count for i in range(len(values))]
+                ax.scatter(x, values, s=size, marker=marker, color=COLOURS[name], zorder=2.5)
+            if quantity == "curvature" and is_log:
+                ax.set_yscale("log")
+            style_axes(ax)
+        panels[0, column].axhline(0, color="black", linewidth=0.8)
+        panels[0, column].set_title(
+            f"directions of mini-batch {draw + 1} ({batch_size} images)", fontsize=FONT_SIZE
+        )
+        panels[-1, column].set_xlabel(_X_LABEL[directions])
+    for ax, quantity in zip(panels[:, 0], QUANTITIES, strict=True):
+        ax.set_ylabel(f"Directional {quantity}")
+    figure.legend(
+        handles=marker_legend(),
+        loc="outside upper center",
+        ncols=3,
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
+    return figure
+
+
+def marker_legend() -> list[Line2D]:
+    """What the markers stand for."""
+    markers = {SAME: "o", OTHER: ".", FULL: "x"}
+    return [
+        Line2D([], [], linestyle="", marker=markers[name], color=colour, label=name)
+        for name, colour in COLOURS.items()
+    ]
+
+
+DIRECTIONAL_CURVATURE = Experiment(
+    name="directional_curvature",
+    figure="Figures 2, 8-10",
+    help="slopes and curvatures along one mini-batch's directions, on all others.",
+    settings=DirectionalCurvatureSettings,
+    run=run_directional_curvature,
+)
+
+WIDE_RESNET = Experiment(
+    name="wide_resnet",
+    figure="Figure 19",
+    help="the same on a WideResNet.",
+    settings=WideResNetSettings,
+    run=partial(run_directional_curvature, name="wide_resnet"),
+)

@@ -1,0 +1,224 @@
+"""Figures 4 and 11: how two mini-batches' eigenspaces lie to each other, and CG's step sizes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from laplace_debias.experiments.bias.bias import FULL, OTHER, SAME, measure_bias
+from laplace_debias.experiments.bias.cuts import BiasSettings, stored_directions
+from laplace_debias.experiments.bias.directional_curvature import COLOURS, marker_legend
+from laplace_debias.experiments.shared.experiment import Experiment
+from laplace_debias.experiments.shared.setup import load_trained
+from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.linalg import overlaps
+from laplace_debias.report.style import FONT_SIZE, style_axes
+from laplace_debias.report.tables import print_table
+
+_DARKEST = 1e-4
+"""Overlaps of this and less are black, of 1 white; the source lost the paper's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapsSettings(BiasSettings):
+    """What is measured.
+
+    Attributes:
+        output: Folder of the table, the pictures and what is kept to go on from. Results of other
+            settings there are never overwritten.
+        batch_sizes: Examples of a mini-batch.
+        draws: How many mini-batches; the first two's overlaps are drawn, all pairs' told.
+        num_directions: How many eigenvectors.
+        cg_steps: How many iterations of CG on the first mini-batch of the first size, whose step
+            sizes are compared with those that other mini-batches ask for; 0 for none.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    output: Path = Path("results/overlaps")
+    batch_sizes: tuple[int, ...] = (128,)
+    draws: int = 2
+    cg_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise ValueError(f"batch_sizes is {self.batch_sizes}; expected some, all different")
+        for size in self.batch_sizes:
+            self.num_batches(size)
+        if self.draws < 2 or self.cg_steps < 0:
+            raise ValueError(
+                f"draws={self.draws}, cg_steps={self.cg_steps}; expected at least 2 and 0"
+            )
+
+
+def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> Rows:
+    """Find the eigenspaces of several mini-batches, compare them in pairs, and CG's step sizes.
+
+    Args:
+        settings: What to measure.
+        console: Where to print; the standard output if None.
+
+    Returns:
+        The table of overlaps: a row for each batch size, pair of batches, i and j.
+
+    Raises:
+        ValueError: If data, checkpoint or output folder are not as expected; nothing is
+            overwritten.
+        FileExistsError: If the output folder holds other results.
+    """
+    console = console or Console(highlight=False, markup=False)
+    store = open_store("overlaps", settings)
+    trained = load_trained(settings, store, console)
+    table: Rows = []
+    summary: Rows = []
+    drawn: dict[int, torch.Tensor] = {}
+    for size in settings.batch_sizes:
+        batches = trained.batches(
+            trained.data.train, size, settings.num_batches(size), settings.seed
+        )
+        bases = [
+            stored_directions(
+                store, f"{size}-directions-{d}", trained, batches[d], "eigenvectors", settings
+            ).vectors
+            for d in range(settings.draws)
+        ]
+        for first, second in combinations(range(settings.draws), 2):
+            weights = overlaps(bases[first], bases[second]).cpu().double()
+            drawn.setdefault(size, weights)
+            pair = {"batch_size": size, "draw": first, "other_draw": second}
+            table += [
+                pair | {"i": i + 1, "j": j + 1, "overlap": float(weights[i, j])}
+                for i in range(len(weights))
+                for j in range(len(weights))
+            ]
+            summary.append(
+                pair
+                | {
+                    "largest": float(weights.max()),
+                    "row_largest": float(weights.max(1).values.mean()),
+                    "first": float(weights[0, 0]),
+                    "subspaces": float(weights.sum() / len(weights)),
+                }
+            )
+    paths = [store.table(table), store.table(summary, "summary")]
+    paths += store.picture(overlap_figure(drawn), "overlaps")
+    print_table(summary, "Overlaps of the eigenspaces of two mini-batches", console=console)
+    if settings.cg_steps:
+        size = settings.batch_sizes[0]
+        steps = _step_sizes(
+            measure_bias(store, f"{size}-cg", trained, size, "cg", settings, 1, settings.cg_steps)
+        )
+        paths += [store.table(steps, "step_sizes"), *store.picture(step_figure(steps), "steps")]
+        console.print(step_finding(steps))
+    console.print(f"Files: {', '.join(map(str, paths))}", soft_wrap=True)
+    return table
+
+
+def _step_sizes(rows: Sequence[dict[str, Any]]) -> Rows:
+    """τ = −s / c (Eq. 3) along every direction, on whatever it was measured; None where c is 0."""
+    return [
+        {key: row[key] for key in ("index", "measured_on", "batch")}
+        | {"step_size": -row["slope"] / row["curvature"] if row["curvature"] else None}
+        for row in rows
+    ]
+
+
+def step_finding(steps: Sequence[dict[str, Any]]) -> str:
+    """What was seen of CG's step sizes, a sentence made from the numbers.
+
+    Args:
+        steps: Step sizes; None for those along directions of no curvature, which are left out.
+    """
+
+    def signs(measured_on: str) -> list[bool]:
+        return [
+            row["step_size"] > 0
+            for row in steps
+            if row["measured_on"] == measured_on and row["step_size"] is not None
+        ]
+
+    same, other = signs(SAME), signs(OTHER)
+    own = "all" if all(same) else f"{sum(same)} of {len(same)}"
+    return (
+        f"Of CG's step sizes on its own mini-batch {own} are positive; {len(other) - sum(other)} "
+        f"of {len(other)} that the other mini-batches ask for are not."
+    )
+
+
+def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
+    """Overlaps of two mini-batches' eigenvectors as pixels, a panel a batch size.
+
+    Args:
+        by_size: Overlaps `[k, k]` by batch size.
+    """
+    figure = Figure(
+        figsize=(3.4 * len(by_size) + 0.8, 3.4), layout="constrained", facecolor="white"
+    )
+    panels = figure.subplots(1, len(by_size), squeeze=False)[0]
+    for ax, (size, weights) in zip(panels, by_size.items(), strict=True):
+        count = len(weights)
+        image = ax.imshow(
+            weights.clamp(_DARKEST, 1).numpy(),
+            cmap="gray",
+            norm=LogNorm(_DARKEST, 1),
+            extent=(0.5, count + 0.5, count + 0.5, 0.5),
+        )
+        ax.set_title(f"two mini-batches of {size} images", fontsize=FONT_SIZE)
+        ax.set_xlabel("eigenvector ũⱼ")
+        ax.set_ylabel("eigenvector uᵢ")
+        style_axes(ax)
+        ax.grid(visible=False)
+    figure.colorbar(image, ax=panels, label="⟨uᵢ, ũⱼ⟩²")
+    return figure
+
+
+def step_figure(rows: Sequence[dict[str, Any]]) -> Figure:
+    """CG's step sizes on its own mini-batch, and those that the others and the full set ask for.
+
+    Args:
+        rows: Step sizes; None is left out.
+    """
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    rows = [row for row in rows if row["step_size"] is not None]
+    for name, marker, size in ((OTHER, ".", 22), (FULL, "x", 34), (SAME, "o", 26)):
+        chosen = [row for row in rows if row["measured_on"] == name]
+        ax.scatter(
+            [row["index"] for row in chosen],
+            [row["step_size"] for row in chosen],
+            s=size,
+            marker=marker,
+            color=COLOURS[name],
+            zorder=2.5,
+        )
+    ax.axhline(0, color="black", linewidth=0.8)
+    scale = max([abs(row["step_size"]) for row in rows if row["measured_on"] == SAME], default=0.0)
+    ax.set_yscale("symlog", linthresh=scale or 1.0)
+    ax.set_xlabel("CG iteration")
+    ax.set_ylabel("Step size τ")
+    style_axes(ax)
+    figure.legend(
+        handles=marker_legend(),
+        loc="outside upper center",
+        ncols=3,
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
+    return figure
+
+
+OVERLAPS = Experiment(
+    name="overlaps",
+    figure="Figures 4, 11",
+    help="overlaps of two mini-batches' eigenspaces, and CG's step sizes on other mini-batches.",
+    settings=OverlapsSettings,
+    run=run_overlaps,
+)

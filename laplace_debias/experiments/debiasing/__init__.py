@@ -1,0 +1,1 @@
+"""Ways to take directions and magnitudes, compared."""

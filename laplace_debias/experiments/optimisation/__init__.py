@@ -1,0 +1,1 @@
+"""What the bias does to optimisers, and debiasing for them."""

@@ -1,0 +1,325 @@
+"""A training run by `DebiasedHessianFree`, and by its single-batch self on the same examples.
+
+Every step sees new examples. Single-batch takes them as one batch; debiased makes its directions on
+one half of them, and measures step sizes, damping and line search on the other (Eq. 8). Both train
+once as they are meant to, and once bare, without damping and line search, where nothing but the
+step sizes keeps them from diverging.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from laplace_debias.curvature.network.weight_decay import decay_groups
+from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.experiments.shared.experiment import Experiment
+from laplace_debias.experiments.shared.judge import METRICS, Judge, worst_if_nan
+from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
+from laplace_debias.experiments.shared.storage import open_store
+from laplace_debias.experiments.shared.training import RecipeChanges
+from laplace_debias.optim import DebiasedHessianFree
+from laplace_debias.problems import (
+    ProblemData,
+    TestProblem,
+    get_problem,
+    load_checkpoint,
+    load_problem,
+)
+from laplace_debias.report.tables import print_table
+from laplace_debias.report.trajectories import trajectory_figure
+
+NAME = "hessian_free"
+SINGLE, DEBIASED = "single-batch", "debiased"
+DAMPED, BARE = "damped", "bare"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HessianFreeSettings(ExperimentSettings):
+    """How the network is trained, and on what.
+
+    Attributes:
+        output: Folder of the tables, the pictures and what is kept to go on from.
+        problem: Name of the test problem, or its letter in the paper.
+        checkpoint: The network that training starts from; one with random weights if None.
+        recipe: What to do otherwise than the problem's recipe does: here its weight decay alone.
+        batch_size: Examples a step; debiased makes its directions on half of them.
+        steps: Steps of each run.
+        draws: Runs of each kind, each from its own initialisation and order of examples.
+        damping: λ at the start of the damped runs.
+        max_iter: Iterations of conjugate gradients a step, at most.
+        bare: Whether to train without damping and line search too.
+        evaluate_every: Steps from one measurement of the network to the next.
+        chunk_size: Images measured at a time.
+
+    Raises:
+        ValueError: If a number is out of range, or the recipe changes more than the weight decay.
+    """
+
+    output: Path = Path("results/hessian_free")
+    problem: str = "allcnn-digits"
+    batch_size: int = 100
+    steps: int = 60
+    draws: int = 3
+    damping: float = 1.0
+    max_iter: int = 20
+    bare: bool = True
+    evaluate_every: int = 1
+    chunk_size: int = 500
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("steps", "draws", "max_iter", "evaluate_every", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.batch_size < 2 or self.batch_size % 2:
+            raise ValueError(
+                f"batch_size is {self.batch_size}; expected an even number, since debiased makes "
+                "its directions on half of the examples"
+            )
+        if not 0 < self.damping < math.inf:
+            raise ValueError(f"damping is {self.damping}; expected a positive number")
+        if self.recipe != RecipeChanges(weight_decay=self.recipe.weight_decay):
+            raise ValueError(
+                f"recipe is {self.recipe}; expected a weight_decay alone, since the optimizer is "
+                "this experiment's own"
+            )
+
+
+def run_hessian_free(settings: HessianFreeSettings, console: Console | None = None) -> list[Row]:
+    """Train; write `results.csv`, `ends.csv` and the pictures.
+
+    Args:
+        settings: What to train.
+        console: Where to print; the standard output if None.
+
+    Returns:
+        A row a measured step of a run; see `train_run`.
+
+    Raises:
+        ValueError: If a batch asks for more examples than there are; as `open_store`.
+        FileExistsError: If the output holds results and is not to be resumed.
+
+    Reference:
+        Martens (2010), Deep learning via Hessian-free optimization.
+    """
+    console = console or Console(highlight=False, markup=False)
+    device_from(settings.device)
+    store = open_store(NAME, settings)
+    problem = get_problem(settings.problem)
+    if settings.checkpoint is None:
+        data = problem.data(settings.source, seed=settings.seed)
+    else:
+        # In the checkpoint's split: none of its validation images are to be trained on.
+        _, data = load_problem(problem, settings.source, settings.checkpoint, seed=settings.seed)
+    check_data(data, settings, store)
+    variants = (DAMPED, BARE) if settings.bare else (DAMPED,)
+    kinds = [
+        (variant, method, draw)
+        for draw in range(settings.draws)
+        for variant in variants
+        for method in (SINGLE, DEBIASED)
+    ]
+    rows: list[Row] = []
+    for kind in tqdm(kinds, desc="runs", disable=not settings.progress):
+
+        def compute(kind: tuple[str, str, int] = kind) -> list[Row]:
+            return train_run(problem, data, settings, *kind)
+
+        rows += store.rows("-".join(map(str, kind)), compute)
+    store.table(rows)
+    table = ends(rows)
+    store.table(table, "ends")
+    print_table(table, "The last step, mean over runs", console=console)
+    pictures = []
+    for variant in variants:
+        of_variant = [row for row in rows if row["variant"] == variant]
+        figure = trajectory_figure(of_variant, METRICS, x_key="step", x_label="Step")
+        pictures += store.picture(figure, f"{NAME}_{variant}")
+    for sentence in findings(table):
+        console.print(sentence)
+    console.print(f"Pictures: {', '.join(map(str, pictures))}", soft_wrap=True)
+    return rows
+
+
+def train_run(
+    problem: TestProblem,
+    data: ProblemData,
+    settings: HessianFreeSettings,
+    variant: str,
+    method: str,
+    draw: int,
+) -> list[Row]:
+    """Train one network, and measure it on all training and test images on the way.
+
+    The single-batch and the debiased run of a draw start from the same weights and see the same
+    examples at every step. A run ends early when its loss is no longer finite, on all images or
+    on the batch of a step; then its last row has infinite losses.
+
+    Args:
+        problem: The problem.
+        data: Its data.
+        settings: Steps, batch size and so on.
+        variant: `"damped"` or `"bare"`.
+        method: `"single-batch"` or `"debiased"`.
+        draw: Which run.
+
+    Returns:
+        A row a measured step, the start included: regularised losses (nats), accuracies, and of
+        the step damping, line search factor, reduction ratio on the batch that judges it, and the
+        number of curvature products, each of so many `examples`; None for the start and for a
+        step that could not be taken.
+    """
+    device = device_from(settings.device)
+    model = _start(problem, settings, draw).to(device)
+    given = settings.recipe.weight_decay
+    decay = problem.recipe.penalty if given is None else given
+    damped = variant == DAMPED
+    optimizer = DebiasedHessianFree(
+        decay_groups(model.parameters(), decay),
+        damping=settings.damping if damped else 0.0,
+        max_iter=settings.max_iter,
+        adapt_damping=damped,
+        line_search=damped,
+    )
+    generator = torch.Generator().manual_seed(settings.seed + draw)
+    size = settings.batch_size
+
+    def closure(indices: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        x, y = (part.to(device) for part in data.train.batch(indices))
+
+        def evaluate() -> tuple[Tensor, Tensor]:
+            outputs = model(x)
+            return problem.loss(outputs, y), outputs
+
+        return evaluate
+
+    rows: list[Row] = []
+
+    def record(step: int, broken: bool = False) -> bool:
+        report = None if broken else optimizer.last_step
+        found = Judge(model, data.train, data.test, decay, settings.chunk_size)()
+        if broken:
+            found |= {"train_loss": math.inf, "test_loss": math.inf}
+        rows.append(
+            {
+                "variant": variant,
+                "method": method,
+                "draw": draw,
+                "step": step,
+                **found,
+                "damping": None if report is None else report.damping,
+                "step_size": None if report is None else report.step_size,
+                "reduction_ratio": None if report is None else report.reduction_ratio,
+                "products": None if report is None else report.num_matvecs,
+                "examples": size if method == SINGLE else size // 2,
+            }
+        )
+        return math.isfinite(found["train_loss"])
+
+    record(0)
+    order = torch.empty(0, dtype=torch.int64)
+    for step in range(1, settings.steps + 1):
+        if len(order) < size:
+            order = torch.randperm(len(data.train), generator=generator)
+        chosen, order = order[:size], order[size:]
+        batches = (chosen,) if method == SINGLE else chosen.split(size // 2)
+        try:
+            optimizer.step(*map(closure, batches))
+        except ValueError as error:
+            # The loss has overflowed: what a bare run may come to.
+            if "NaN or Inf" not in str(error):
+                raise
+            record(step, broken=True)
+            break
+        due = step % settings.evaluate_every == 0 or step == settings.steps
+        if due and not record(step):
+            break
+    return rows
+
+
+def _start(problem: TestProblem, settings: HessianFreeSettings, draw: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed + draw)
+        model = problem.model()
+    if settings.checkpoint is not None:
+        load_checkpoint(model, settings.checkpoint)
+    return model.train()
+
+
+def ends(rows: Sequence[Row]) -> list[Row]:
+    """Where the runs end: means over draws.
+
+    Args:
+        rows: Rows of `train_run`, of any number of runs.
+
+    Returns:
+        A row a variant and method: the metrics at the last measured step and the greatest training
+        loss on the way, relative to the start's (a loss that is not a number counts as infinite);
+        the share of steps that were refused (step size 0); and the mean reduction ratio.
+    """
+    table = []
+    for variant, method in dict.fromkeys((row["variant"], row["method"]) for row in rows):
+        of_kind = [r for r in rows if (r["variant"], r["method"]) == (variant, method)]
+        runs = [
+            [r for r in of_kind if r["draw"] == draw]
+            for draw in dict.fromkeys(r["draw"] for r in of_kind)
+        ]
+        taken = [row for run in runs for row in run[1:] if row["step_size"] is not None]
+        means = {m: sum(worst_if_nan(run[-1][m]) for run in runs) / len(runs) for m in METRICS}
+        worst = max(
+            worst_if_nan(row["train_loss"] / run[0]["train_loss"]) for run in runs for row in run
+        )
+        table.append(
+            {
+                "variant": variant,
+                "method": method,
+                "runs": len(runs),
+                **means,
+                "greatest loss": worst,
+                "refused": _mean([float(row["step_size"] == 0) for row in taken]),
+                "reduction ratio": _mean([row["reduction_ratio"] for row in taken]),
+            }
+        )
+    return table
+
+
+def findings(table: Sequence[Row]) -> list[str]:
+    """What was seen, a sentence a variant, made from the numbers.
+
+    Args:
+        table: Rows of `ends`.
+    """
+    return [
+        f"{variant}: "
+        + "; ".join(
+            f"{row['method']} ends at a training loss of {row['train_loss']:.4g} and a test "
+            f"accuracy of {row['test_accuracy']:.3f}; its loss was at most "
+            f"{row['greatest loss']:.3g} times that of the start"
+            for row in table
+            if row["variant"] == variant
+        )
+        + "."
+        for variant in dict.fromkeys(row["variant"] for row in table)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+HESSIAN_FREE = Experiment(
+    name=NAME,
+    figure="Section 4.2.1",
+    help="Training by debiased Hessian-free steps, and by single-batch ones.",
+    settings=HessianFreeSettings,
+    run=run_hessian_free,
+)

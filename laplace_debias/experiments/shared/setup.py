@@ -1,0 +1,259 @@
+"""What the paper's experiments share: where things are, the trained network, its mini-batches."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.experiments.shared.storage import Store, tensor_digest
+from laplace_debias.experiments.shared.training import RecipeChanges
+from laplace_debias.problems import (
+    DataSource,
+    Images,
+    ProblemData,
+    TestProblem,
+    get_problem,
+    load_checkpoint,
+    load_problem,
+    save_checkpoint,
+    train,
+)
+
+Batch = tuple[Tensor, Tensor]
+
+_COMPARED = 64
+"""How many images of a data set tell it from another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentSettings:
+    """What every experiment of the paper is told.
+
+    Attributes:
+        output: Folder of the table, the pictures and what is kept to go on from. Results of other
+            settings there are never overwritten.
+        problem: Name of the test problem, or its letter in the paper.
+        data: Its data: for CIFAR an image folder, an archive of one, or a torchvision root; for
+            ImageNet a folder with `train/` and `val/`; nothing for the digits.
+        checkpoint: The trained network, a file of `laplace-debias train`. Where none is given it
+            is the published one, or else the network is trained first and kept in `output`.
+        recipe: What to do otherwise than the problem's recipe does, where it is trained.
+        cache: Folder for decoded images; see `problems.cifar10`.
+        download: Whether CIFAR may be downloaded to `data` where nothing is there.
+        seed: Seed of the choice of mini-batches, and of the training.
+        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
+        resume: Whether to go on where a run of the same settings was broken off.
+        progress: Whether to show progress bars.
+
+    Raises:
+        ValueError: If the problem is unknown or the changed recipe makes no sense.
+    """
+
+    output: Path
+    problem: str = "allcnnc-cifar10-one-cycle"
+    data: Path | None = None
+    checkpoint: Path | None = None
+    recipe: RecipeChanges = field(default_factory=RecipeChanges)
+    cache: Path | None = None
+    download: bool = False
+    seed: int = 0
+    device: str = "auto"
+    resume: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        self.recipe.applied_to(get_problem(self.problem).recipe)
+
+    def check_counts(self, num_train: int, num_test: int) -> None:
+        """Refuse to ask for more images than there are, before any work.
+
+        Settings that ask for more than the numbers common to experiments say it themselves.
+
+        Args:
+            num_train: How many training images there are.
+            num_test: How many test images.
+
+        Raises:
+            ValueError: If there are too few.
+        """
+        training = dict.fromkeys(("batch_size", "full_examples", "train_examples"), num_train)
+        for name, there in {**training, "test_examples": num_test}.items():
+            wanted = getattr(self, name, None)
+            if wanted is not None and wanted > there:
+                kind = "test" if name == "test_examples" else "training"
+                raise ValueError(f"{name} is {wanted}; there are {there} {kind} images: lower it")
+
+    @property
+    def source(self) -> DataSource:
+        """Where the problem's data is."""
+        return DataSource(
+            root=self.data, cache=self.cache, download=self.download, progress=self.progress
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A trained network with its data.
+
+    Attributes:
+        problem: The test problem.
+        model: The network, in evaluation mode, on the device of the run.
+        data: The problem's data, on the CPU.
+        weight_decay: β of its training (Eq. 1); 0 where that decays weights by a factor beside
+            the gradient (`nadamw`), which minimises no regularised loss.
+    """
+
+    problem: TestProblem
+    model: nn.Module
+    data: ProblemData
+    weight_decay: float
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.model.parameters()).device
+
+    def batches(self, images: Images, size: int, number: int, seed: int) -> list[Batch]:
+        """Disjoint mini-batches of images chosen at random, on the device of the run.
+
+        Args:
+            images: The images, for example `data.train`.
+            size: Images in a batch.
+            number: How many batches; together they are a partition of the images chosen.
+            seed: Seed of the choice. The first `k` images chosen are the same for all sizes.
+
+        Raises:
+            ValueError: If there are too few images.
+        """
+        if size < 1 or number < 1 or size * number > len(images):
+            raise ValueError(
+                f"{number} batches of {size} images; expected at least one of one, and no more "
+                f"than the {len(images)} images in all: lower the number or the size"
+            )
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+        chosen = order[: size * number].split(size)
+        return [
+            (x.to(self.device), y.to(self.device)) for x, y in (images.batch(i) for i in chosen)
+        ]
+
+
+def load_trained(
+    settings: ExperimentSettings, store: Store, console: Console, dtype: torch.dtype | None = None
+) -> Trained:
+    """The trained network of the settings and its data; it is trained where there is none.
+
+    Args:
+        settings: Which, and where it is.
+        store: Where a network that is trained here is kept, finished or not.
+        console: Where to print.
+        dtype: Of the network's parameters; as they are if None.
+
+    Raises:
+        ValueError: If data or checkpoint are missing, damaged, not of this problem, or not those
+            of the run that is resumed; if there are too few images.
+        ConnectionError: If a download fails.
+        FloatingPointError: If training diverges.
+    """
+    problem = get_problem(settings.problem)
+    device = device_from(settings.device)
+    recipe = settings.recipe.applied_to(problem.recipe)
+    if settings.checkpoint is not None or problem.published is not None:
+        model, data = load_problem(
+            problem, settings.source, settings.checkpoint, seed=settings.seed
+        )
+        check_data(data, settings, store)
+    else:
+        data = problem.data(settings.source, seed=settings.seed)
+        check_data(data, settings, store)
+        model = trained_model(problem, data, settings, store, console)
+    return Trained(problem, model.eval().to(device, dtype), data, recipe.penalty)
+
+
+def check_data(data: ProblemData, settings: ExperimentSettings, store: Store) -> None:
+    """Refuse data that is too small, or not a run's own; notes on the first call what that is.
+
+    To be called before any work. Images are on disk perhaps: of each part all labels and some
+    images, from its beginning to its end, are compared.
+
+    Raises:
+        ValueError: If there are too few images, or they are not those of the run that is resumed.
+    """
+    settings.check_counts(len(data.train), len(data.test))
+    found = [
+        {"part": part, "images": len(images), **_digests(images)}
+        for part, images in (("train", data.train), ("test", data.test))
+    ]
+    if not store.matches("data", found):
+        raise ValueError(
+            f"{store.folder} holds results on other data than that of {settings.data or 'now'}; "
+            "give that data, or choose another --output"
+        )
+
+
+def _digests(images: Images) -> dict[str, str]:
+    count = min(len(images), _COMPARED)
+    x, _ = images.batch(torch.arange(count) * len(images) // max(count, 1))
+    return {"labels": tensor_digest(images.labels), "some_images": tensor_digest(x)}
+
+
+def trained_model(
+    problem: TestProblem,
+    data: ProblemData,
+    settings: ExperimentSettings,
+    store: Store,
+    console: Console,
+    name: str = "network",
+    epochs: Collection[int] = (),
+) -> nn.Module:
+    """A network trained by the problem's recipe with the settings' changes, or one kept.
+
+    Args:
+        problem: The problem.
+        data: Its data.
+        settings: Changes of the recipe, seed and device.
+        store: Where it is kept; also where a training that was broken off goes on.
+        console: Where to print.
+        name: Name under which it is kept.
+        epochs: After which epochs a checkpoint is kept too, as `<name>.epoch-<number>`.
+
+    Returns:
+        The network, in evaluation mode.
+
+    Raises:
+        FloatingPointError: If training diverges.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = problem.model()
+    path = store.part(f"{name}.safetensors")
+    if path.exists():
+        load_checkpoint(model, path)
+        return model.eval()
+    state = store.part(f"{name}.state.safetensors")
+    state.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(epoch: int, network: nn.Module) -> None:
+        if epoch in epochs:
+            save_checkpoint(network, store.part(f"{name}.epoch-{epoch:04d}.safetensors"))
+
+    history = train(
+        model,
+        data.train,
+        settings.recipe.applied_to(problem.recipe),
+        generator=torch.Generator().manual_seed(settings.seed),
+        device=device_from(settings.device),
+        progress=settings.progress,
+        on_epoch=keep,
+        state=state,
+    )
+    save_checkpoint(model, path)
+    state.unlink()
+    console.print(
+        f"Trained {problem.name} ({sum(p.numel() for p in model.parameters()):,} parameters): "
+        f"training accuracy {history[-1]['accuracy']:.3f}."
+    )
+    return model.eval()

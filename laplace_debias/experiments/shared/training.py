@@ -1,0 +1,219 @@
+"""Training a test problem to checkpoints that the experiments read."""
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from laplace_debias import metrics
+from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.problems import (
+    DataSource,
+    Images,
+    Recipe,
+    TestProblem,
+    get_problem,
+    log_epochs,
+    save_checkpoint,
+    train,
+)
+from laplace_debias.report.tables import write_csv
+from laplace_debias.system.atomic import check_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeChanges:
+    """What to do otherwise than a problem's recipe does; None leaves it as it is.
+
+    A schedule given here, be it `epochs` and `learning_rate` or `cycles`, takes the place of one of
+    the other kind.
+
+    Attributes:
+        batch_size: Examples a step.
+        epochs: Passes over the data.
+        learning_rate: The rate that they start with.
+        milestones: Numbers of epochs after which the rate is multiplied by `decay`.
+        decay: That factor.
+        cycles: (epochs, peak learning rate) of each one-cycle schedule.
+        optimizer: The optimiser.
+        momentum: Momentum of SGD; β₁ of Adam.
+        nesterov: Whether SGD takes Nesterov's momentum.
+        weight_decay: Of weights; biases have none.
+        clip_norm: Largest norm of the whole gradient; `inf` for no limit.
+        flips: Whether images are mirrored left to right at random.
+        crops: Whether images are cropped at random.
+        bfloat16: Whether the network runs under bfloat16 autocast.
+    """
+
+    batch_size: int | None = None
+    epochs: int | None = None
+    learning_rate: float | None = None
+    milestones: tuple[int, ...] | None = None
+    decay: float | None = None
+    cycles: tuple[tuple[int, float], ...] | None = None
+    optimizer: Literal["sgd", "adam", "nadamw"] | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    weight_decay: float | None = None
+    clip_norm: float | None = None
+    flips: bool | None = None
+    crops: bool | None = None
+    bfloat16: bool | None = None
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """The recipe with these changes.
+
+        Raises:
+            ValueError: If the result makes no sense.
+        """
+        changes: dict[str, Any] = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if getattr(self, entry.name) is not None
+        }
+        if self.cycles:
+            changes = {"epochs": None, "learning_rate": None, "milestones": (), **changes}
+        elif recipe.cycles and (self.epochs is not None or self.learning_rate is not None):
+            changes = {"cycles": (), **changes}
+        return replace(recipe, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """How checkpoints are made.
+
+    Attributes:
+        output: The checkpoint, a `.safetensors` file. Beside it come `<name>.history.csv`, the
+            folder `<name>.checkpoints` and, while it runs, `<name>.state.safetensors`.
+        problem: Name of the test problem, or its letter in the paper.
+        data: Its data: for CIFAR an image folder, an archive of one, or a torchvision root; for
+            ImageNet a folder with `train/` and `val/`; nothing for the digits.
+        download: Whether CIFAR may be downloaded to `data` where nothing is there.
+        cache: Folder for decoded images; see `problems.cifar10`.
+        validation_examples: How many images are held out; the problem's own number if None.
+        checkpoints: How many checkpoints are kept, at log-equidistant epochs; the problem's own
+            number if None.
+        recipe: What to do otherwise than the problem's recipe does.
+        seed: Seed of the split, the initialisation, the order and the flips.
+        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
+        resume: Whether to go on where a training of the same settings was broken off.
+        overwrite: Whether an existing checkpoint, or the state of a training that was broken off,
+            is replaced.
+        progress: Whether to show progress bars.
+
+    Raises:
+        ValueError: If the problem is unknown or the changed recipe makes no sense.
+    """
+
+    output: Path
+    problem: str = "allcnnc-cifar10-one-cycle"
+    data: Path | None = None
+    download: bool = False
+    cache: Path | None = None
+    validation_examples: int | None = None
+    checkpoints: int | None = None
+    recipe: RecipeChanges = field(default_factory=RecipeChanges)
+    seed: int = 0
+    device: str = "auto"
+    resume: bool = False
+    overwrite: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        self.recipe.applied_to(get_problem(self.problem).recipe)
+        if self.checkpoints is not None and self.checkpoints < 0:
+            raise ValueError(f"checkpoints is {self.checkpoints}; expected at least 0")
+        if self.resume and self.overwrite:
+            raise ValueError("both resume and overwrite; expected one of them")
+
+
+def run_training(settings: TrainingSettings, console: Console | None = None) -> dict[str, float]:
+    """Train, measure on test images and save the checkpoints with their split.
+
+    Args:
+        settings: How.
+        console: Where to print; the standard output if None.
+
+    Returns:
+        Accuracy, NLL (nats), ECE and Brier score on the test images.
+
+    Raises:
+        ValueError: If the data is missing or damaged, or too small for the split, or the state to
+            go on from is that of another training.
+        FileExistsError: If there is a checkpoint, or the state of a broken-off training, already.
+        ConnectionError: If the download fails.
+        FloatingPointError: If training diverges.
+        OSError: If a file cannot be written.
+    """
+    console = console or Console(highlight=False, markup=False)
+    output = settings.output
+    check_target(output, make_folders=True)
+    state = output.with_name(f"{output.stem}.state.safetensors")
+    if output.exists() and not settings.overwrite:
+        raise FileExistsError(f"{output} exists; choose another output, or --overwrite")
+    if state.exists() and not settings.resume:
+        if not settings.overwrite:
+            raise FileExistsError(
+                f"{state} is left of a training that was broken off; --resume it, or --overwrite"
+            )
+        state.unlink()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    device = device_from(settings.device)
+    problem = get_problem(settings.problem)
+    recipe = settings.recipe.applied_to(problem.recipe)
+    source = DataSource(
+        root=settings.data,
+        cache=settings.cache,
+        download=settings.download,
+        progress=settings.progress,
+    )
+    data = problem.data(source, num_validation=settings.validation_examples, seed=settings.seed)
+    split = {"split.train": data.train_indices, "split.val": data.val_indices}
+    kept = _kept_epochs(settings, problem, recipe)
+
+    def keep(epoch: int, model: nn.Module) -> None:
+        if epoch in kept:
+            folder = output.with_name(f"{output.stem}.checkpoints")
+            save_checkpoint(model, folder / f"epoch-{epoch:04d}.safetensors", split)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = problem.model()
+    history = train(
+        model,
+        data.train,
+        recipe,
+        generator=torch.Generator().manual_seed(settings.seed),
+        device=device,
+        progress=settings.progress,
+        on_epoch=keep,
+        state=state,
+    )
+    save_checkpoint(model, output, split)
+    write_csv(history, output.with_name(f"{output.stem}.history.csv"))
+    state.unlink(missing_ok=True)
+    found = _evaluate(model, data.test)
+    console.print(
+        f"Test images: accuracy {found['accuracy']:.4f}, NLL {found['nll']:.4f}, "
+        f"ECE {found['ece']:.4f}, Brier {found['brier']:.4f}"
+    )
+    console.print(f"Checkpoint: {output}", soft_wrap=True)
+    return found
+
+
+def _kept_epochs(
+    settings: TrainingSettings, problem: TestProblem, recipe: Recipe
+) -> tuple[int, ...]:
+    number = problem.num_checkpoints if settings.checkpoints is None else settings.checkpoints
+    return log_epochs(recipe.num_epochs, number)
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, data: Images) -> dict[str, float]:
+    device = next(model.parameters()).device
+    batches = (data.batch(indices) for indices in torch.arange(len(data)).split(500))
+    probs = torch.cat([model(images.to(device)).softmax(1).cpu() for images, _ in batches])
+    return metrics.evaluate(probs, data.labels)

@@ -1,0 +1,88 @@
+"""What a `Laplace` prints as."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from laplace_debias.curvature.losses.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
+
+_FEW = 4
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is said of an approximation.
+
+    Attributes:
+        model: The model, of which the class and the number of parameters are told.
+        likelihood: The likelihood.
+        curvature: The curvature's name.
+        names: The Bayesian parameters; None if they are found at the fit.
+        blocks: The curvature blocks' names; None likewise.
+        prior_precision: δ.
+        mode: How it was fitted; None before a fit, or if it is not known.
+        num_data: N; None before a fit.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    curvature: str
+    names: Sequence[str] | None
+    blocks: Sequence[str] | None
+    prior_precision: Tensor
+    mode: str | None
+    num_data: int | None
+
+    def __str__(self) -> str:
+        """A few lines, none of which holds a weight or grows with the model."""
+        lines = {
+            "model": type(self.model).__name__,
+            "likelihood": _likelihood(self.likelihood),
+            "curvature": self.curvature,
+            "parameters": self._parameters(),
+            "blocks": "found at the fit" if self.blocks is None else _some(self.blocks),
+            "prior precision": _delta(self.prior_precision),
+            "fit": self._fit(),
+        }
+        return "\n".join(["Laplace(", *(f"  {key}: {value}" for key, value in lines.items()), ")"])
+
+    def _parameters(self) -> str:
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        if self.names is None:
+            return f"those of the last layer, found at the fit, of {total:,}"
+        bayesian = sum(self.model.get_parameter(name).numel() for name in self.names)
+        return f"{bayesian:,} of {total:,}"
+
+    def _fit(self) -> str:
+        if self.num_data is None:
+            return "none yet"
+        return f"N = {self.num_data:,}" + ("" if self.mode is None else f", {self.mode}")
+
+
+def _likelihood(likelihood: Likelihood) -> str:
+    if type(likelihood) is Gaussian:
+        sigma = likelihood.sigma
+        noise = f"{sigma.item():g}" if sigma.ndim == 0 else f"one for each of {len(sigma)} outputs"
+        return f"regression, sigma = {noise}"
+    names = {Categorical: "classification", Bernoulli: "binary", MultiLabel: "multilabel"}
+    return names.get(type(likelihood), type(likelihood).__name__)
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) <= _FEW:
+        return f"{len(names)}: {', '.join(names)}"
+    return f"{len(names)}: {', '.join(names[: _FEW - 2])}, …, {names[-1]}"
+
+
+def _delta(prior_precision: Tensor) -> str:
+    if prior_precision.ndim == 0:
+        return f"{prior_precision.item():g}"
+    low, high = prior_precision.min().item(), prior_precision.max().item()
+    return f"{low:g} to {high:g}, one a block"

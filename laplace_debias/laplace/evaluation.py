@@ -1,0 +1,165 @@
+"""A report on predictions: the metrics of a predictive over loaders."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+from torch.distributions import Bernoulli, Distribution, Independent
+
+from laplace_debias import metrics
+from laplace_debias.curvature.losses.cotangents import flat_terms
+from laplace_debias.curvature.losses.likelihood import Likelihood
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.class_dim import targets_classes_last
+from laplace_debias.curvature.network.inputs import Inputs
+
+Predict = Callable[[Inputs], Distribution]
+
+
+class Scored(NamedTuple):
+    """What a predictive says of the targets that count, one row for each.
+
+    Attributes:
+        values: Class probabilities, `[n, C]` or for a single logit `[n]`; of several labels their
+            probabilities, `[n, C]`; else means, `[n, C]`.
+        log_probs: Log-densities of the targets, `[n]`.
+        labels: The targets.
+    """
+
+    values: Float[Tensor, "n *outputs"]
+    log_probs: Float[Tensor, " n"]
+    labels: Tensor
+
+    @property
+    def classified(self) -> tuple[Float[Tensor, "m *classes"], Integer[Tensor, " m"]]:
+        """Class probabilities and labels as `metrics` has them; each of several labels a row."""
+        if self.labels.numel() == self.values.numel():
+            return self.values.flatten(), self.labels.flatten().long()
+        return self.values, self.labels.long()
+
+    @property
+    def nll(self) -> float:
+        """The mean negative log-likelihood of the targets, in nats."""
+        return -self.log_probs.double().mean().item()
+
+
+def together(parts: Sequence[Scored], what: str) -> Scored:
+    """The scores of several batches in one.
+
+    Args:
+        parts: Those of each batch.
+        what: What there is to do with them, for the error.
+
+    Raises:
+        ValueError: If there is no batch, or no target that counts.
+    """
+    if not parts:
+        raise ValueError(f"The loader holds no batch: nothing to {what}.")
+    scored = Scored(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    if not len(scored.log_probs):
+        raise ValueError(
+            f"Every target of the loader is ignored: nothing to {what}. Pass batches in which at "
+            "least one target counts."
+        )
+    return scored
+
+
+def evaluate_predictions(
+    predict: Predict,
+    likelihood: Likelihood,
+    batches: Batches,
+    ood: Mapping[str, Batches],
+    class_dim: int | None = None,
+) -> dict[str, float]:
+    """Metrics of a predictive on labelled data, and of its entropy on OOD data.
+
+    Args:
+        predict: From inputs `[B, ...]` to a distribution of batch shape `[B]`.
+        likelihood: What targets must fit.
+        batches: Labelled batches.
+        ood: Out-of-distribution batches by name; labels are ignored.
+        class_dim: As `score`.
+
+    Returns:
+        For class probabilities what `metrics.evaluate` gives; for several labels what
+        `metrics.evaluate_multilabel` gives; for regression `nll` and `rmse`.
+
+    Raises:
+        ValueError: For an empty loader, one whose targets are all ignored, or OOD data with a
+            regression likelihood.
+    """
+    parts, has_probabilities, is_multilabel = [], False, False
+    for x, y in batches:
+        predictive = predict(x)
+        is_multilabel = _is_multilabel(predictive)
+        has_probabilities = is_multilabel or hasattr(predictive, "probs")
+        parts.append(score(likelihood, predictive, y, class_dim))
+    scored = together(parts, "evaluate")
+    if not has_probabilities:
+        if ood:
+            raise ValueError("OOD detection by the entropy needs class probabilities.")
+        errors = scored.values - scored.labels
+        return {"nll": scored.nll, "rmse": errors.square().double().mean().sqrt().item()}
+    ood_probs = {}
+    for name, data in ood.items():
+        predicted = [_flat(predict(x))[0] for x, _ in data]
+        if not predicted:
+            raise ValueError(f"The OOD loader {name!r} holds no batch.")
+        ood_probs[name] = torch.cat(predicted)
+    if is_multilabel:
+        report = metrics.evaluate_multilabel(scored.values, scored.labels.long(), ood_probs)
+    else:
+        report = metrics.evaluate(*scored.classified, ood_probs)
+    if is_multilabel or scored.values.ndim == 1:
+        # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
+        report["nll"] = scored.nll
+    return report
+
+
+def _is_multilabel(predictive: Distribution) -> bool:
+    return isinstance(predictive, Independent) and isinstance(predictive.base_dist, Bernoulli)
+
+
+def score(
+    likelihood: Likelihood,
+    predictive: Distribution,
+    targets: Tensor,
+    class_dim: int | None = None,
+) -> Scored:
+    """Score a predictive on the targets that count.
+
+    Args:
+        likelihood: What the targets must fit.
+        predictive: Batch shape `[B]`, or `[B, ...]` with further positions.
+        targets: As a fit takes them.
+        class_dim: Which dimension of targets with an entry for every output has the classes.
+
+    Raises:
+        ValueError: If the targets do not fit.
+        TypeError: If the targets do not fit.
+    """
+    values, outputs = _flat(predictive)
+    shape = predictive.batch_shape
+    outputs_in_shape = outputs.unflatten(0, shape)
+    targets = targets_classes_last(targets, outputs_in_shape.ndim, class_dim)
+    _, labels = flat_terms(outputs_in_shape, targets)
+    likelihood.check(outputs, labels)
+    counted = likelihood.counted(labels)
+    if counted is None:
+        counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+    # What does not count still needs a target that has a density.
+    safe = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
+    is_discrete = isinstance(predictive, torch.distributions.Categorical)
+    safe = safe.reshape(shape + predictive.event_shape)
+    log_probs = predictive.log_prob(safe if is_discrete else safe.to(values.dtype))
+    return Scored(values[counted], log_probs.flatten()[counted], labels[counted])
+
+
+def _flat(predictive: Distribution) -> tuple[Tensor, Tensor]:
+    """Probabilities or means with a row for each term; and the same as outputs `[n, C]`."""
+    values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
+    positions = len(predictive.batch_shape)
+    values = values.flatten(0, positions - 1)
+    return values, values.unsqueeze(-1) if values.ndim == 1 else values

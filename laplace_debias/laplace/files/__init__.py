@@ -1,0 +1,1 @@
+"""A fitted posterior on disk."""

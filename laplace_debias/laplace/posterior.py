@@ -1,0 +1,186 @@
+"""The Gaussian posterior over parameters."""
+
+import copy
+import math
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from laplace_debias.laplace.posterior_range import (
+    check_num_data,
+    check_precisions,
+    largest_curvatures,
+    squared_norm,
+)
+from laplace_debias.operators import (
+    BlockDiagonal,
+    EigenKronecker,
+    LinearOperator,
+    LowRankPlusDiagonal,
+    Permutation,
+    Spectrum,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianPosterior:
+    r"""$N(\theta^*, P^{-1})$ with precision $P = N C + \mathrm{diag}(\delta)$ (Eq. 4, 17).
+
+    Args:
+        mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
+        curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
+        num_data: N, the number of training examples.
+        prior_precision: δ, one number or one a block, in units of one over parameter squared.
+        order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
+            there one after the other.
+
+    Raises:
+        ValueError: Naming the block, if a number is not finite, a magnitude is negative, or a
+            precision or variance is out of the range of the dtype; if N is not a whole number.
+    """
+
+    mean: Float[Tensor, " parameters"]
+    curvature: BlockDiagonal
+    num_data: int
+    prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    order: Int[Tensor, " parameters"] | None = None
+    _largest: dict[str, float] = field(init=False, repr=False)
+    _square: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_data", check_num_data(self.num_data))
+        object.__setattr__(self, "_square", squared_norm(self.mean))
+        largest = largest_curvatures(self.curvature)
+        object.__setattr__(self, "_largest", dict(zip(self.curvature.blocks, largest, strict=True)))
+        self.check_prior_precision(self.prior_precision)
+
+    def check_prior_precision(
+        self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    ) -> None:
+        """Require a prior precision that this curvature can be combined with; reads no block.
+
+        Raises:
+            ValueError: Naming the block, if it is not positive and finite, or if a precision or
+                variance is out of the range of the dtype.
+        """
+        check_precisions(
+            self._largest, self.num_data, prior_precision, self._square, self.curvature.dtype
+        )
+
+    def with_prior_precision(
+        self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    ) -> "GaussianPosterior":
+        """The same curvature under another prior, which alone is checked again.
+
+        Raises:
+            ValueError: As `check_prior_precision`.
+        """
+        self.check_prior_precision(prior_precision)
+        other = copy.copy(self)
+        object.__setattr__(other, "prior_precision", prior_precision)
+        return other
+
+    @property
+    def precision(self) -> LinearOperator:
+        """P, `[D, D]`, in the order of the parameters."""
+        return self._in_order(self._spectral(lambda precision: precision))
+
+    @property
+    def covariance(self) -> LinearOperator:
+        """P⁻¹, `[D, D]`, in the order of the parameters."""
+        return self._in_order(self._spectral(torch.reciprocal))
+
+    @property
+    def scale(self) -> LinearOperator:
+        """The symmetric root P^{-1/2}, `[D, D]`, in the order of the parameters."""
+        return self._in_order(self._spectral(torch.rsqrt))
+
+    def _in_order(self, blocks: BlockDiagonal) -> LinearOperator:
+        if self.order is None:
+            return blocks
+        to_blocks = Permutation(self.order, blocks.dtype)
+        return to_blocks.T @ blocks @ to_blocks
+
+    def _spectral(self, function: Spectrum) -> BlockDiagonal:
+        deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))
+
+        def of_block(name: str, block: LinearOperator) -> LinearOperator:
+            return _apply(block, lambda L: function(self.num_data * L + deltas[name]))
+
+        return self.curvature.map(of_block)
+
+    def _deltas(self) -> Float[Tensor, " blocks"]:
+        return self.prior_precision.to(self.mean).expand(len(self.curvature.blocks))
+
+    def sample(
+        self, num_samples: int, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "samples parameters"]:
+        r"""Draw parameters, `[S, D]`.
+
+        Per block $W^* + U_G[(N\Lambda + \delta)^{-1/2} \odot Z]U_A^\top$ with standard normal Z
+        (Appendix A.3.2).
+        """
+        noise = torch.randn(
+            num_samples,
+            len(self.mean),
+            generator=generator,
+            dtype=self.mean.dtype,
+            device=self.mean.device,
+        )
+        parts = noise.split(self.curvature.sizes, dim=1)
+        draws = []
+        for block, part in zip(self._spectral(torch.rsqrt).blocks.values(), parts, strict=True):
+            if not isinstance(block, EigenKronecker):
+                draws.append((block @ part.T).T)
+                continue
+            # Noise looks the same in every orthonormal basis: it is drawn in the eigenbasis.
+            Z = part.unflatten(1, block.magnitudes.shape)
+            draws.append(block.from_eigenbasis(block.magnitudes * Z).flatten(1))
+        steps = torch.cat(draws, dim=1)
+        if self.order is not None:
+            steps = torch.empty_like(steps).index_copy_(1, self.order, steps)
+        return self.mean + steps
+
+    def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
+        """The log-determinant of P, float64.
+
+        Args:
+            prior_precision: δ to evaluate at, differentiable; the posterior's own if None.
+        """
+        deltas = self._deltas() if prior_precision is None else prior_precision
+        deltas = deltas.double().expand(len(self.curvature.blocks))
+        terms = []
+        for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
+            assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
+            magnitudes = block.magnitudes.double()
+            without_curvature = block.shape[0] - magnitudes.numel()
+            terms.append((self.num_data * magnitudes + delta).log().sum())
+            terms.append(without_curvature * delta.log())
+        return torch.stack(terms).sum()
+
+    def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
+        """The log-density of N(0, δ⁻¹) at θ*, with its normaliser, float64; arguments as above."""
+        deltas = self._deltas() if prior_precision is None else prior_precision
+        sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
+        deltas = deltas.double().expand(len(sizes))
+        mean = self.mean if self.order is None else self.mean[self.order]
+        squares = [part.double().square().sum() for part in mean.split(self.curvature.sizes)]
+        quadratic = (deltas * torch.stack(squares)).sum()
+        constant = len(self.mean) * math.log(2 * math.pi)
+        return 0.5 * ((sizes * deltas.log()).sum() - quadratic - constant)
+
+
+def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:
+    """A function of a curvature block, by its eigenvalues."""
+    if isinstance(block, EigenKronecker):
+        return block.apply(function)
+    assert isinstance(block, LowRankPlusDiagonal)
+    rest = function(block.diagonal)
+    return LowRankPlusDiagonal(block.U, function(block.magnitudes) - rest, rest)
+
+
+def scaled(block: LinearOperator, factor: float) -> LinearOperator:
+    """A curvature block times a number, of the same structure."""
+    return _apply(block, lambda values: factor * values)

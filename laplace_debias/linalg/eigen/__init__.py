@@ -1,0 +1,1 @@
+"""Eigenpairs, and the Krylov spaces that they are found in."""

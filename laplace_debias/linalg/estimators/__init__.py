@@ -1,0 +1,1 @@
+"""Estimates of numbers that a matrix has, from products with random vectors."""

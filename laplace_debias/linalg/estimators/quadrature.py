@@ -1,0 +1,339 @@
+"""Stochastic Lanczos quadrature: what a symmetric operator's spectrum does under an integral."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.linalg.estimators.estimate import Estimate
+from laplace_debias.linalg.estimators.probes import draw
+from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
+from laplace_debias.linalg.products import (
+    Products,
+    asymmetry_error,
+    asymmetry_tolerance,
+    check_at_least,
+    check_finite,
+    check_generator,
+    check_square,
+)
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.eigh import eigh, eigvalsh
+from laplace_debias.operators.exact.spectrum import eigenvalues
+
+_BASIS_ELEMENTS = 2**28
+"""Entries of all Lanczos vectors, or of a whole matrix, held at once: 1 GiB in float32."""
+
+_LEAST_EXPONENT = 0.25
+"""Of the power of the steps with which a quadrature's error is taken to fall."""
+
+
+@dataclass(frozen=True, eq=False)
+class Quadrature:
+    r"""Nodes and weights, one rule a probe, whose weights sum to 1.
+
+    Args:
+        nodes: `[probes, steps]`, Ritz values.
+        weights: `[probes, steps]`.
+        alphas: Diagonals of the tridiagonal matrices, `[probes, steps]`; empty if exact.
+        betas: Their off-diagonals, `[probes, steps - 1]`.
+        num_matvecs: How many products they took.
+        is_exact: Whether these are all eigenvalues, each with weight 1/n.
+        forms: $\omega^\top f(A)\,\omega$ of the probes, if f was given.
+    """
+
+    nodes: Float[Tensor, "probes steps"]
+    weights: Float[Tensor, "probes steps"]
+    alphas: Float[Tensor, "probes steps_made"]
+    betas: Float[Tensor, "probes steps_between"]
+    num_matvecs: int
+    is_exact: bool
+    forms: QuadraticForms | None = None
+
+    def shorter(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Nodes and weights `[probes, steps]` of fewer steps, from the same products."""
+        return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1])
+
+    def averaged(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Nodes and weights of so many steps, about as precise as those of twice as many.
+
+        The mean of Gauss's rule of one step fewer and the anti-Gaussian one, whose error is about
+        minus that.
+
+        Reference:
+            Laurie. Anti-Gaussian quadrature formulas. Mathematics of Computation, 1996.
+        """
+        betas = self.betas[:, : steps - 1].clone()
+        betas[:, -1] *= 2**0.5
+        parts = self.shorter(steps - 1), _gauss(self.alphas[:, :steps], betas)
+        nodes, weights = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return nodes, weights / 2
+
+
+def lanczos_quadrature(
+    A: LinearOperator,
+    num_probes: int,
+    num_steps: int,
+    *,
+    function: Callable[[Tensor], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+    label: str = "Lanczos quadrature",
+) -> Quadrature:
+    r"""Gauss quadratures of a symmetric operator's spectral measure, one a Rademacher probe.
+
+    For a probe $\omega$ of length $\sqrt n$, $\omega^\top f(A)\,\omega / n \approx \sum_j w_j
+    f(\theta_j)$, exactly for polynomials of degree below `2 * num_steps`: θ are the eigenvalues of
+    the Lanczos process's tridiagonal matrix and w the squares of its eigenvectors' first entries.
+    Lanczos vectors are fully reorthogonalised; several probes run side by side, as many as memory
+    allows.
+
+    Args:
+        A: Symmetric operator `[n, n]`. Asymmetry is noticed.
+        num_probes: Probes.
+        num_steps: Lanczos steps, and products, a probe; at least 2.
+        function: f, if the probes' forms $\omega^\top f(A)\,\omega$ are wanted, whose spread the
+            Lanczos vectors tell.
+        generator: Source of randomness, on the operator's device.
+        progress: Whether to show a progress bar.
+        label: What the progress bar says.
+
+    Returns:
+        Nodes and weights; all eigenvalues where they have a closed form (no products) or where
+        `num_probes * num_steps` is at least n (n products) and n at most 16,384.
+
+    Raises:
+        ValueError: The operator is not square or not symmetric, a product not finite, a number too
+            small, the generator on another device, or f not finite at a node.
+
+    Reference:
+        Golub, Meurant. Matrices, moments and quadrature with applications. 2010. Ubaru, Chen, Saad.
+        Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIMAX, 2017.
+    """
+    n = check_square(A, "spectrum")
+    check_at_least(num_probes, 1, "num_probes")
+    check_at_least(num_steps, 2, "num_steps", "one node says nothing of the spread")
+    check_generator(generator, A)
+    check_finite(A)
+    known = eigenvalues(A)
+    if known is not None:
+        return _of_eigenvalues(known, 0)
+    total = num_probes * num_steps
+    if total >= n and n**2 <= _BASIS_ELEMENTS:
+        total = n
+    with Products(A, progress=progress, total=total, label=label) as products:
+        if total == n and n**2 <= _BASIS_ELEMENTS:
+            matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
+            scale = float(matrix.norm(dim=0).max())
+            _check_symmetric(A, matrix - matrix.T, scale)
+            return _of_eigenvalues(
+                eigvalsh((matrix + matrix.T) / 2, "the operator"), products.count
+            )
+        together = max(1, _BASIS_ELEMENTS // (n * num_steps))
+        parts = []
+        forms = None if function is None else QuadraticForms("rademacher", is_symmetric=True)
+        for start in range(0, num_probes, together):
+            probes = draw(A, min(together, num_probes - start), "rademacher", generator)
+            alphas, betas, basis = _tridiagonal(products, probes / n**0.5, num_steps)
+            parts.append((alphas, betas))
+            if forms is not None and function is not None:
+                forms.add(probes, n**0.5 * _of_function(alphas, betas, basis, function))
+            del basis
+        alphas, betas = (torch.cat(part) for part in zip(*parts, strict=True))
+    nodes, weights = _gauss(alphas, betas)
+    return Quadrature(nodes, weights, alphas, betas, products.count, is_exact=False, forms=forms)
+
+
+def matrix_function_trace(
+    A: LinearOperator,
+    function: Callable[[Tensor], Tensor],
+    num_probes: int = 10,
+    num_steps: int = 30,
+    *,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Estimate:
+    r"""The trace of a function of a symmetric operator, $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$.
+
+    By stochastic Lanczos quadrature. The standard error joins, in squares, that of the mean over
+    probes and an estimate of the quadrature's bias, extrapolated from the changes between half,
+    71 % and all of the steps. Where the bias is small beside the other, 95 % intervals cover in 93
+    to 97 % of runs from 3 probes on; where it is not, in more. Fewer than 8 steps may be spent on a
+    few outliers alone, and then tell nothing of the rest.
+
+    Args:
+        A: Symmetric operator `[n, n]`. Asymmetry is noticed.
+        function: f, on a tensor of eigenvalues, entry by entry.
+        num_probes: Probes; the standard error falls as the root of their number.
+        num_steps: Lanczos steps a probe; the bias falls fast with them where f is smooth.
+        generator: Source of randomness, on the operator's device.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The trace, a scalar tensor. Exact where the eigenvalues have a closed form (no products) or
+        `num_probes * num_steps` is at least n (n products) and n at most 16,384.
+
+    Raises:
+        ValueError: See `lanczos_quadrature`; or f is not finite on the spectrum.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.linalg import matrix_function_trace
+        >>> from laplace_debias.operators import Diagonal
+        >>> float(matrix_function_trace(Diagonal(torch.tensor([1.0, 4.0])), torch.sqrt))
+        3.0
+    """
+    rule = lanczos_quadrature(
+        A,
+        num_probes,
+        num_steps,
+        function=function,
+        generator=generator,
+        progress=progress,
+        label="f(A)",
+    )
+    return integrate(rule, function, A.shape[0])
+
+
+def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Estimate:
+    """`size` times the integral of a function under a quadrature made for it, with its error.
+
+    Raises:
+        ValueError: The function is not finite at a node that counts.
+    """
+    if rule.is_exact or rule.forms is None:
+        exact = values_at(rule.nodes, rule.weights, function)
+        return Estimate.exact(size * (rule.weights * exact).sum(), rule.num_matvecs)
+    mean, standard_error, degrees = rule.forms.mean()
+    steps = rule.nodes.shape[1]
+    numbers = (steps // 2, round(steps / 2**0.5), steps)
+    values = []
+    for fewer in numbers:
+        nodes, weights = rule.shorter(fewer)
+        terms = weights * values_at(nodes, weights, function)
+        values.append(size * float(terms.sum(dim=1).mean()))
+    bias = torch.full_like(mean, _left_over(numbers, values))
+    return Estimate(
+        mean,
+        (standard_error**2 + bias**2).sqrt(),
+        rule.num_matvecs,
+        degrees_of_freedom=with_bias(degrees, standard_error**2, bias**2),
+    )
+
+
+def with_bias(degrees: Tensor, variance: Tensor, squared_bias: Tensor) -> Tensor:
+    """Satterthwaite's degrees of freedom of a variance and a bias that is taken as known."""
+    share = torch.where(squared_bias > 0, squared_bias / variance, torch.zeros_like(variance))
+    return degrees * (1 + share) ** 2
+
+
+def _left_over(numbers: tuple[int, int, int], values: list[float]) -> float:
+    """The error left in the last of three values, which three numbers of steps gave.
+
+    Errors are taken to fall like a power of the steps, with the exponent that both changes tell,
+    at least 1/4. Those that fall exponentially are overestimated.
+    """
+    half, middle, full = numbers
+    first, second, last = values
+    whole, rest = abs(last - first), abs(last - second)
+    low, high = _LEAST_EXPONENT, 64.0
+
+    def left(exponent: float, steps: int) -> float:
+        return (full / steps) ** exponent - 1
+
+    for _ in range(50):
+        exponent = (low + high) / 2
+        is_slower = rest * left(exponent, half) > whole * left(exponent, middle)
+        low, high = (low, exponent) if is_slower else (exponent, high)
+    return whole / left(low, half)
+
+
+def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function at the nodes that count; 0 at the others.
+
+    Raises:
+        ValueError: It is not finite at one of them.
+    """
+    # Nodes without weight belong to steps after a Krylov space was exhausted.
+    counts = weights > 0
+    values = function(nodes[counts])
+    if not values.isfinite().all():
+        worst = float(nodes[counts][~values.isfinite()][0])
+        raise ValueError(
+            f"the function is not finite at the Ritz value {worst:.4g}; expected it to be finite "
+            "between the least and the greatest eigenvalue. Add damping, `A + c * Identity(n)`, or "
+            "clamp within the function."
+        )
+    return torch.zeros_like(nodes).masked_scatter(counts, values)
+
+
+def _of_function(
+    alphas: Tensor, betas: Tensor, basis: Tensor, function: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """f(A) times the unit vectors that Lanczos started from, `[n, p]`."""
+    nodes, vectors = _decomposed(alphas, betas)
+    first = vectors[:, 0]
+    coefficients = vectors @ (values_at(nodes, first**2, function) * first)[:, :, None]
+    return (coefficients.mT @ basis)[:, 0].T
+
+
+def _of_eigenvalues(values: Tensor, num_matvecs: int) -> Quadrature:
+    nodes = values[None]
+    weights = torch.full_like(nodes, 1 / values.numel())
+    empty = nodes[:, :0]
+    return Quadrature(nodes, weights, empty, empty, num_matvecs, is_exact=True)
+
+
+def _tridiagonal(
+    products: Products, start: Tensor, num_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lanczos from unit columns `[n, p]`: diagonals `[p, steps]`, off-diagonals, one fewer, basis.
+
+    Where a Krylov space is exhausted, the rest of the tridiagonal matrix is zero and apart.
+    """
+    current = start.T
+    basis = start.new_zeros(len(current), num_steps, current.shape[1])
+    alphas = start.new_zeros(len(current), num_steps)
+    betas = start.new_zeros(len(current), num_steps - 1)
+    scale, eps = 0.0, torch.finfo(start.dtype).eps
+    for step in range(num_steps):
+        basis[:, step] = current
+        so_far = basis[:, : step + 1]
+        vectors = products(current.T).T
+        scale = max(scale, float(vectors.norm(dim=1).max()))
+        inside = (so_far @ vectors[:, :, None])[:, :, 0]
+        if step:
+            difference = inside[:, step - 1] - betas[:, step - 1]
+            _check_symmetric(products.operator, difference, scale)
+        alphas[:, step] = inside[:, step]
+        if step == num_steps - 1:
+            break
+        vectors = vectors - (inside[:, None] @ so_far)[:, 0]
+        for _ in range(2):
+            again = so_far @ vectors[:, :, None]
+            vectors = vectors - (again.mT @ so_far)[:, 0]
+        norms = vectors.norm(dim=1)
+        norms = torch.where(norms > 10 * eps * scale, norms, torch.zeros_like(norms))
+        betas[:, step] = norms
+        unit = vectors / norms[:, None]
+        current = torch.where(norms[:, None] > 0, unit, torch.zeros_like(unit))
+    return alphas, betas, basis
+
+
+def _decomposed(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
+    matrices = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
+    return eigh(matrices, "the Lanczos matrices")
+
+
+def _gauss(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
+    nodes, vectors = _decomposed(alphas, betas)
+    weights = vectors[:, 0] ** 2
+    return nodes, weights / weights.sum(dim=1, keepdim=True)
+
+
+def _check_symmetric(A: LinearOperator, difference: Tensor, scale: float) -> None:
+    deviation = float(difference.abs().max())
+    if deviation > asymmetry_tolerance(A.dtype) * scale:
+        raise asymmetry_error(A, deviation, scale)

@@ -1,0 +1,233 @@
+"""The spectral density of a symmetric operator, smoothed, on a linear or a logarithmic scale."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.linalg.estimators.density_error import (
+    moments,
+    quadrature_error,
+    spread_of_probes,
+)
+from laplace_debias.linalg.estimators.estimate import half_width
+from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature, with_bias
+from laplace_debias.linalg.products import check_at_least, check_choice
+from laplace_debias.operators.base import LinearOperator
+
+SCALES = ("linear", "log")
+_RELATIVE_WIDTH = 0.01
+"""Standard deviation of the smoothing unless told otherwise, relative to the spectrum's width."""
+
+_MARGIN = 6
+"""Standard deviations by which the grid reaches beyond the nodes."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralDensity:
+    r"""A smoothed spectral density, and the quadrature that it was made of.
+
+    Args:
+        grid: Where the density is given, ascending eigenvalues λ, `[points]`; on a logarithmic
+            scale evenly spaced in log₁₀ |λ|.
+        density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
+            `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
+        standard_error: That of the density, `[points]`; it joins, in squares, that of the mean over
+            probes and `quadrature_error`. Infinite from a single probe.
+        quadrature_error: How far Lanczos' nodes, of which there are few, smoothed by `width`, are
+            from as many as the operator has, `[points]`; an estimate, 0 if all are known.
+        degrees_of_freedom: How well the standard error is known, as in `Estimate`, `[points]`.
+        nodes: Ritz values, `[probes, steps]`.
+        weights: Their weights, `[probes, steps]`, that sum to 1 for each probe.
+        scale: `"linear"` or `"log"`.
+        width: Standard deviation of the Gaussian that smoothes, in λ or in decades.
+        null_fraction: On a logarithmic scale, the fraction of eigenvalues with |λ| ≤ `floor`, which
+            the density leaves out; 0 on a linear one.
+        negative_fraction: Fraction of eigenvalues below −`floor`, which a logarithmic scale shows
+            by their absolute values.
+        floor: What counts as zero.
+        num_matvecs: How many products it took.
+    """
+
+    grid: Float[Tensor, " points"]
+    density: Float[Tensor, " points"]
+    standard_error: Float[Tensor, " points"]
+    quadrature_error: Float[Tensor, " points"]
+    degrees_of_freedom: Float[Tensor, " points"]
+    nodes: Float[Tensor, "probes steps"]
+    weights: Float[Tensor, "probes steps"]
+    scale: str
+    width: float
+    null_fraction: float
+    negative_fraction: float
+    floor: float
+    num_matvecs: int
+
+    def interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
+        """Where the smoothed density lies, point by point, as `Estimate.interval` has it.
+
+        Args:
+            level: Probability with which an interval covers.
+
+        Returns:
+            The lower and the upper ends, `[points]`; a density is not below 0.
+
+        Raises:
+            ValueError: `level` is not between 0 and 1.
+        """
+        margin = half_width(self.standard_error, self.degrees_of_freedom, level)
+        return (self.density - margin).clamp(min=0), self.density + margin
+
+
+def spectral_density(
+    A: LinearOperator,
+    num_points: int = 1024,
+    *,
+    scale: str = "linear",
+    num_probes: int = 10,
+    num_steps: int = 80,
+    width: float | None = None,
+    floor: float | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> SpectralDensity:
+    r"""The density of a symmetric operator's eigenvalues, by stochastic Lanczos quadrature.
+
+    $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$, with the sum over
+    eigenvalues replaced by a quadrature's nodes and weights, one rule a probe. On the logarithmic
+    scale the same in $\log_{10}|\lambda|$, so that a spectrum over many decades is resolved in each
+    of them; eigenvalues with $|\lambda|$ ≤ `floor` have no place there and are reported as
+    `null_fraction`, negative ones are folded on their absolute values and reported as
+    `negative_fraction`. A quadrature sees eigenvalues next to zero only as sharply as its steps
+    allow, so that zeros come up as a peak at that resolution: a `floor` above it counts them.
+
+    The standard error is of two parts. The spread over probes: each rule tells the variance of its
+    own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ with g the Gaussian at λ. And the quadrature's
+    error: with nodes further apart than `width` the density is a comb of peaks. It is told by the
+    changes to averages of Gauss's rule and Laurie's anti-Gaussian one, of all and of half the
+    steps, as their root mean square from one node to the next. Where the steps resolve the width,
+    intervals of 95 % cover in 93 to 97 % of runs; where they do not, in more, and there is a
+    warning. For operators that are nearly diagonal the error is overestimated. On the logarithmic
+    scale nothing tells of eigenvalues smaller than the smallest nodes: where these are
+    many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
+
+    Args:
+        A: Symmetric operator `[n, n]`. Asymmetry is noticed.
+        num_points: Points of the grid.
+        scale: `"linear"` or `"log"`.
+        num_probes: Probes; the standard error falls as the root of their number.
+        num_steps: Lanczos steps, and products, a probe: how fine the spectrum is resolved.
+        width: σ, in λ or in decades; default 1 % of what the nodes span.
+        floor: For the logarithmic scale, the |λ| that count as zero; default ten times the rounding
+            of the largest node.
+        generator: Source of randomness, on the operator's device.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Grid and density, their errors, and the nodes and weights. From all eigenvalues where they
+        have a closed form (no products) or `num_probes * num_steps` is at least n (n products) and
+        n at most 16,384.
+
+    Raises:
+        ValueError: The operator is not square or not symmetric, a product not finite, a name
+            unknown, a number too small, `width` finer than the grid, all nodes below `floor`, or
+            the generator on another device.
+
+    Warns:
+        RuntimeWarning: `width` is finer than the steps resolve; it says what would do.
+
+    Reference:
+        Lin, Saad, Yang. Approximating spectral densities of large matrices. SIAM Review, 2016.
+        Laurie. Anti-Gaussian quadrature formulas. Mathematics of Computation, 1996.
+        Papyan. The full spectrum of deepnet Hessians at scale. 2018 (logarithmic scale).
+    """
+    check_choice(scale, SCALES, "scale")
+    check_at_least(num_points, 2, "num_points", "two ends")
+    if width is not None and not width > 0:
+        raise ValueError(f"`width` is {width}; expected a positive standard deviation.")
+    if floor is not None and scale == "linear":
+        raise ValueError("`floor` is for scale='log'; expected None on a linear scale.")
+    if floor is not None and not floor >= 0:
+        raise ValueError(f"`floor` is {floor}; expected 0 or more.")
+    rule = lanczos_quadrature(
+        A, num_probes, num_steps, generator=generator, progress=progress, label="spectral density"
+    )
+    largest = float(_counting(rule.nodes.abs(), rule).max())
+    if floor is None:
+        floor = 10 * torch.finfo(A.dtype).eps * largest
+    null = rule.nodes.abs() <= floor
+    null_fraction = float((rule.weights * null).sum(dim=1).mean())
+    negative_fraction = float((rule.weights * (rule.nodes < -floor)).sum(dim=1).mean())
+
+    def placed(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return _placed(nodes, weights, scale, floor)
+
+    places, weights = placed(rule.nodes, rule.weights)
+    if scale == "log" and not (weights > 0).any():
+        raise ValueError(
+            f"all eigenvalues lie within ±{floor:.4g}; expected some above. Lower `floor`, or "
+            "use scale='linear'."
+        )
+    grid, width = _grid(places, weights, num_points, width)
+    powers = moments(grid, places, weights, width, powers=1 if rule.is_exact else 4)
+    density = powers[0]
+    variance, error = torch.zeros_like(density), torch.zeros_like(density)
+    degrees = torch.full_like(density, math.inf)
+    if not rule.is_exact:
+        variance, degrees = spread_of_probes(powers, num_probes, A.shape[0])
+        error = quadrature_error(rule, placed, grid, density, width)
+        degrees = with_bias(degrees, variance, error**2)
+    return SpectralDensity(
+        grid=grid if scale == "linear" else 10**grid,
+        density=density,
+        standard_error=(variance + error**2).sqrt(),
+        quadrature_error=error,
+        degrees_of_freedom=degrees,
+        nodes=rule.nodes,
+        weights=rule.weights,
+        scale=scale,
+        width=width,
+        null_fraction=null_fraction if scale == "log" else 0.0,
+        negative_fraction=negative_fraction,
+        floor=floor,
+        num_matvecs=rule.num_matvecs,
+    )
+
+
+def _counting(values: Tensor, rule: Quadrature) -> Tensor:
+    return values[rule.weights > 0]
+
+
+def _grid(
+    places: Tensor, weights: Tensor, num_points: int, width: float | None
+) -> tuple[Tensor, float]:
+    # Weights of rounding size belong to no eigenvalue that the grid should reach for.
+    counting = places[weights > torch.finfo(weights.dtype).eps]
+    low, high = float(counting.min()), float(counting.max())
+    if width is None:
+        # A spectrum without extent still needs a width.
+        extent = high - low if high - low > 1e-6 * max(abs(low), abs(high)) else 0.0
+        width = _RELATIVE_WIDTH * (extent or max(abs(low), abs(high)) or 1.0)
+    low, high = low - _MARGIN * width, high + _MARGIN * width
+    spacing = (high - low) / (num_points - 1)
+    if spacing > width:
+        needed = math.ceil((high - low) / width) + 1
+        raise ValueError(
+            f"`width` is {width:.4g} and the grid of {num_points} points has a spacing of "
+            f"{spacing:.4g}; expected at most the width. Set `num_points` to {needed} or more, or "
+            "raise `width`."
+        )
+    grid = torch.linspace(low, high, num_points, dtype=places.dtype, device=places.device)
+    return grid, width
+
+
+def _placed(nodes: Tensor, weights: Tensor, scale: str, floor: float) -> tuple[Tensor, Tensor]:
+    """Where the scale has the nodes; on a logarithmic one zeros weigh nothing."""
+    if scale == "linear":
+        return nodes, weights
+    null = nodes.abs() <= floor
+    return torch.where(null, torch.ones_like(nodes), nodes).abs().log10(), weights * ~null

@@ -1,0 +1,341 @@
+r"""Conjugate gradients, and debiased conjugate gradients on two quadratics.
+
+Both are exact line searches on $\tfrac12 x^\top A x - b^\top x$ along conjugate directions (Eq. 3).
+Where the directions come from and where the step sizes are measured are two things here,
+`_ConjugateDirections` and `LineSearches`; debiasing measures them on a second quadratic (Eq. 8).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from laplace_debias.linalg.products import check_operator
+from laplace_debias.linalg.solution import DebiasedSolution, Iterate, Solution, Status
+from laplace_debias.linalg.solvers.line_searches import LineSearches, kept
+from laplace_debias.operators.base import LinearOperator
+
+Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
+# True, or a boolean for each right-hand side, to stop there.
+Verdict = bool | Tensor
+
+
+def cg(
+    A: LinearOperator,
+    b: Float[Tensor, "n *k"],
+    tol: float = 1e-6,
+    max_iter: int | None = None,
+    preconditioner: Preconditioner | None = None,
+    x0: Float[Tensor, "n *k"] | None = None,
+    *,
+    reorthogonalize: bool = False,
+    stop: Callable[[Iterate], Verdict] | None = None,
+    keep: str | Iterable[str] = (),
+    callback: Callable[[Iterate], object] | None = None,
+    progress: bool = False,
+) -> Solution:
+    r"""Solve $A x = b$ for a **symmetric positive definite** operator, by its products alone.
+
+    Equivalently, minimise the quadratic $\tfrac12 x^\top A x - b^\top x$; with $b = -g$ that is
+    the Newton step of $q$ (Eq. 2). Iteration t moves to the minimum along the direction $d_t$ by
+    $\tau_t = -s(x_t; d_t) / c(d_t)$ (Eq. 3), and directions are conjugate, $d_i^\top A d_j = 0$.
+
+    Right-hand sides given as columns share products of the operator with matrices; each has
+    its own directions, stops for its own reason and costs no product from then on. It never
+    raises because of what it meets: `Solution.statuses` names the reason to stop and
+    `Solution.message` the remedy.
+
+    Args:
+        A: Symmetric operator, `[n, n]`. One that has no positive curvature along a search
+            direction is found out, and the direction returned.
+        b: Right-hand side `[n]`, or k of them `[n, k]`; of A's dtype and on its device.
+        tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖.
+        max_iter: At most so many iterations; 10 n if not given, as SciPy does.
+        preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
+            function of a matrix `[n, k]`.
+        x0: Where to start; zero if not given, which saves a product.
+        reorthogonalize: Keep every residual (twice with a preconditioner) and make the next one
+            orthogonal to all of them, as it is in exact arithmetic. On ill-conditioned operators
+            that saves most of the products, for T more vectors of memory.
+        stop: A rule asked after every iteration; see `relative_progress` for one. Returns a
+            boolean, or one for each right-hand side.
+        keep: `"directions"`, `"trajectory"` or both: what of `[n, T]` to store in the solution.
+        callback: Called with the start and with every iterate: to stream what need not be kept.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The solution, its status and its history.
+
+    Raises:
+        TypeError: If A is no operator, or b or x0 no tensor.
+        ValueError: Before any product, if shapes, dtypes or devices do not fit, b or x0 hold NaN
+            or Inf, or an option is none.
+
+    Reference:
+        Hestenes and Stiefel (1952), Methods of conjugate gradients for solving linear systems.
+    """
+    check_operator(A)
+    max_iter = _max_iter(max_iter, A)
+    run = LineSearches(A, b, x0, tol, kept(keep))
+    directions = _ConjugateDirections(preconditioner, reorthogonalize)
+    if callback is not None:
+        callback(run.iterate())
+    for _ in _bar(max_iter, progress, "cg"):
+        if run.done:
+            break
+        if run.step(directions.next(run)):
+            if callback is not None:
+                callback(run.iterate())
+            if stop is not None:
+                run.end(stop(run.iterate()), Status.STOPPED)
+    return run.solution(Status.MAX_ITER)
+
+
+def debiased_cg(
+    A: LinearOperator,
+    A2: LinearOperator,
+    b: Float[Tensor, "n *k"],
+    b2: Float[Tensor, "n *k"],
+    tol: float = 1e-6,
+    max_iter: int | None = None,
+    preconditioner: Preconditioner | None = None,
+    x0: Float[Tensor, "n *k"] | None = None,
+    *,
+    reorthogonalize: bool = False,
+    stop: Callable[[Iterate, Iterate], Verdict] | None = None,
+    keep: str | Iterable[str] = (),
+    callback: Callable[[Iterate, Iterate], object] | None = None,
+    progress: bool = False,
+) -> DebiasedSolution:
+    r"""Conjugate gradients with directions from one quadratic and step sizes from another (Eq. 8).
+
+    $$\tilde\tau_t = -s_{\tilde B}(\tilde x_t; d_t) / c_{\tilde B}(d_t), \qquad
+    \tilde x_{t+1} = \tilde x_t + \tilde\tau_t d_t, \qquad \tilde x_0 = x_0$$
+
+    for the directions $d_t$ of `cg(A, b)`. The two run side by side, and with the recursion of the
+    second gradient (Eq. 12) an iteration costs exactly one product with `A2` beside the one with
+    `A`; memory grows by the second trajectory's position and gradient. `replay` does the same
+    afterwards, from stored directions. With the same quadratic twice it is `cg`.
+
+    Use `A`, `b = −g` of one mini-batch and `A2`, `b2 = −g̃` of another that is independent of it:
+    slopes and curvatures are then unbiased along each direction.
+
+    Args:
+        A: The operator that makes the directions, `[n, n]`.
+        A2: The operator on which step sizes are measured, `[n, n]`.
+        b: The right-hand side that makes the directions, `[n]` or `[n, k]`.
+        b2: The right-hand side on which step sizes are measured, of the shape of `b`.
+        tol: A right-hand side is done as soon as either residual is so small, relative to its b.
+        max_iter: As for `cg`.
+        preconditioner: As for `cg`; it shapes the directions.
+        x0: Where both start.
+        reorthogonalize: As for `cg`; on the first quadratic's residuals.
+        stop: A rule asked after every iteration with both iterates, the first quadratic's and the
+            debiased one; for example `lambda single, debiased: rule(debiased)`.
+        keep: As for `cg`; `"trajectory"` keeps both.
+        callback: Called with both starts and both iterates.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Both trajectories. A run that was still going when the other ended is `EXHAUSTED` (the
+        debiased one) or `STOPPED` (the first).
+
+    Raises:
+        ValueError: As `cg`, and if the two systems differ in shape, dtype or device.
+    """
+    if A.shape != A2.shape or b.shape != b2.shape:
+        raise ValueError(
+            f"The two systems must have the same shapes, got operators of {A.shape} and "
+            f"{A2.shape}, right-hand sides of {tuple(b.shape)} and {tuple(b2.shape)}."
+        )
+    if A.dtype != A2.dtype or A.device != A2.device:
+        raise ValueError(
+            f"The two operators must share dtype and device, got {A.dtype} on {A.device} and "
+            f"{A2.dtype} on {A2.device}."
+        )
+    max_iter = _max_iter(max_iter, A)
+    parts = kept(keep)
+    single = LineSearches(A, b, x0, tol, parts)
+    debiased = LineSearches(A2, b2, x0, tol, parts & {"trajectory"})
+    directions = _ConjugateDirections(preconditioner, reorthogonalize)
+    if callback is not None:
+        callback(single.iterate(), debiased.iterate())
+    for _ in _bar(max_iter, progress, "debiased cg"):
+        debiased.end(~single.running, Status.EXHAUSTED)
+        single.end(~debiased.running, Status.STOPPED)
+        if single.done:
+            break
+        direction = directions.next(single)
+        if not single.step(direction):
+            continue
+        # Only along directions that the first quadratic has accepted, at one product each.
+        debiased.step(torch.where(single.moved, direction, 0), always=True)
+        if callback is not None:
+            callback(single.iterate(), debiased.iterate())
+        if stop is not None:
+            verdict = stop(single.iterate(), debiased.iterate())
+            single.end(verdict, Status.STOPPED)
+            debiased.end(verdict, Status.STOPPED)
+    debiased.end(~single.running, Status.EXHAUSTED)
+    single.end(~debiased.running, Status.STOPPED)
+    return DebiasedSolution(debiased.solution(Status.EXHAUSTED), single.solution(Status.MAX_ITER))
+
+
+def replay(
+    directions: Float[Tensor, "n steps *k"] | Iterable[Float[Tensor, "n *k"]],
+    A: LinearOperator,
+    b: Float[Tensor, "n *k"],
+    tol: float = 0.0,
+    x0: Float[Tensor, "n *k"] | None = None,
+    *,
+    stop: Callable[[Iterate], Verdict] | None = None,
+    keep: str | Iterable[str] = (),
+    callback: Callable[[Iterate], object] | None = None,
+    progress: bool = False,
+) -> Solution:
+    r"""Walk along given directions by step sizes measured on $(A, b)$: Eq. 8, after the event.
+
+    The second half of `debiased_cg`, for directions that were stored or come from elsewhere
+    (eigenvectors, say). They need not be conjugate or normalised. Costs one product each (Eq. 12).
+
+    Args:
+        directions: As `Solution.directions`, `[n, T]` (`[n, T, k]` for k right-hand sides); or an
+            iterable of single ones `[n]` (`[n, k]`), for example read from a file. Where one is
+            zero, no step is taken.
+        A: The operator on which step sizes are measured, `[n, n]`.
+        b: Right-hand side, `[n]` or `[n, k]`.
+        tol: A right-hand side is done early when ‖b − Ax‖ ≤ tol·‖b‖.
+        x0: Where to start; zero if not given.
+        stop: As for `cg`.
+        keep: As for `cg`.
+        callback: As for `cg`.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The solution; its status is `EXHAUSTED` when all directions have been used.
+
+    Raises:
+        ValueError: As `cg`; or if a direction has not the shape of `b`.
+    """
+    run = LineSearches(A, b, x0, tol, kept(keep))
+    if isinstance(directions, Tensor):
+        if directions.ndim != b.ndim + 1 or directions.shape[:1] != b.shape[:1]:
+            raise ValueError(
+                f"Directions of shape {tuple(directions.shape)} do not fit right-hand sides of "
+                f"shape {tuple(b.shape)}: expected [n, T] for [n], or [n, T, k] for [n, k]."
+            )
+        directions = directions.unbind(1)
+    if callback is not None:
+        callback(run.iterate())
+    for direction in tqdm(directions, desc="replay", unit="step", disable=not progress):
+        if run.done:
+            break
+        if direction.shape != b.shape:
+            raise ValueError(
+                f"A direction has shape {tuple(direction.shape)}, the right-hand side "
+                f"{tuple(b.shape)}: they must be equal."
+            )
+        if run.step(direction.reshape(b.shape[0], -1), always=True):
+            if callback is not None:
+                callback(run.iterate())
+            if stop is not None:
+                run.end(stop(run.iterate()), Status.STOPPED)
+    return run.solution(Status.EXHAUSTED)
+
+
+def relative_progress(
+    epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
+) -> Callable[[Iterate], Tensor]:
+    r"""Martens' stopping rule: stop when the quadratic has ceased to fall.
+
+    With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
+    $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.
+
+    Args:
+        epsilon: The relative progress per iteration below which to stop.
+        fraction: The share of the iterations so far over which progress is averaged.
+        at_least: The fewest iterations over which it is averaged.
+
+    Returns:
+        The rule, for the argument `stop` of `cg`.
+
+    Raises:
+        ValueError: If an argument is not positive.
+
+    Reference:
+        Martens (2010), Deep learning via Hessian-free optimization, Section 4.4.
+    """
+    if not (epsilon > 0 and fraction > 0 and at_least > 0):
+        raise ValueError(
+            f"epsilon, fraction and at_least must be positive, got {epsilon}, {fraction}, "
+            f"{at_least}."
+        )
+
+    def rule(iterate: Iterate) -> Tensor:
+        value = iterate.values[-1]
+        window = max(at_least, -int(-fraction * iterate.iteration // 1))
+        if iterate.iteration <= window:
+            return torch.zeros_like(value, dtype=torch.bool)
+        decrease = value - iterate.values[-1 - window]
+        return (value < 0) & (decrease / value < window * epsilon)
+
+    return rule
+
+
+class _ConjugateDirections:
+    """The next direction from the residual and the last direction, `[n, k]`."""
+
+    def __init__(self, preconditioner: Preconditioner | None, reorthogonalize: bool) -> None:
+        self._preconditioner = preconditioner
+        self._reorthogonalize = reorthogonalize
+        self._last: tuple[Tensor, Tensor] | None = None
+        # Residuals with their preconditioned selves, scaled to inner products of one.
+        self._residuals: list[tuple[Tensor, Tensor]] = []
+
+    def next(self, run: LineSearches) -> Tensor:
+        residual = run.residual
+        for earlier, dual in self._residuals:
+            residual = residual - earlier * torch.linalg.vecdot(dual, residual, dim=0)
+        preconditioned = self._precondition(residual)
+        rho = torch.linalg.vecdot(residual, preconditioned, dim=0)
+        run.end(~rho.isfinite(), Status.BREAKDOWN)
+        run.end(run.running & ~(rho > 0), Status.INDEFINITE_PRECONDITIONER)
+        direction = preconditioned
+        if self._last is not None:
+            rho_last, direction_last = self._last
+            direction = preconditioned + (rho / rho_last) * direction_last
+        direction = torch.where(run.running, direction, 0)
+        self._last = rho, direction
+        if self._reorthogonalize:
+            scale = torch.where(run.running, rho, 1).rsqrt() * run.running
+            scaled = residual * scale
+            dual = scaled if preconditioned is residual else preconditioned * scale
+            self._residuals.append((scaled, dual))
+        return direction
+
+    def _precondition(self, residual: Tensor) -> Tensor:
+        apply: Any = self._preconditioner
+        if apply is None:
+            return residual
+        result = apply @ residual if isinstance(apply, LinearOperator) else apply(residual)
+        if result.shape != residual.shape or result.dtype != residual.dtype:
+            raise ValueError(
+                f"The preconditioner maps {tuple(residual.shape)} {residual.dtype} to "
+                f"{tuple(result.shape)} {result.dtype}: it must keep shape and dtype."
+            )
+        return result
+
+
+def _max_iter(max_iter: int | None, A: LinearOperator) -> int:
+    if max_iter is None:
+        return 10 * A.shape[0]
+    if max_iter < 1:
+        raise ValueError(f"max_iter must be at least 1, got {max_iter}.")
+    return max_iter
+
+
+def _bar(max_iter: int, progress: bool, what: str) -> Iterable[int]:
+    return tqdm(range(max_iter), desc=what, unit="iteration", leave=False, disable=not progress)

@@ -1,0 +1,242 @@
+"""The inverse of an operator, as an operator: in closed form where there is one, else by solves."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.linalg.linear_solution import check_right_side
+from laplace_debias.linalg.products import (
+    check_choice,
+    check_finite,
+    check_generator,
+    check_operator,
+    check_square,
+)
+from laplace_debias.linalg.solvers.conjugate_gradient import cg
+from laplace_debias.linalg.solvers.lsmr import lsmr
+from laplace_debias.linalg.solvers.neumann import default_scale, neumann
+from laplace_debias.operators.base import LinearOperator, Parameters
+from laplace_debias.operators.exact import exact_inverse, exact_solve
+from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.structures.wrapper import Wrapper
+
+_SOLVERS: dict[str, Callable[..., Any]] = {"cg": cg, "lsmr": lsmr, "neumann": neumann}
+_OPTIONS = {
+    "auto": ("tol", "max_iter", "preconditioner"),
+    "exact": (),
+    "cg": ("tol", "max_iter", "preconditioner"),
+    "lsmr": ("tol", "max_iter", "damping"),
+    "neumann": ("tol", "num_terms", "scale", "preconditioner", "generator"),
+}
+
+
+def inverse(
+    A: LinearOperator,
+    method: str = "auto",
+    *,
+    tol: float | None = None,
+    max_iter: int | None = None,
+    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+    damping: float | None = None,
+    num_terms: int | None = None,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> LinearOperator:
+    r"""The inverse of an operator, as an operator: it multiplies, transposes and goes to SciPy.
+
+    - `"exact"`: in closed form, for structured operators; the result is structured again.
+    - `"cg"`: each product solves by conjugate gradients; A must be positive definite.
+    - `"lsmr"`: each product solves least squares; A may be rectangular or singular, and this is
+      then its pseudo-inverse.
+    - `"neumann"`: each product sums a Neumann series, so that it is linear.
+    - `"auto"`: exact where there is a closed form, else CG if A claims to be positive
+      semi-definite, else LSMR.
+
+    Args:
+        A: Operator `[rows, columns]`; square but for LSMR.
+        method: One of the above.
+        tol: For the solvers: where to stop, see there; default 1e-6, for Neumann none.
+        max_iter: For CG and LSMR: iterations.
+        preconditioner: For CG and Neumann: an approximate inverse of A, symmetric positive
+            definite for CG. A closed form has no need of it.
+        damping: For LSMR: μ of $\|Ax - b\|^2 + \mu^2\|x\|^2$.
+        num_terms: For Neumann: terms; default 100.
+        scale: For Neumann: α; by default computed once, here.
+        generator: For Neumann: randomness of the default scale.
+
+    Returns:
+        An operator `[columns, rows]`. Its products warn where a solve did not converge.
+
+    Raises:
+        ValueError: The method is unknown, has no such option, or there is no closed form.
+
+    Warns:
+        RuntimeWarning: Upon a product, if its solve did not converge; with the remedy.
+    """
+    check_operator(A)
+    check_choice(method, _OPTIONS, "method")
+    given = {
+        "tol": tol,
+        "max_iter": max_iter,
+        "preconditioner": preconditioner,
+        "damping": damping,
+        "num_terms": num_terms,
+        "scale": scale,
+        "generator": generator,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in options:
+        if name not in _OPTIONS[method]:
+            takers = [repr(other) for other, names in _OPTIONS.items() if name in names]
+            raise ValueError(
+                f"`{name}` is no option of method={method!r}; expected method="
+                f"{' or '.join(takers)}. Leave it out or change the method."
+            )
+    check_generator(generator, A)
+    if method != "lsmr" and not (method == "auto" and A.shape[0] != A.shape[1]):
+        check_square(A, "inverse")
+    if method in ("auto", "exact") and A.shape[0] == A.shape[1]:
+        check_finite(A)
+        closed_form = exact_inverse(A)
+        if closed_form is not None:
+            return closed_form
+        if method == "exact":
+            raise ValueError(
+                f"{type(A).__name__} has no inverse in closed form; expected a structured "
+                "operator. Use method='cg' if it is positive definite, else 'lsmr'."
+            )
+    if method == "auto":
+        method = "cg" if A.is_positive_semidefinite else "lsmr"
+        if method == "lsmr" and preconditioner is not None:
+            raise ValueError(
+                f"{type(A).__name__} does not claim to be positive semi-definite, so that "
+                "method='auto' is 'lsmr', which takes no `preconditioner`: leave it out, or if A "
+                "is positive definite say method='cg'."
+            )
+    if method == "neumann" and scale is None:
+        options["scale"], _ = default_scale(A, preconditioner, generator)
+    return Inverse(A, method, options)
+
+
+def solve(
+    A: LinearOperator,
+    b: Tensor | Parameters,
+    method: str = "auto",
+    *,
+    tol: float | None = None,
+    max_iter: int | None = None,
+    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+    damping: float | None = None,
+    num_terms: int | None = None,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    r"""The solution x of $A x = b$, as `inverse(A, ...) @ b`.
+
+    In closed form for structured operators, by a factorisation in place of an inverse where that is
+    more precise. For how an iterative solver went, call it: `cg`, `lsmr` and `neumann` return their
+    status and residuals; here a solve that did not converge warns.
+
+    Args:
+        A: Operator `[rows, columns]`; square but for LSMR.
+        b: Right-hand sides, `[rows]` or `[rows, k]`; or named parameters, if A has a layout.
+        method: As for `inverse`, and so are the other arguments.
+        tol: See `inverse`.
+        max_iter: See `inverse`.
+        preconditioner: See `inverse`.
+        damping: See `inverse`.
+        num_terms: See `inverse`.
+        scale: See `inverse`.
+        generator: See `inverse`.
+
+    Returns:
+        x, `[columns]` or `[columns, k]`; or named parameters, as b.
+
+    Raises:
+        TypeError: A is no operator, or b neither tensor nor parameters.
+        ValueError: As `inverse`; A is singular in closed form; or b does not fit, or is not finite.
+
+    Warns:
+        RuntimeWarning: The solve did not converge; with the remedy.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.linalg import solve
+        >>> from laplace_debias.operators import Diagonal
+        >>> solve(Diagonal(torch.tensor([2.0, 4.0])), torch.ones(2))
+        tensor([0.5000, 0.2500])
+    """
+    check_operator(A)
+    options = {
+        "tol": tol,
+        "max_iter": max_iter,
+        "preconditioner": preconditioner,
+        "damping": damping,
+        "num_terms": num_terms,
+        "scale": scale,
+        "generator": generator,
+    }
+    if isinstance(b, Tensor):
+        check_right_side(A.shape, b, torch.empty(0, dtype=A.dtype, device=A.device), "b")
+        if method == "auto" and A.shape[0] == A.shape[1]:
+            check_finite(A)
+            solution = exact_solve(A, b)
+            if solution is not None:
+                return solution
+    return inverse(A, method, **options) @ b  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse(Wrapper):
+    """An inverse whose products are solves; made by `inverse`.
+
+    Args:
+        operator: What is inverted.
+        method: `"cg"`, `"lsmr"` or `"neumann"`.
+        options: Of the solver.
+    """
+
+    method: str
+    options: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the operator's adjoint."""
+        return self.operator.shape[1], self.operator.shape[0]
+
+    @property
+    def layout(self) -> ParameterLayout | None:
+        """How named parameters lie in the operator's rows, if they do."""
+        return self.operator.T.layout
+
+    @property
+    def T(self) -> "Inverse":  # noqa: N802
+        """The inverse of the adjoint."""
+        if self.is_symmetric:
+            return self
+        options = dict(self.options)
+        preconditioner = options.get("preconditioner")
+        if isinstance(preconditioner, LinearOperator):
+            options["preconditioner"] = preconditioner.T
+        elif preconditioner is not None and self.method == "neumann":
+            raise NotImplementedError(
+                "The adjoint of a preconditioner that is a function is unknown: pass it as a "
+                "LinearOperator."
+            )
+        return Inverse(self.operator.T, self.method, options)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        solution = _SOLVERS[self.method](self.operator, matrix, **self.options)
+        # Without a tolerance a Neumann series is meant to end after its terms.
+        is_done = solution.converged or (
+            solution.status == "max_iter" and self.method == "neumann" and "tol" not in self.options
+        )
+        if not is_done:
+            warnings.warn(
+                f"inverse by {self.method}: {solution.message}", RuntimeWarning, stacklevel=4
+            )
+        return solution.x

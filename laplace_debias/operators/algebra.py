@@ -1,0 +1,274 @@
+"""Lazy sums, multiples, products and adjoints."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.base import (
+    LinearOperator,
+    Scalar,
+    add,
+    adopt,
+    identity_multiple,
+    multiply,
+    scale,
+    shift,
+)
+from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.parts import same
+from laplace_debias.operators.structures.wrapper import Wrapper
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sum(LinearOperator):
+    """The sum of operators.
+
+    Args:
+        terms: At least one, of one shape, dtype and device.
+
+    Raises:
+        ValueError: If the terms order named parameters differently.
+    """
+
+    terms: tuple[LinearOperator, ...]
+
+    def __post_init__(self) -> None:
+        layouts = {term.layout for term in self.terms if term.layout is not None}
+        if len(layouts) > 1:
+            raise ValueError(
+                "Operators on different parameters cannot be added, got the names "
+                f"{' and '.join(str(list(layout.names)) for layout in layouts)}: build them for "
+                "the same parameters in the same order."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of every term."""
+        return self.terms[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of every term."""
+        return self.terms[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of every term."""
+        return self.terms[0].device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True if every term is."""
+        return all(term.is_symmetric for term in self.terms)
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True if every term is."""
+        return all(term.is_positive_semidefinite for term in self.terms)
+
+    @property
+    def layout(self) -> ParameterLayout | None:
+        """That of the terms that have one."""
+        return next((term.layout for term in self.terms if term.layout is not None), None)
+
+    @property
+    def T(self) -> "Sum":  # noqa: N802
+        """The sum of the adjoints."""
+        return Sum(tuple(term.T for term in self.terms))
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return reduce(torch.add, (term @ matrix for term in self.terms))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scaled(Wrapper):
+    """A multiple of an operator.
+
+    Args:
+        operator: The operator.
+        scalar: A number, or a 0-d tensor, through which gradients flow.
+    """
+
+    scalar: float | Float[Tensor, ""]
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """That of the operator, unless the number is negative."""
+        return bool(self.scalar >= 0) and self.operator.is_positive_semidefinite
+
+    @property
+    def T(self) -> "Scaled":  # noqa: N802
+        """The multiple of the adjoint."""
+        return Scaled(self.operator.T, self.scalar)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.scalar * (self.operator @ matrix)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Product(LinearOperator):
+    """The product of operators, applied from the right.
+
+    Args:
+        factors: At least one; inner sizes fit, dtype and device are one.
+    """
+
+    factors: tuple[LinearOperator, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the first and columns of the last factor."""
+        return self.factors[0].shape[0], self.factors[-1].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of every factor."""
+        return self.factors[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of every factor."""
+        return self.factors[0].device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True if it reads the same transposed, as XᵀX and XᵀMX with a symmetric M do."""
+        pairs = zip(self.factors, reversed(self.factors), strict=True)
+        return all(_adjoint(a, b) for a, b in pairs)
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True of XᵀX, and of XᵀMX with a positive semi-definite M."""
+        middle = self.factors[len(self.factors) // 2]
+        even = len(self.factors) % 2 == 0
+        return (even or middle.is_positive_semidefinite) and self.is_symmetric
+
+    @property
+    def layout(self) -> ParameterLayout | None:
+        """That of the last factor, which a vector meets first."""
+        return self.factors[-1].layout
+
+    @property
+    def T(self) -> "Product":  # noqa: N802
+        """The product of the adjoints, the other way round."""
+        return Product(tuple(factor.T for factor in reversed(self.factors)))
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        for factor in reversed(self.factors):
+            matrix = factor @ matrix
+        return matrix
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transpose(Wrapper):
+    """The adjoint of an operator that has no class for it.
+
+    Args:
+        operator: The operator, `[m, n]`.
+        product: The product of its adjoint with a matrix, `[m, k]` to `[n, k]`.
+        layout: How named parameters lie in the operator's rows, if they do.
+    """
+
+    # One operator has one adjoint, whichever function computes it.
+    product: Callable[[Tensor], Tensor] = field(compare=False)
+    layout: ParameterLayout | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The operator's, the other way round."""
+        return self.operator.shape[1], self.operator.shape[0]
+
+    @property
+    def T(self) -> LinearOperator:  # noqa: N802
+        """The operator."""
+        return self.operator
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The adjoint of the operator converted: the product here is that of the one before."""
+        return self.operator.to(*args, **kwargs).T
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.product(matrix)
+
+
+def _adjoint(a: LinearOperator, b: LinearOperator) -> bool:
+    """Whether a is the adjoint of b, as far as their parts tell."""
+    if isinstance(a, Transpose):
+        return same(a.operator, b)
+    if isinstance(b, Transpose):
+        return same(a, b.operator)
+    return (a.is_symmetric and same(a, b)) or same(a, b.T)
+
+
+@add.register(LinearOperator, LinearOperator)
+def _(left: LinearOperator, right: LinearOperator) -> LinearOperator:
+    for a, b in ((left, right), (right, left)):
+        multiple = identity_multiple(b)
+        shifted = None if multiple is None else shift(a, multiple)
+        if shifted is not None:
+            return shifted
+    return Sum((left, right))
+
+
+@add.register(Sum, LinearOperator, commutative=True)
+def _(left: Sum, right: LinearOperator) -> LinearOperator:
+    if isinstance(right, Sum):
+        return reduce(add, right.terms, cast(LinearOperator, left))
+    # A term may take the new one in, as one multiple of the identity takes another.
+    for i, term in enumerate(left.terms):
+        joint = add(term, right)
+        if not isinstance(joint, Sum):
+            return Sum((*left.terms[:i], joint, *left.terms[i + 1 :]))
+    return Sum((*left.terms, right))
+
+
+@multiply.register(LinearOperator, LinearOperator)
+def _(left: LinearOperator, right: LinearOperator) -> LinearOperator:
+    factors = [
+        factor
+        for side in (left, right)
+        for factor in (side.factors if isinstance(side, Product) else (side,))
+    ]
+    return Product(tuple(factors))
+
+
+@multiply.register(Scaled, LinearOperator)
+def _(left: Scaled, right: LinearOperator) -> LinearOperator:
+    return scale(multiply(left.operator, right), left.scalar)
+
+
+@multiply.register(LinearOperator, Scaled)
+def _(left: LinearOperator, right: Scaled) -> LinearOperator:
+    return scale(multiply(left, right.operator), right.scalar)
+
+
+@scale.register
+def _(operator: LinearOperator, scalar: Scalar) -> LinearOperator:
+    return Scaled(operator, scalar)
+
+
+@scale.register
+def _(operator: Scaled, scalar: Scalar) -> LinearOperator:
+    return scale(operator.operator, operator.scalar * scalar)
+
+
+@identity_multiple.register
+def _(operator: Scaled) -> Scalar | None:
+    multiple = identity_multiple(operator.operator)
+    return None if multiple is None else operator.scalar * multiple
+
+
+@shift.register
+def _(operator: Scaled, scalar: Scalar) -> LinearOperator | None:
+    multiple = identity_multiple(operator)
+    return None if multiple is None else scale(operator.operator, operator.scalar + scalar)
+
+
+@adopt.register
+def _(operator: Scaled, dtype: torch.dtype, device: torch.device) -> LinearOperator:
+    return Scaled(adopt(operator.operator, dtype, device), operator.scalar)

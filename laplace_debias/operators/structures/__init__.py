@@ -1,0 +1,1 @@
+"""Operators by their structure, with its arithmetic."""

@@ -1,0 +1,170 @@
+"""Blocks along the diagonal."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from laplace_debias.operators.base import (
+    LinearOperator,
+    Scalar,
+    add,
+    multiply,
+    named_range,
+    scale,
+    shift,
+    submatrix,
+    unify,
+)
+from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.identity import Identity
+from laplace_debias.operators.structures.submatrix import SubMatrix
+
+Block = TypeVar("Block", bound=LinearOperator)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockDiagonal(LinearOperator, Generic[Block]):
+    """Named square blocks along the diagonal, in order.
+
+    `A.blocks[name]` is a block; as indices names stand for the blocks' rows and columns. Blocks
+    without a dtype or device of their own take those of the others.
+
+    Args:
+        blocks: From a block's name to its operator; the order is the order along the diagonal.
+        layout: How named parameters lie in rows and columns, if they do.
+
+    Raises:
+        ValueError: If there is no block, one is not square, their dtypes or devices differ, or the
+            layout is of another size.
+    """
+
+    blocks: Mapping[str, Block]
+    layout: ParameterLayout | None = None
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError("A block-diagonal operator needs at least one block.")
+        for name, block in self.blocks.items():
+            if block.shape[0] != block.shape[1]:
+                raise ValueError(f"The block {name!r} is not square, but of shape {block.shape}.")
+        unified = unify(list(self.blocks.values()))
+        object.__setattr__(self, "blocks", dict(zip(self.blocks, unified, strict=True)))
+        if self.layout is not None and self.layout.size != sum(self.sizes):
+            raise ValueError(
+                f"A layout of {self.layout.size} parameters does not fit {sum(self.sizes)} rows."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both the sum of the blocks' sizes."""
+        return sum(self.sizes), sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of rows of every block, in order."""
+        return [block.shape[0] for block in self.blocks.values()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all blocks."""
+        return next(iter(self.blocks.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all blocks."""
+        return next(iter(self.blocks.values())).device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True if every block is."""
+        return all(block.is_symmetric for block in self.blocks.values())
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True if every block is."""
+        return all(block.is_positive_semidefinite for block in self.blocks.values())
+
+    @property
+    def T(self) -> "BlockDiagonal[Any]":  # noqa: N802
+        """The blocks' adjoints."""
+        return self.map(lambda _, block: block.T)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        parts = matrix.split(self.sizes)
+        products = [block @ part for block, part in zip(self.blocks.values(), parts, strict=True)]
+        return torch.cat(products)
+
+    def map(self, function: Callable[[str, Block], LinearOperator]) -> "BlockDiagonal[Any]":
+        """Replace every block by `function(name, block)`."""
+        blocks = {name: function(name, block) for name, block in self.blocks.items()}
+        return BlockDiagonal(blocks, self.layout)
+
+
+def _pairwise(
+    combine: Callable[[LinearOperator, LinearOperator], LinearOperator],
+    left: BlockDiagonal[Any],
+    right: BlockDiagonal[Any],
+) -> LinearOperator | None:
+    """Combine block with block if names and sizes are the same, in the same order."""
+    if list(left.blocks) != list(right.blocks) or left.sizes != right.sizes:
+        return None
+    if None not in (left.layout, right.layout) and left.layout != right.layout:
+        return None
+    blocks = {name: combine(block, right.blocks[name]) for name, block in left.blocks.items()}
+    return BlockDiagonal(blocks, left.layout or right.layout)
+
+
+@add.register(BlockDiagonal, BlockDiagonal)
+def _(left: BlockDiagonal[Any], right: BlockDiagonal[Any]) -> LinearOperator | None:
+    return _pairwise(add, left, right)
+
+
+@add.register(BlockDiagonal, Diagonal, commutative=True)
+def _(left: BlockDiagonal[Any], right: Diagonal) -> LinearOperator:
+    parts = dict(zip(left.blocks, right.values.split(left.sizes), strict=True))
+    return left.map(lambda name, block: block + Diagonal(parts[name]))
+
+
+@multiply.register(BlockDiagonal, BlockDiagonal)
+def _(left: BlockDiagonal[Any], right: BlockDiagonal[Any]) -> LinearOperator | None:
+    return _pairwise(multiply, left, right)
+
+
+@scale.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator:
+    return operator.map(lambda _, block: scale(block, scalar))
+
+
+@shift.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator | None:
+    def shifted(_: str, block: LinearOperator) -> LinearOperator:
+        identity = Identity(block.shape[0], block.dtype, block.device)
+        return block + scale(identity, scalar)
+
+    return operator.map(shifted)
+
+
+@named_range.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any], name: str) -> range:
+    if name in operator.blocks:
+        end = dict(zip(operator.blocks, accumulate(operator.sizes), strict=True))[name]
+        return range(end - operator.blocks[name].shape[0], end)
+    if operator.layout is not None:
+        return operator.layout.range(name)
+    raise KeyError(f"There is no block {name!r}: the names are {list(operator.blocks)}.")
+
+
+@submatrix.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any], rows: Tensor, columns: Tensor) -> LinearOperator:
+    if rows.equal(columns):
+        for name, block in operator.blocks.items():
+            span = named_range(operator, name)
+            whole = torch.arange(span.start, span.stop, device=rows.device)
+            if rows.equal(whole):
+                return block
+    return SubMatrix(operator, rows, columns)

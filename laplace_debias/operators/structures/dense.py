@@ -1,0 +1,111 @@
+"""Matrices that are held in full."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.base import (
+    LinearOperator,
+    Scalar,
+    add,
+    multiply,
+    scale,
+    shift,
+    submatrix,
+)
+from laplace_debias.operators.structures.diagonal import Diagonal
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(LinearOperator):
+    """A matrix that is held in full.
+
+    It claims to be symmetric if it is so to the last bit, and leaves every other claim to `assume`.
+    Products of dense matrices stay lazy: `[n, k] @ [k, n]` is cheaper applied than multiplied.
+
+    Args:
+        matrix: The matrix, `[m, n]`.
+
+    Raises:
+        ValueError: If it is not a matrix.
+    """
+
+    matrix: Float[Tensor, "m n"]
+
+    def __post_init__(self) -> None:
+        if self.matrix.ndim != 2 or not self.matrix.is_floating_point():
+            raise ValueError(
+                "A dense operator is a matrix of real floating numbers, got shape "
+                f"{tuple(self.matrix.shape)} and {self.matrix.dtype}: a vector goes into Diagonal."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the matrix."""
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrix."""
+        return self.matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the matrix."""
+        return self.matrix.device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the matrix equals its transpose exactly."""
+        return self.matrix.equal(self.matrix.T)
+
+    @property
+    def T(self) -> "Dense":  # noqa: N802
+        """The transposed matrix."""
+        return Dense(self.matrix.T)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.matrix @ matrix
+
+    def to_dense(self) -> Float[Tensor, "m n"]:
+        """A copy of the matrix, `[m, n]`."""
+        return self.matrix.clone()
+
+
+@add.register(Dense, Dense)
+def _(left: Dense, right: Dense) -> LinearOperator:
+    return Dense(left.matrix + right.matrix)
+
+
+@add.register(Dense, Diagonal, commutative=True)
+def _(left: Dense, right: Diagonal) -> LinearOperator:
+    return Dense(left.matrix + right.values.diag())
+
+
+@multiply.register(Dense, Diagonal)
+def _(left: Dense, right: Diagonal) -> LinearOperator:
+    return Dense(left.matrix * right.values)
+
+
+@multiply.register(Diagonal, Dense)
+def _(left: Diagonal, right: Dense) -> LinearOperator:
+    return Dense(left.values[:, None] * right.matrix)
+
+
+@scale.register
+def _(operator: Dense, scalar: Scalar) -> LinearOperator:
+    return Dense(scalar * operator.matrix)
+
+
+@shift.register
+def _(operator: Dense, scalar: Scalar) -> LinearOperator | None:
+    matrix = operator.matrix
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return Dense(matrix + scalar * eye)
+
+
+@submatrix.register
+def _(operator: Dense, rows: Tensor, columns: Tensor) -> LinearOperator:
+    return Dense(operator.matrix[rows][:, columns])

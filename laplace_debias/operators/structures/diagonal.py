@@ -1,0 +1,100 @@
+"""Diagonal matrices."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.base import (
+    LinearOperator,
+    Scalar,
+    add,
+    multiply,
+    scale,
+    shift,
+    submatrix,
+)
+from laplace_debias.operators.structures.submatrix import SubMatrix
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Diagonal(LinearOperator):
+    """A diagonal matrix.
+
+    Args:
+        values: The diagonal, `[n]`.
+
+    Raises:
+        ValueError: If the values are not a vector.
+    """
+
+    values: Float[Tensor, " n"]
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1 or not self.values.is_floating_point():
+            raise ValueError(
+                "A diagonal is a vector of real floating numbers, got shape "
+                f"{tuple(self.values.shape)} and {self.values.dtype}: a matrix goes into Dense."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both the number of values."""
+        return len(self.values), len(self.values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the values."""
+        return self.values.device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether no value is negative."""
+        return bool((self.values >= 0).all())
+
+    @property
+    def T(self) -> "Diagonal":  # noqa: N802
+        """The operator itself."""
+        return self
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.values[:, None] * matrix
+
+
+@add.register(Diagonal, Diagonal)
+def _(left: Diagonal, right: Diagonal) -> LinearOperator:
+    return Diagonal(left.values + right.values)
+
+
+@multiply.register(Diagonal, Diagonal)
+def _(left: Diagonal, right: Diagonal) -> LinearOperator:
+    return Diagonal(left.values * right.values)
+
+
+@scale.register
+def _(operator: Diagonal, scalar: Scalar) -> LinearOperator:
+    return Diagonal(scalar * operator.values)
+
+
+@shift.register
+def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
+    return Diagonal(operator.values + scalar)
+
+
+@submatrix.register
+def _(operator: Diagonal, rows: Tensor, columns: Tensor) -> LinearOperator:
+    # An index that occurs twice puts entries beside the diagonal.
+    if rows.equal(columns) and len(rows.unique()) == len(rows):
+        return Diagonal(operator.values[rows])
+    return SubMatrix(operator, rows, columns)

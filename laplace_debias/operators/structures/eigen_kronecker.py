@@ -1,0 +1,156 @@
+"""Kronecker-structured directions with free magnitudes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.base import LinearOperator, Scalar, add, multiply, scale, shift
+from laplace_debias.operators.parts import same
+from laplace_debias.operators.structures.diagonal import Diagonal
+
+Spectrum = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EigenKronecker(LinearOperator):
+    r"""Symmetric operator with Kronecker-structured directions and free magnitudes.
+
+    $$(U_G \otimes U_A)\,\mathrm{diag}(\mathrm{vec}\,\Lambda)\,(U_G \otimes U_A)^\top$$
+
+    on matrices $V$ of shape `[d_out, d_in]` flattened row-major, so that a product is
+    $U_G[\Lambda \odot (U_G^\top V U_A)]U_A^\top$. K-FAC, EKFAC, their debiased forms, a bias
+    block (`d_in = 1`) and a diagonal (no U) differ only in where the three parts come from.
+
+    Args:
+        U_G: Orthonormal eigenvectors on the output side, as columns, `[d_out, d_out]`; None for
+            the identity, whose directions are the coordinate axes.
+        U_A: Orthonormal eigenvectors on the input side, as columns, `[d_in, d_in]`, or None.
+        magnitudes: Λ, the curvature along each direction, `[d_out, d_in]`.
+        added: The multiple of the identity that the magnitudes contain. Where none is below it, it
+            was added to what is not negative, and small magnitudes are no rounding errors.
+
+    Raises:
+        ValueError: If the shapes, dtypes or devices do not fit each other.
+    """
+
+    U_G: Float[Tensor, "d_out d_out"] | None
+    U_A: Float[Tensor, "d_in d_in"] | None
+    magnitudes: Float[Tensor, "d_out d_in"]
+    added: Scalar = field(default=0.0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.magnitudes.ndim != 2:
+            raise ValueError(
+                f"Magnitudes are a matrix [d_out, d_in], got shape {tuple(self.magnitudes.shape)}."
+            )
+        directions = (("U_G", self.U_G), ("U_A", self.U_A))
+        for (name, U), size in zip(directions, self.magnitudes.shape, strict=True):
+            if U is not None and U.shape != (size, size):
+                raise ValueError(
+                    f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not fit directions of "
+                    f"shape {tuple(U.shape)}: {name} must be ({size}, {size})."
+                )
+        parts = [part for part in (self.U_G, self.U_A, self.magnitudes) if part is not None]
+        if len({(part.dtype, part.device) for part in parts}) > 1:
+            raise ValueError("U_G, U_A and the magnitudes must share one dtype and one device.")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both `d_out · d_in`."""
+        return self.magnitudes.numel(), self.magnitudes.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all parts."""
+        return self.magnitudes.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all parts."""
+        return self.magnitudes.device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether no magnitude is negative."""
+        return bool((self.magnitudes >= 0).all())
+
+    @property
+    def T(self) -> "EigenKronecker":  # noqa: N802
+        """The operator itself: it is symmetric."""
+        return self
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        columns = matrix.T.unflatten(1, self.magnitudes.shape)
+        return self.from_eigenbasis(self.magnitudes * self.to_eigenbasis(columns)).flatten(1).T
+
+    def to_eigenbasis(
+        self, matrices: Float[Tensor, "*batch d_out d_in"]
+    ) -> Float[Tensor, "*batch d_out d_in"]:
+        r"""Coordinates along the directions, $U_G^\top V U_A$."""
+        left = matrices if self.U_G is None else self.U_G.T @ matrices
+        return left if self.U_A is None else left @ self.U_A
+
+    def from_eigenbasis(
+        self, coordinates: Float[Tensor, "*batch d_out d_in"]
+    ) -> Float[Tensor, "*batch d_out d_in"]:
+        r"""The inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
+        left = coordinates if self.U_G is None else self.U_G @ coordinates
+        return left if self.U_A is None else left @ self.U_A.T
+
+    def apply(self, function: Spectrum) -> "EigenKronecker":
+        """The operator's function: the same directions, `function` of the magnitudes."""
+        return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
+
+
+def _same_directions(a: EigenKronecker, b: EigenKronecker) -> bool:
+    return a.magnitudes.shape == b.magnitudes.shape and same(a.U_G, b.U_G) and same(a.U_A, b.U_A)
+
+
+def _axes(operator: EigenKronecker) -> bool:
+    return operator.U_G is None and operator.U_A is None
+
+
+@add.register(EigenKronecker, EigenKronecker)
+def _(left: EigenKronecker, right: EigenKronecker) -> LinearOperator | None:
+    if not _same_directions(left, right):
+        return None
+    return left.apply(lambda magnitudes: magnitudes + right.magnitudes)
+
+
+@multiply.register(EigenKronecker, EigenKronecker)
+def _(left: EigenKronecker, right: EigenKronecker) -> LinearOperator | None:
+    if not _same_directions(left, right):
+        return None
+    return left.apply(lambda magnitudes: magnitudes * right.magnitudes)
+
+
+@add.register(EigenKronecker, Diagonal, commutative=True)
+def _(left: EigenKronecker, right: Diagonal) -> LinearOperator | None:
+    if not _axes(left):
+        return None
+    return left.apply(lambda magnitudes: magnitudes + right.values.view_as(magnitudes))
+
+
+@multiply.register(EigenKronecker, Diagonal, commutative=True)
+def _(left: EigenKronecker, right: Diagonal) -> LinearOperator | None:
+    if not _axes(left):
+        return None
+    return left.apply(lambda magnitudes: magnitudes * right.values.view_as(magnitudes))
+
+
+@scale.register
+def _(operator: EigenKronecker, scalar: Scalar) -> LinearOperator:
+    return replace(operator, magnitudes=scalar * operator.magnitudes, added=scalar * operator.added)
+
+
+@shift.register
+def _(operator: EigenKronecker, scalar: Scalar) -> LinearOperator | None:
+    return replace(operator, magnitudes=operator.magnitudes + scalar, added=operator.added + scalar)

@@ -1,0 +1,87 @@
+"""Kronecker products."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace_debias.operators.base import LinearOperator, Scalar, multiply, scale, unify
+from laplace_debias.operators.structures.dense import Dense
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class Kronecker(LinearOperator):
+    r"""The Kronecker product $A \otimes B \otimes \cdots$.
+
+    On a matrix $V$ flattened row-major $(A \otimes B)\,\mathrm{vec}\,V$ is
+    $\mathrm{vec}(A V B^\top)$.
+
+    Args:
+        factors: Operators, or matrices, of any shapes.
+
+    Raises:
+        ValueError: If there is no factor, or their dtypes or devices differ.
+    """
+
+    factors: tuple[LinearOperator, ...]
+
+    def __init__(self, *factors: LinearOperator | Tensor) -> None:
+        if not factors:
+            raise ValueError("A Kronecker product needs at least one factor.")
+        operators = [Dense(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+        object.__setattr__(self, "factors", tuple(unify(operators)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The products of the factors' rows and columns."""
+        rows, columns = zip(*(factor.shape for factor in self.factors), strict=True)
+        return math.prod(rows), math.prod(columns)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all factors."""
+        return self.factors[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all factors."""
+        return self.factors[0].device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True if every factor is."""
+        return all(factor.is_symmetric for factor in self.factors)
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True if every factor is."""
+        return all(factor.is_positive_semidefinite for factor in self.factors)
+
+    @property
+    def T(self) -> "Kronecker":  # noqa: N802
+        """The product of the factors' adjoints."""
+        return Kronecker(*(factor.T for factor in self.factors))
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        columns = [factor.shape[1] for factor in self.factors]
+        result = matrix.unflatten(0, columns)
+        for axis, factor in enumerate(self.factors):
+            front = result.movedim(axis, 0)
+            product = factor @ front.flatten(1)
+            result = product.unflatten(1, front.shape[1:]).movedim(0, axis)
+        return result.flatten(0, -2)
+
+
+@multiply.register(Kronecker, Kronecker)
+def _(left: Kronecker, right: Kronecker) -> LinearOperator | None:
+    pairs = list(zip(left.factors, right.factors, strict=False))
+    fit = len(left.factors) == len(right.factors) and all(
+        a.shape[1] == b.shape[0] for a, b in pairs
+    )
+    return Kronecker(*(multiply(a, b) for a, b in pairs)) if fit else None
+
+
+@scale.register
+def _(operator: Kronecker, scalar: Scalar) -> LinearOperator:
+    return Kronecker(scale(operator.factors[0], scalar), *operator.factors[1:])

@@ -1,0 +1,150 @@
+"""Low-rank matrices plus diagonals."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.base import LinearOperator, Scalar, add, scale, shift
+from laplace_debias.operators.structures.diagonal import Diagonal
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class LowRankPlusDiagonal(LinearOperator):
+    r"""Symmetric operator $U \mathrm{diag}(m) U^\top + \mathrm{diag}(d)$.
+
+    Args:
+        U: `[n, k]`; its columns need not be orthonormal.
+        magnitudes: m, of any sign, `[k]`.
+        diagonal: d, `[n]`, or one number for the whole diagonal.
+
+    Raises:
+        ValueError: If the shapes, dtypes or devices do not fit each other.
+    """
+
+    U: Float[Tensor, "n k"]
+    magnitudes: Float[Tensor, " k"]
+    diagonal: Float[Tensor, " n"] | Float[Tensor, ""]
+
+    def __init__(
+        self, U: Tensor, magnitudes: Tensor, diagonal: Float[Tensor, "*n"] | float
+    ) -> None:
+        if not isinstance(diagonal, Tensor):
+            diagonal = torch.tensor(float(diagonal), dtype=U.dtype, device=U.device)
+        if U.ndim != 2 or magnitudes.shape != U.shape[1:]:
+            raise ValueError(
+                f"Magnitudes of shape {tuple(magnitudes.shape)} do not fit U of shape "
+                f"{tuple(U.shape)}: expected [k] and [n, k]."
+            )
+        if diagonal.shape not in ((), (len(U),)):
+            raise ValueError(
+                f"The diagonal must be one number or of shape ({len(U)},), got "
+                f"{tuple(diagonal.shape)}."
+            )
+        if len({(part.dtype, part.device) for part in (U, magnitudes, diagonal)}) > 1:
+            raise ValueError("U, magnitudes and diagonal must share one dtype and one device.")
+        object.__setattr__(self, "U", U)
+        object.__setattr__(self, "magnitudes", magnitudes)
+        object.__setattr__(self, "diagonal", diagonal)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both the number of rows of U."""
+        return len(self.U), len(self.U)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all parts."""
+        return self.U.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all parts."""
+        return self.U.device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether neither a magnitude nor the diagonal is negative."""
+        return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
+
+    @property
+    def T(self) -> "LowRankPlusDiagonal":  # noqa: N802
+        """The operator itself: it is symmetric."""
+        return self
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        coordinates = self.magnitudes[:, None] * (self.U.T @ matrix)
+        return self.U @ coordinates + self.diagonal.reshape(-1, 1) * matrix
+
+
+@add.register(LowRankPlusDiagonal, LowRankPlusDiagonal)
+def _(left: LowRankPlusDiagonal, right: LowRankPlusDiagonal) -> LinearOperator:
+    return LowRankPlusDiagonal(
+        torch.cat([left.U, right.U], dim=1),
+        torch.cat([left.magnitudes, right.magnitudes]),
+        left.diagonal + right.diagonal,
+    )
+
+
+@add.register(LowRankPlusDiagonal, Diagonal, commutative=True)
+def _(left: LowRankPlusDiagonal, right: Diagonal) -> LinearOperator:
+    return LowRankPlusDiagonal(left.U, left.magnitudes, left.diagonal + right.values)
+
+
+@scale.register
+def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator:
+    return LowRankPlusDiagonal(operator.U, scalar * operator.magnitudes, scalar * operator.diagonal)
+
+
+@shift.register
+def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator | None:
+    return LowRankPlusDiagonal(operator.U, operator.magnitudes, operator.diagonal + scalar)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reflections(LinearOperator):
+    """An orthogonal matrix `[n, n]` as a product of k Householder reflections.
+
+    The first k columns of the Q of a QR decomposition and an orthonormal basis of the rest, in the
+    memory of `[n, k]`.
+
+    Args:
+        vectors: The reflections as `torch.geqrf` gives them, `[n, k]`.
+        coefficients: Their coefficients, `[min(n, k)]`.
+        transposed: Whether it is the adjoint.
+    """
+
+    vectors: Float[Tensor, "n k"]
+    coefficients: Float[Tensor, " r"]
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both n."""
+        return len(self.vectors), len(self.vectors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the vectors."""
+        return self.vectors.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the vectors."""
+        return self.vectors.device
+
+    @property
+    def T(self) -> "Reflections":  # noqa: N802
+        """The adjoint, which is the inverse."""
+        return Reflections(self.vectors, self.coefficients, not self.transposed)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return torch.ormqr(
+            self.vectors, self.coefficients, matrix.contiguous(), transpose=self.transposed
+        )

@@ -1,0 +1,86 @@
+"""A network's loss on a data set, with its gradient and curvature."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from laplace_debias.curvature.losses import LossFunction, output_loss
+from laplace_debias.curvature.network.network import Network, check_outputs
+from laplace_debias.curvature.network.repeatable_data import Batches, Data
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.weight_decay import decay_mask
+from laplace_debias.curvature.operators import GGN, Hessian
+
+_CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A network's loss on a data set, at its parameters.
+
+    Attributes:
+        value: The loss, a number.
+        gradient: Its gradient, `[D]`.
+        matrix: Its curvature, `[D, D]`.
+        position: The parameters, `[D]`: a copy, as they may be trained on.
+        decayed: The entries that weight decay acts on, `[D]`.
+    """
+
+    value: Float[Tensor, ""]
+    gradient: Float[Tensor, " dim"]
+    matrix: GGN | Hessian
+    position: Float[Tensor, " dim"]
+    decayed: Bool[Tensor, " dim"]
+
+
+def objective(
+    model: nn.Module,
+    loss: LossFunction,
+    data: Batches,
+    curvature: str,
+    params: ParameterSelection,
+    num_data: int | None,
+    reduction: str | None,
+    progress: bool,
+) -> Objective:
+    """The loss, its gradient and its curvature; arguments as `Quadratic.from_data` takes them."""
+    if curvature not in _CURVATURES:
+        nearest = difflib.get_close_matches(str(curvature), _CURVATURES, n=1, cutoff=0)[0]
+        raise ValueError(
+            f"Unknown curvature {curvature!r}: use 'ggn' or 'hessian' (nearest: {nearest!r})."
+        )
+    matrix = _CURVATURES[curvature](model, loss, data, params, num_data, reduction=reduction)
+    network = Network(model, params, data)
+    batches = Data(data, network.device, network.dtypes, num_data)
+    value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress)
+    position = network.join([p.clone() for p in network.parameters], batched=False)
+    return Objective(value, gradient, matrix, position, decay_mask(network.parameters))
+
+
+def _loss_and_gradient(
+    network: Network, loss: LossFunction, data: Data, reduction: str | None, progress: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss on the data as one batch, and its gradient `[D]`, in one pass."""
+    output = output_loss(loss, reduction, len(data))
+    parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
+    value = torch.zeros((), dtype=network.dtype, device=network.device)
+    gradient = torch.zeros(network.num_parameters, dtype=network.dtype, device=network.device)
+    count = 0.0
+    for batch in tqdm(data, desc="loss", unit="batch", leave=False, disable=not progress):
+        with torch.enable_grad():
+            outputs = network.outputs(parameters, batch.inputs)
+            check_outputs(outputs)
+            output.check(outputs.shape, batch.targets)
+            labels = output.labels(batch.targets, batch.first)
+            total = output.value(outputs, labels)
+        gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
+        value += total.detach()
+        gradient += network.join(gradients, batched=False)
+        count += output.count(batch.targets)
+    scale = 1 / count if output.reduction == "mean" else 1.0
+    return value * scale, gradient * scale

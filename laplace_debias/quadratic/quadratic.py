@@ -1,0 +1,377 @@
+"""The quadratic model of a loss around a point: slopes, curvatures, cuts and its minimum."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from laplace_debias.linalg import Iterate, Status, cg
+from laplace_debias.operators import Diagonal, Identity, LinearOperator
+from laplace_debias.operators.eigh import eigvalsh
+from laplace_debias.quadratic.objective import objective
+
+_NO_MINIMUM = (Status.NEGATIVE_CURVATURE, Status.ZERO_CURVATURE)
+
+
+@dataclass(frozen=True, eq=False)
+class Quadratic:
+    r"""A quadratic model of a loss (Eq. 2).
+
+    $$q(\theta) = L + g^\top (\theta - \theta_0)
+    + \tfrac12 (\theta - \theta_0)^\top H (\theta - \theta_0)$$
+
+    From one mini-batch, from several or from the full set: compare what they say along the same
+    directions. Directions are vectors `[D]`, or columns `[D, k]`, of any length: slope and
+    curvature are those per unit of length along them, as for normalised ones.
+
+    Args:
+        value: L, the loss at θ₀, a number.
+        gradient: g, its gradient at θ₀, `[D]`.
+        matrix: H, its symmetric curvature (Hessian or GGN), `[D, D]`.
+        position: θ₀, `[D]`.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not fit each other.
+
+    Reference:
+        Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning.
+    """
+
+    value: Float[Tensor, ""]
+    gradient: Float[Tensor, " dim"]
+    matrix: LinearOperator
+    position: Float[Tensor, " dim"]
+
+    def __post_init__(self) -> None:
+        size = (self.gradient.shape[0],) * 2
+        if self.matrix.shape != size or self.position.shape != self.gradient.shape:
+            raise ValueError(
+                f"A gradient of shape {tuple(self.gradient.shape)}, a matrix of shape "
+                f"{self.matrix.shape} and a position of shape {tuple(self.position.shape)} do not "
+                "fit: expected [D], (D, D) and [D]."
+            )
+        parts = (self.value, self.gradient, self.matrix, self.position)
+        if len({(part.dtype, part.device) for part in parts}) > 1:
+            found = ", ".join(f"{part.dtype} on {part.device}" for part in parts)
+            raise ValueError(
+                "Value, gradient, matrix and position must share one dtype and one device, got "
+                f"{found}."
+            )
+
+    @classmethod
+    def from_data(
+        cls,
+        model: nn.Module,
+        loss: Callable[..., Tensor],
+        data: Iterable[Sequence[Any]],
+        curvature: str = "ggn",
+        params: str | Sequence[str] | Callable[..., bool] = "all",
+        weight_decay: float = 0.0,
+        decay_biases: bool = False,
+        num_data: int | None = None,
+        reduction: str | None = None,
+        progress: bool = False,
+    ) -> "Quadratic":
+        r"""The quadratic of a model's loss on data, at the model's parameters (Eq. 1 and 2).
+
+        Value and gradient take one pass over the data, the curvature one for every product. The
+        model is left as it was found.
+
+        Args:
+            model: A deterministic model, in eval mode.
+            loss: A torch loss, or a function of outputs and targets.
+            data: A re-iterable of batches (inputs, targets): one batch in a list, a loader, ...
+            curvature: `"ggn"` or `"hessian"`.
+            params: Which parameters are θ, as for `GGN`.
+            weight_decay: β; adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ it is δ/N.
+            decay_biases: Whether β acts on all parameters; if not, on weights alone (those of
+                more than one dimension), neither on biases nor on the scales of normalisations.
+            num_data: The number of examples if known, as for `GGN`.
+            reduction: `"mean"` or `"sum"` for a function that does not say it, as for `GGN`.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            ValueError: For an unknown curvature, and as `GGN`.
+        """
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
+        at = objective(model, loss, data, curvature, params, num_data, reduction, progress)
+        quadratic = cls(at.value, at.gradient, at.matrix, at.position)
+        if weight_decay == 0:
+            return quadratic
+        return quadratic.regularized(weight_decay, None if decay_biases else at.decayed)
+
+    def regularized(
+        self, weight_decay: float, on: Bool[Tensor, " dim"] | None = None
+    ) -> "Quadratic":
+        r"""The same with $\tfrac{\beta}{2} \|\theta\|^2$ added (Eq. 1).
+
+        Args:
+            weight_decay: β ≥ 0. For a prior precision δ on N examples it is δ/N.
+            on: The parameters on which it acts, for example all but the biases; all if not given.
+
+        Raises:
+            ValueError: If β is negative or not finite, or the mask does not fit.
+        """
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
+        mask = torch.ones_like(self.position, dtype=torch.bool) if on is None else on
+        if mask.shape != self.position.shape:
+            raise ValueError(
+                f"The mask has shape {tuple(mask.shape)}, the parameters "
+                f"{tuple(self.position.shape)}: they must be equal."
+            )
+        diagonal = weight_decay * mask.to(self.position)
+        pull = diagonal * self.position
+        return Quadratic(
+            value=self.value + 0.5 * pull @ self.position,
+            gradient=self.gradient + pull,
+            matrix=self.matrix + Diagonal(diagonal),
+            position=self.position,
+        )
+
+    def __call__(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
+        """q(θ) at one position `[D]` or at many `[D, k]`; one product each."""
+        offset = self._offset(theta)
+        return self.value + (self._along(self.gradient, offset) + self._bend(offset) / 2)
+
+    def gradient_at(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "dim *k"]:
+        """∇q(θ) = g + H(θ − θ₀), of θ's shape; one product for each position."""
+        return _columns(self.gradient, theta) + self.matrix @ self._offset(theta)
+
+    def slope(
+        self,
+        direction: Float[Tensor, "dim *k"],
+        at: Float[Tensor, "dim *m"] | None = None,
+    ) -> Float[Tensor, "*k"]:
+        """Slopes s(θ; d) = dᵀ(g + H(θ − θ₀)) for unit vectors d (Eq. 10).
+
+        Args:
+            direction: `[D]`, or k of them `[D, k]`.
+            at: θ, for all directions `[D]` or one for each `[D, k]` (the iterates of CG, say),
+                at one product each; θ₀ if not given, at none.
+
+        Returns:
+            A number, or `[k]`; in units of the loss per unit of length.
+
+        Raises:
+            ValueError: If a shape does not fit, or a direction is zero or not finite.
+        """
+        unit = self._unit(direction)
+        if at is None:
+            return self._along(self.gradient, unit)
+        return self._along(self.gradient_at(self._at(at, direction)), unit)
+
+    def curvature(self, direction: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
+        """Curvatures c(d) = dᵀHd for unit vectors d (Eq. 10), the same at every position.
+
+        Args:
+            direction: `[D]`, or k of them `[D, k]`; one product each.
+
+        Returns:
+            A number, or `[k]`; in units of the loss per squared unit of length.
+
+        Raises:
+            ValueError: If a shape does not fit, or a direction is zero or not finite.
+        """
+        return self._bend(self._unit(direction))
+
+    def slope_and_curvature(
+        self,
+        direction: Float[Tensor, "dim *k"],
+        at: Float[Tensor, "dim *m"] | None = None,
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k"]]:
+        """Both, at one product for each direction, wherever they are measured."""
+        unit = self._unit(direction)
+        product = self.matrix @ unit
+        slope = self._along(self.gradient, unit)
+        if at is not None:
+            # H is symmetric: dᵀH(θ − θ₀) = (Hd)ᵀ(θ − θ₀).
+            slope = slope + self._along(self._offset(self._at(at, direction)), product)
+        return slope, self._along(unit, product)
+
+    def cut(
+        self,
+        directions: Float[Tensor, "dim *k"],
+        at: Float[Tensor, " dim"] | None = None,
+    ) -> "Cut":
+        """The quadratic on the line or (hyper)plane through a position, as a polynomial.
+
+        Costs one product for each direction, and one for a position other than θ₀; from then on
+        any number of points costs none (Figure 1's plane: six numbers).
+
+        Args:
+            directions: V, `[D]` or `[D, k]`, used as they are: a step of 1 is a step of V's
+                length.
+            at: θ, `[D]`; θ₀ if not given.
+
+        Returns:
+            The polynomial of a in q(θ + V a).
+        """
+        self._check(directions, "directions")
+        V = directions.reshape(len(directions), -1)
+        product = self.matrix @ V
+        value, slopes = self.value, V.T @ self.gradient
+        if at is not None:
+            value, slopes = self(at), slopes + product.T @ self._offset(at)
+        curvatures = V.T @ product
+        return Cut(value, slopes, (curvatures + curvatures.T) / 2)
+
+    def newton_step(
+        self,
+        method: str = "cg",
+        damping: float = 0.0,
+        *,
+        tol: float = 1e-6,
+        max_iter: int | None = None,
+        preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+        stop: Callable[[Iterate], bool | Tensor] | None = None,
+    ) -> Float[Tensor, " dim"]:
+        """The step from θ₀ to the minimum, −(H + damping·I)⁻¹ g, which CG's steps sum to (Eq. 3).
+
+        Args:
+            method: `"cg"`: conjugate gradients, truncated by `tol`, `max_iter` or `stop`; for the
+                whole record call `cg(q.matrix, -q.gradient, ...)`. `"exact"`: by a Cholesky
+                factor of the matrix multiplied out, D products and D² memory.
+            damping: A multiple of the identity to add.
+            tol: For `"cg"`; the others too.
+            max_iter: As for `cg`.
+            preconditioner: As for `cg`.
+            stop: As for `cg`.
+
+        Returns:
+            The step, `[D]`.
+
+        Raises:
+            ValueError: For an unknown method, negative damping, or an option of `"cg"` with
+                another method; if the damped matrix is found not to be positive definite, so that
+                there is no minimum.
+            FloatingPointError: If a product is not finite.
+        """
+        if not damping >= 0:
+            raise ValueError(f"damping must be at least 0, got {damping}.")
+        if method not in ("cg", "exact"):
+            raise ValueError(f"Unknown method {method!r}: use 'cg' or 'exact'.")
+        damped = self.matrix + damping * Identity(len(self.gradient))
+        if method == "exact":
+            if (tol, max_iter, preconditioner, stop) != (1e-6, None, None, None):
+                raise ValueError(
+                    "tol, max_iter, preconditioner and stop belong to method='cg': leave them out."
+                )
+            return _solve_exactly(damped.to_dense(), -self.gradient)
+        solution = cg(damped, -self.gradient, tol, max_iter, preconditioner, stop=stop)
+        if solution.status in _NO_MINIMUM:
+            raise ValueError(
+                f"The quadratic has no minimum: curvature {float(solution.negative_curvature):.3g} "  # type: ignore[arg-type]
+                f"along a search direction. {solution.status.remedy}"
+            )
+        if solution.status is Status.BREAKDOWN:
+            raise FloatingPointError(solution.message)
+        if solution.status is Status.INDEFINITE_PRECONDITIONER:
+            raise ValueError(solution.message)
+        return solution.x
+
+    def _offset(self, theta: Tensor) -> Tensor:
+        self._check(theta, "theta")
+        return theta - _columns(self.position, theta)
+
+    def _unit(self, direction: Tensor) -> Tensor:
+        self._check(direction, "direction")
+        norm = direction.norm(dim=0)
+        if not (norm.isfinite() & (norm > 0)).all():
+            raise ValueError("A direction is zero or not finite: it points nowhere.")
+        return direction / norm
+
+    def _at(self, at: Tensor, direction: Tensor) -> Tensor:
+        if at.ndim == 2 and at.shape != direction.shape:
+            raise ValueError(
+                f"Positions of shape {tuple(at.shape)} do not fit directions of shape "
+                f"{tuple(direction.shape)}: expected one for all, [D], or one for each."
+            )
+        return at
+
+    def _check(self, tensor: Tensor, name: str) -> None:
+        size = self.gradient.shape[0]
+        if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: expected ({size},) or ({size}, k)."
+            )
+
+    def _bend(self, offset: Tensor) -> Tensor:
+        return self._along(offset, self.matrix @ offset)
+
+    @staticmethod
+    def _along(left: Tensor, right: Tensor) -> Tensor:
+        """Inner products of a vector or columns with a vector or columns."""
+        if right.ndim == 2 and left.ndim == 1:
+            return left @ right
+        if left.ndim == 2 and right.ndim == 1:
+            return right @ left
+        return torch.linalg.vecdot(left, right, dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    r"""A quadratic on the plane through a position θ, as a polynomial in closed form.
+
+    $$q(\theta + V a) = L + s^\top a + \tfrac12 a^\top C a$$
+
+    Args:
+        value: L = q(θ), a number.
+        slopes: s = Vᵀ∇q(θ), `[k]`.
+        curvatures: C = VᵀHV, symmetric, `[k, k]`.
+    """
+
+    value: Float[Tensor, ""]
+    slopes: Float[Tensor, " k"]
+    curvatures: Float[Tensor, "k k"]
+
+    def __call__(self, *coordinates: Tensor | float) -> Tensor:
+        """The quadratic at points of the plane, at no product.
+
+        Args:
+            *coordinates: For each of the k directions its coordinates, of shapes that broadcast:
+                `cut(a)` on a line, `cut(a[:, None], b)` on a grid `[len(a), len(b)]`; numbers for
+                one point.
+
+        Returns:
+            A value for every point.
+
+        Raises:
+            ValueError: If there are not k coordinates.
+        """
+        if len(coordinates) != len(self.slopes):
+            raise ValueError(
+                f"A cut along {len(self.slopes)} directions takes as many coordinates, got "
+                f"{len(coordinates)}: call it as cut(a, b, ...)."
+            )
+        given = [torch.as_tensor(each).to(self.slopes) for each in coordinates]
+        a = torch.stack(torch.broadcast_tensors(*given), dim=-1)
+        return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
+
+    def minimizer(self) -> Float[Tensor, " k"]:
+        """The coordinates of its minimum, −C⁻¹s.
+
+        Raises:
+            ValueError: If C is not positive definite, so that there is none.
+        """
+        return _solve_exactly(self.curvatures, -self.slopes)
+
+
+def _columns(vector: Tensor, like: Tensor) -> Tensor:
+    return vector[:, None] if like.ndim == 2 else vector
+
+
+def _solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if info > 0:
+        smallest = float(eigvalsh(matrix, "the curvature in the subspace")[0])
+        raise ValueError(
+            f"The quadratic has no minimum: its smallest curvature is {smallest:.3g}. Add damping, "
+            "or use the GGN instead of the Hessian."
+        )
+    return torch.cholesky_solve(right[:, None], factor)[:, 0]

@@ -1,0 +1,1 @@
+"""What the machine shares: threads, random generators, files."""

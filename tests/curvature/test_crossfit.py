@@ -1,0 +1,200 @@
+"""Cross-fitted magnitudes against a slow loop that is written out fold by fold."""
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.fits import crossfit
+from laplace_debias.curvature.fits.crossfit import crossfit_magnitudes, numerical_rank
+
+ROUNDING = 1e-10
+
+
+def close(actual, expected, tolerance=ROUNDING):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1e-12)
+
+
+def slow_magnitudes(rows, folds):
+    """Folds by example, eigenbasis of the others, measured on the fold, K lists averaged.
+
+    Args:
+        rows: Examples, [N, d], or of several positions each, [N, T, d].
+        folds: K.
+    """
+    rows = rows if rows.ndim == 3 else rows[:, None]
+    d, total = rows.shape[2], torch.zeros(rows.shape[2], dtype=rows.dtype)
+    for k in range(folds):
+        own = [example for i, example in enumerate(rows) if i % folds == k]
+        others = torch.cat([example for i, example in enumerate(rows) if i % folds != k])
+        _, singular, Vt = torch.linalg.svd(others)
+        rank = int((singular > 1e-9 * singular[0]).sum())
+        curvature = sum(example.T @ example for example in own) / len(own)
+        along = [v @ curvature @ v for v in Vt[:rank]]
+        if rank < d:
+            # The mean over the null space of the other folds, whatever its basis.
+            mean = sum(v @ curvature @ v for v in Vt[rank:]) / (d - rank)
+            along += [mean] * (d - rank)
+        total += torch.stack(along) * len(own) / len(rows)
+    return total
+
+
+def of_folds(rows, folds):
+    """Factors summed over the examples of each fold, and the folds' sizes."""
+    rows = rows if rows.ndim == 3 else rows[:, None]
+    parts = [rows[k::folds] for k in range(folds)]
+    factors = torch.stack([part.flatten(0, 1).T @ part.flatten(0, 1) for part in parts])
+    return factors, torch.tensor([len(part) for part in parts])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    d=st.integers(2, 30),
+    examples=st.integers(6, 24),
+    positions=st.integers(1, 3),
+    folds=st.integers(2, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_magnitudes_equal_a_slow_loop_at_any_rank(d, examples, positions, folds, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(examples, positions, d, generator=generator, dtype=torch.float64)
+    rows *= torch.logspace(0, -1, d).double()
+    close(crossfit_magnitudes(*of_folds(rows, folds)), slow_magnitudes(rows, folds), 1e-10)
+
+
+@pytest.mark.parametrize(("d", "examples"), [(12, 60), (40, 12)])
+def test_the_bases_at_hand_are_made_use_of_to_the_same_result(d, examples):
+    factors, sizes = of_folds(torch.randn(examples, d).double(), 4)
+    known = oracle.eigen(factors.sum(0) / examples)
+    close(crossfit_magnitudes(factors, sizes, known), crossfit_magnitudes(factors, sizes))
+
+
+def test_magnitudes_do_not_depend_on_the_basis_of_a_null_space():
+    """Coordinates that no example has are turned among themselves and with the others."""
+    rows = torch.cat([torch.randn(10, 8), torch.zeros(10, 22)], dim=1).double()
+    turn = torch.linalg.qr(torch.randn(30, 30).double())[0]
+    straight = crossfit_magnitudes(*of_folds(rows, 5))
+    close(crossfit_magnitudes(*of_folds(rows @ turn, 5)), straight)
+
+
+def test_null_directions_get_the_mean_of_what_random_bases_of_them_measure():
+    factors, sizes = of_folds(torch.randn(8, 20).double(), 4)
+    measured = []
+    for _ in range(2000):
+        lists = []
+        for own in factors:
+            values, U = oracle.eigen(factors.sum(0) - own)
+            null = U[:, values < 1e-9]
+            turn = torch.linalg.qr(torch.randn(null.shape[1], null.shape[1]).double())[0]
+            null = null @ turn
+            lists.append((null.T @ own @ null).diagonal())
+        measured.append(torch.stack(lists).sum(0) / 8)
+    measured = torch.stack(measured)
+    found = crossfit_magnitudes(factors, sizes)[6:]
+    error = measured.std(0) / len(measured) ** 0.5
+    assert ((measured.mean(0) - found).abs() < 4.5 * error).all()
+
+
+def test_a_factor_of_low_rank_is_decomposed_whole_only_once(monkeypatch):
+    sizes_seen = []
+    true_eigh = crossfit.eigh
+    monkeypatch.setattr(
+        crossfit, "eigh", lambda factor: sizes_seen.append(len(factor)) or true_eigh(factor)
+    )
+    crossfit_magnitudes(*of_folds(torch.randn(12, 100).double(), 6))
+    assert sizes_seen == [100] + [12] * 6
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_rounding_is_no_curvature(precision):
+    rows = torch.randn(10, 40, dtype=precision)
+    values, _ = oracle.eigen((rows.T @ rows).double())
+    assert numerical_rank(values, precision) == 10
+    assert numerical_rank(torch.zeros(3)) == 0
+
+
+def test_of_diagonal_factors_the_entries_are_the_magnitudes():
+    factors, sizes = torch.rand(3, 7).double(), torch.tensor([2, 2, 1])
+    close(crossfit_magnitudes(factors, sizes), factors.sum(0) / 5)
+
+
+def wide_network():
+    """Factors of lower rank than their size: 12 examples, 40 inputs, 20 hidden units."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(40, 20), torch.nn.Tanh(), torch.nn.Linear(20, 2, bias=False)
+    )
+    return model.double().eval(), torch.randn(12, 40).double(), torch.randn(12, 2).double()
+
+
+def gradient_rows(model, x, layer):
+    """Columns of the loss Hessian's root (the identity) pulled back to a layer, [N, 2, d_out]."""
+    with torch.no_grad():
+        if layer == "2":
+            return torch.eye(2).double().expand(len(x), 2, 2)
+        hidden = torch.tanh(model[0](x))
+        return model[2].weight * (1 - hidden.square())[:, None, :]
+
+
+def test_kfac_of_few_examples_equals_the_slow_loop():
+    model, x, y = wide_network()
+    la = Laplace(model, "regression").fit_batches([(x[:7], y[:7]), (x[7:], y[7:])], folds=4)
+    block = la.posterior.curvature.blocks["0.weight"]
+    expected = torch.outer(slow_magnitudes(gradient_rows(model, x, "0"), 4), slow_magnitudes(x, 4))
+    close(block.magnitudes, expected)
+    assert oracle.diagonalises(block.U_A, x.T @ x / 12)
+
+
+def test_ekfac_of_few_examples_equals_the_slow_loop():
+    """Also along null directions: there the mean over them, for either factor."""
+    model, x, y = wide_network()
+    la = Laplace(model, "regression", "ekfac").fit_batches([(x, y)], folds=4)
+    g = gradient_rows(model, x, "0")
+    expected = torch.zeros(20, 40).double()
+    for k in range(4):
+        mine = torch.arange(12) % 4 == k
+        bases = []
+        for rows in (g[~mine].flatten(0, 1), x[~mine]):
+            _, singular, Vt = torch.linalg.svd(rows)
+            bases.append((Vt.T, int((singular > 1e-9 * singular[0]).sum())))
+        (U_G, rank_G), (U_A, rank_A) = bases
+        squares = torch.zeros(20, 40).double()
+        for i in mine.nonzero().flatten():
+            for column in g[i]:
+                squares += torch.outer(U_G.T @ column, U_A.T @ x[i]).square() / 12
+        squares[rank_G:] = squares[rank_G:].mean(0, keepdim=True)
+        squares[:, rank_A:] = squares[:, rank_A:].mean(1, keepdim=True)
+        expected += squares
+    close(la.posterior.curvature.blocks["0.weight"].magnitudes, expected)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_folds_of_identical_examples_are_the_mini_batch_at_low_rank(curvature):
+    model, x, y = wide_network()
+    mini = Laplace(model, "regression", curvature).fit_batches([(x, y)], num_data=100)
+    repeated = [(x.repeat_interleave(3, 0), y.repeat_interleave(3, 0))]
+    cross = Laplace(model, "regression", curvature).fit_batches(repeated, num_data=100, folds=3)
+    for name, block in mini.posterior.curvature.blocks.items():
+        close(cross.posterior.curvature.blocks[name].to_dense(), block.to_dense(), 1e-10)
+
+
+def test_the_mean_over_null_directions_is_nearer_the_truth_than_one_basis():
+    """Curvature of fresh data along the eigenvectors of all examples, estimated both ways."""
+    d, examples, folds = 60, 24, 4
+    spectrum = torch.logspace(0, -1, d).double()
+    mean_loss, one_loss = 0.0, 0.0
+    for _ in range(20):
+        rows = torch.randn(examples, d).double() * spectrum.sqrt()
+        factors, sizes = of_folds(rows, folds)
+        _, U = oracle.eigen(factors.sum(0))
+        truth = (U * (spectrum[:, None] * U)).sum(0)
+        found = crossfit_magnitudes(factors, sizes)
+        one = torch.zeros(d).double()
+        for own in factors:
+            _, V = torch.linalg.eigh(factors.sum(0) - own)
+            one += ((own @ V) * V).sum(0).flip(0) / examples
+        mean_loss += (found - truth).square().sum()
+        one_loss += (one - truth).square().sum()
+    assert mean_loss < 0.9 * one_loss

@@ -1,0 +1,168 @@
+"""Likelihoods against autograd, torch.distributions and sampling theory."""
+
+import pytest
+import torch
+from torch.distributions import Bernoulli as TorchBernoulli
+from torch.distributions import Categorical as TorchCategorical
+from torch.distributions import Independent, Normal
+
+from laplace_debias.curvature.losses.cotangents import Fisher, keyed_uniforms
+from laplace_debias.curvature.losses.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    likelihood_from,
+)
+
+CASES = {
+    "categorical": (Categorical(), 5, lambda n, c: torch.randint(c, (n,))),
+    "bernoulli": (Bernoulli(), 1, lambda n, c: torch.randint(2, (n,)).double()),
+    "gaussian": (Gaussian(0.7), 3, lambda n, c: torch.randn(n, c).double()),
+    "gaussian_per_output": (Gaussian([0.3, 1.0, 2.0]), 3, lambda n, c: torch.randn(n, c).double()),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    likelihood, num_outputs, draw = CASES[request.param]
+    return likelihood, 3 * torch.randn(40, num_outputs).double(), draw(40, num_outputs)
+
+
+def torch_distribution(likelihood, outputs):
+    if isinstance(likelihood, Categorical):
+        return TorchCategorical(logits=outputs)
+    if isinstance(likelihood, Bernoulli):
+        return TorchBernoulli(logits=outputs[:, 0])
+    return Independent(Normal(outputs, likelihood.sigma.expand(outputs.shape[1])), 1)
+
+
+def test_nll_is_the_log_density_with_its_constants(case):
+    likelihood, outputs, targets = case
+    expected = -torch_distribution(likelihood, outputs).log_prob(targets)
+    torch.testing.assert_close(likelihood.nll(outputs, targets), expected)
+
+
+def test_gradient_and_hessian_root_match_autograd(case):
+    likelihood, outputs, targets = case
+    root = likelihood.hessian_root(outputs)
+    product = torch.einsum("kbi,kbj->bij", root, root)
+    gradient = likelihood.gradient(outputs, targets)
+    for n in range(len(outputs)):
+
+        def loss(f, n=n):
+            return likelihood.nll(f[None], targets[n : n + 1])[0]
+
+        hessian = torch.autograd.functional.hessian(loss, outputs[n])
+        torch.testing.assert_close(product[n], hessian, rtol=1e-9, atol=1e-12)
+        expected = torch.autograd.functional.jacobian(loss, outputs[n])
+        torch.testing.assert_close(gradient[n], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [30.0, 200.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_categorical_root_survives_saturated_logits(scale, dtype):
+    """Probabilities down to underflow, in every order of the classes."""
+    logits = scale * torch.randn(200, 7, dtype=dtype)
+    logits[:7] = scale * torch.eye(7, dtype=dtype)
+    root = Categorical().hessian_root(logits)
+    product = torch.einsum("kbi,kbj->bij", root, root)
+    p = logits.softmax(-1)
+    expected = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    assert root.shape[0] == 6
+    torch.testing.assert_close(product, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("mc_samples", [1, 3])
+def test_monte_carlo_columns_average_to_the_exact_hessian(case, mc_samples):
+    likelihood, outputs, targets = case
+    fisher = Fisher("mc", mc_samples, seed=1)
+    for n in range(3):
+        many = (outputs[n : n + 1] / 3).expand(40_000, -1)
+        any_targets = targets[:1].expand(len(many), *targets.shape[1:])
+        columns = fisher.columns(likelihood, many, any_targets, first=0)
+        squares = torch.einsum("kbi,kbj->bij", columns, columns)
+        root = likelihood.hessian_root(many[:1])[:, 0]
+        standard_error = squares.std(0) / len(many) ** 0.5
+        error = squares.mean(0) - root.T @ root
+        assert (error.abs() <= 4.5 * standard_error + 1e-12).all()
+
+
+def test_keyed_uniforms_are_uniform_and_independent_of_the_cut():
+    like = torch.empty(20_000, 2)
+    whole = keyed_uniforms(5, 0, 0, like)
+    parts = [keyed_uniforms(5, 0, first, like[:7000]) for first in (0, 7000, 14000)]
+    assert torch.equal(whole, torch.cat(parts)[:20_000])
+    counts = torch.histc(whole, 20, 0, 1)
+    chi_squared = ((counts - 2000).square() / 2000).sum()
+    assert chi_squared < 46  # 99.95 % quantile for 19 degrees of freedom
+    others = [keyed_uniforms(6, 0, 0, like), keyed_uniforms(5, 1, 0, like), whole.roll(1, 0)]
+    pairs = [(whole[:, 0], whole[:, 1])] + [(whole[:, 0], other[:, 0]) for other in others]
+    for a, b in pairs:
+        assert torch.corrcoef(torch.stack([a, b]))[0, 1].abs() < 4.5 / 20_000**0.5
+
+
+def test_probit_predictive_of_a_logit_is_close_to_the_integral():
+    """MacKay's approximation of E[sigmoid(f)] is known to be good to about 0.02."""
+    mean = torch.linspace(-4, 4, 9).double()[:, None]
+    for variance in (0.1, 1.0, 9.0):
+        samples = mean + variance**0.5 * torch.randn(200_000, 9, 1).double()
+        integral = Bernoulli().mixture(samples).probs
+        closed = Bernoulli().predictive(mean, torch.full((9, 1, 1), variance).double()).probs
+        assert (closed - integral).abs().max() < 0.025
+        assert (Bernoulli().predictive(mean, None).probs - integral).abs().max() > 0.003
+
+
+def test_categorical_predictive_divides_each_logit_by_its_own_spread():
+    mean = torch.tensor([[2.0, -1.0, 0.5]])
+    covariance = torch.diag(torch.tensor([8.0, 0.0, 2.0]) / torch.pi)[None]
+    logits = torch.tensor([[2 / 2**0.5, -1.0, 0.5 / 1.25**0.5]])
+    torch.testing.assert_close(Categorical().predictive(mean, covariance).probs, logits.softmax(-1))
+    torch.testing.assert_close(Categorical().predictive(mean, None).probs, mean.softmax(-1))
+
+
+def test_gaussian_predictive_adds_the_noise():
+    likelihood = Gaussian([0.5, 2.0])
+    covariance = torch.tensor([[[1.0, 0.2], [0.2, 3.0]]], dtype=torch.float64)
+    mean = torch.zeros(1, 2, dtype=torch.float64)
+    expected = covariance + torch.diag(torch.tensor([0.25, 4.0], dtype=torch.float64))
+    torch.testing.assert_close(likelihood.predictive(mean, covariance).covariance_matrix, expected)
+    samples = torch.linalg.cholesky(covariance[0]) @ torch.randn(2, 200_000).double()
+    mixture = likelihood.mixture(samples.T[:, None])
+    torch.testing.assert_close(mixture.covariance_matrix, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets", "error", "says"),
+    [
+        (Categorical(), (4, 3), torch.tensor([0, 1, 2, 3]), ValueError, "0 … 2"),
+        (Categorical(), (4, 3), torch.tensor([0, 1, 2, -1]), ValueError, "-1"),
+        (Categorical(), (4, 3), torch.rand(4), TypeError, "integers"),
+        (Categorical(), (4, 3), torch.zeros(4, 3, dtype=torch.long), ValueError, "one class label"),
+        (Categorical(), (4, 1), torch.zeros(4, dtype=torch.long), ValueError, "binary"),
+        (Bernoulli(), (4, 1), torch.tensor([0.0, 1.0, 2.0, 1.0]), ValueError, "0 or 1"),
+        (Bernoulli(), (4, 2), torch.zeros(4), ValueError, "classification"),
+        (Bernoulli(), (4, 1), torch.zeros(3), ValueError, "shape"),
+        (Gaussian(), (4, 2), torch.zeros(4), ValueError, "shape"),
+        (Gaussian(), (4, 2), torch.zeros(4, 2, dtype=torch.long), TypeError, "floating"),
+        (Gaussian(), (4, 2), torch.full((4, 2), torch.nan), ValueError, "NaN"),
+        (Gaussian([1.0, 1.0]), (4, 3), torch.zeros(4, 3), ValueError, "entries"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(likelihood, outputs, targets, error, says):
+    with pytest.raises(error, match=says):
+        likelihood.check(torch.zeros(outputs), targets)
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), [1.0, 0.0]])
+def test_sigma_must_be_positive(sigma):
+    with pytest.raises(ValueError, match="sigma"):
+        Gaussian(sigma)
+
+
+def test_likelihood_names():
+    assert isinstance(likelihood_from("binary"), Bernoulli)
+    assert likelihood_from("regression", 0.3).sigma == 0.3
+    with pytest.raises(ValueError, match="Unknown likelihood 'poisson'"):
+        likelihood_from("poisson")
+    with pytest.raises(ValueError, match="sigma belongs"):
+        likelihood_from("classification", 0.3)

@@ -1,0 +1,451 @@
+"""How network operators go about their data, memory and model; and what they refuse."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from conformance import fingerprint
+from networks import (
+    LABELS,
+    ROWS,
+    N,
+    Net,
+    W,
+    batches,
+    build,
+    close,
+    dense_ggn,
+    dense_hessian,
+    inputs,
+    probabilities,
+    random_labels,
+    zero_one,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian, Jacobian
+from laplace_debias.curvature.operators import linearisation
+from laplace_debias.curvature.operators.network_operator import NetworkOperator
+
+# Independence of how products are computed.
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"), [(Hessian, "mlp"), (GGN, "by value"), (EmpiricalFisher, "mlp")]
+)
+def test_memory_bound_and_chunks_do_not_matter(operator, name):
+    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    data = batches(x, y, 2)
+    whole = operator(model, loss, [(x, y)])
+    V = inputs(whole.shape[0]).T.contiguous()
+    expected = whole @ V
+    every = operator(model, loss, data)
+    every @ V
+    assert every.num_bytes_kept > 0
+    for bound, chunk in [(0, 1), (every.num_bytes_kept // 2, 2), (every.num_bytes_kept, 100)]:
+        some = operator(model, loss, data, memory_bound=bound, chunk_size=chunk)
+        torch.testing.assert_close(some @ V, expected)
+        assert some.num_bytes_kept <= bound
+        torch.testing.assert_close(some @ V[:, 0], expected[:, 0])
+    assert every.num_bytes_kept == some.num_bytes_kept
+
+
+def test_kept_batches_are_not_read_again():
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self):
+            Counted.passes += 1
+            return super().__iter__()
+
+    model, loss, x, y = build("mlp"), nn.CrossEntropyLoss(), inputs(3), LABELS
+    operator = GGN(model, loss, Counted(batches(x, y, 3)))
+    v = torch.ones(operator.shape[0], dtype=torch.float64)
+    first = operator @ v
+    before = Counted.passes
+    torch.testing.assert_close(operator @ v, first)
+    assert Counted.passes == before
+
+
+def test_a_changed_model_is_linearised_again():
+    model, loss, x, y = build("conv"), nn.CrossEntropyLoss(), inputs(3), LABELS
+    operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
+    before = [operator.to_dense() for operator in operators]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss(model(x), y).backward()
+    optimizer.step()
+    model[2].running_mean.add_(0.3)
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+    for operator, old in zip(operators, before, strict=True):
+        assert not torch.allclose(operator.to_dense(), old)
+
+
+@pytest.mark.parametrize("name", ["mlp", "by value"])
+def test_a_model_that_is_changed_behind_torchs_back_is_linearised_again(name):
+    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
+    [operator.to_dense() for operator in operators]
+    # `.data` has a version of its own: torch does not count what is done to it.
+    for parameter in model.parameters():
+        parameter.data.mul_(-3)
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+    # As another object.
+    module = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    module.weight = nn.Parameter(module.weight.detach() + 1)
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+    # Within a permutation of the entries too.
+    parameter.data.copy_(parameter.data.flip(0))
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+
+
+@pytest.mark.parametrize("name", ["mlp", "by value"])
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_batches_that_are_not_kept_are_linearised_one_at_a_time(operator, name, monkeypatch):
+    alive, most = [], []
+    make = NetworkOperator._make
+
+    def watched(self, batch):
+        gc.collect()
+        most.append(sum(reference() is not None for reference in alive))
+        item = make(self, batch)
+        alive.append(weakref.ref(item.linearisation))
+        return item
+
+    monkeypatch.setattr(NetworkOperator, "_make", watched)
+    model, data = build(name), batches(inputs(3), LABELS, 2)
+    A = operator(model, nn.CrossEntropyLoss(), data, memory_bound=0)
+    J = Jacobian(model, data, memory_bound=0)
+    A @ torch.ones(A.shape[0], dtype=torch.float64)
+    J @ torch.ones(J.shape[1], dtype=torch.float64)
+    J.T @ torch.ones(J.shape[0], dtype=torch.float64)
+    assert len(most) == 3 * len(data)
+    assert max(most) == 0
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_an_exhausted_memory_is_not_taken_for_a_model_that_cannot_be_recorded(
+    operator, monkeypatch
+):
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(linearisation, "trace", exhausted)
+    A = operator(build("mlp"), nn.CrossEntropyLoss(), batches(inputs(3), LABELS, 2))
+    with pytest.raises(torch.OutOfMemoryError):
+        A @ torch.ones(A.shape[0], dtype=torch.float64)
+
+
+def test_sequences_of_several_lengths():
+    torch.manual_seed(1)
+    model = nn.Conv1d(2, 3, 1).double()
+    x, y = inputs(2, 4), random_labels(4)
+    data = [(x[:3, :, :4], y[:3, :4]), (x[3:, :, :2], y[3:, :2])]
+    loss = nn.CrossEntropyLoss()
+    padded = y.clone()
+    padded[3:, 2:] = -100
+    close(GGN(model, loss, data), dense_ggn(model, loss, x, padded))
+    with pytest.raises(ValueError, match="one shape"):
+        Jacobian(model, data).to_dense()
+    wrong = [data[0], (x[3:, :, :2], y[3:, :3])]
+    with pytest.raises(ValueError, match="class indices of shape"):
+        GGN(model, loss, wrong).to_dense()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["mlp", "by value"])
+def test_modes_that_switch_differentiation_off(mode, name):
+    model, loss, y = build(name), nn.CrossEntropyLoss(), LABELS
+    expected = dense_ggn(model, loss, inputs(3), y).sum(1)
+    H = dense_hessian(model, loss, inputs(3), y).sum(1)
+    with mode():
+        x = inputs(3) + 0
+        v = torch.ones(31, dtype=torch.float64)
+        torch.testing.assert_close(GGN(model, loss, [(x, y)]) @ v, expected)
+        torch.testing.assert_close(Hessian(model, loss, [(x, y)]) @ v, H)
+    torch.testing.assert_close(GGN(model, loss, [(x, y)]) @ v, expected)
+
+
+# The model stays untouched.
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [(Hessian, "conv"), (GGN, "tied"), (EmpiricalFisher, "by value"), (Hessian, "by value")],
+)
+def test_the_model_is_untouched(operator, name):
+    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    before = fingerprint(model)
+
+    def unchanged():
+        after = fingerprint(model)
+        return before.keys() == after.keys() and all(
+            a.equal(after[k]) if isinstance(a, torch.Tensor) else a == after[k]
+            for k, a in before.items()
+        )
+
+    op = operator(model, loss, batches(x, y, 3))
+    op @ torch.ones(op.shape[0], dtype=torch.float64)
+    assert unchanged()
+    x[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        operator(model, loss, [(x, y)])
+    assert unchanged()
+
+
+# Bad input.
+
+
+def good():
+    return {
+        "model": build("mlp"),
+        "loss": nn.CrossEntropyLoss(),
+        "data": batches(inputs(3), LABELS, 3),
+    }
+
+
+def random_net():
+    return Net(
+        lambda self, x: self.one(x) + torch.rand(3, dtype=torch.float64), one=nn.Linear(3, 3)
+    ).double()
+
+
+class Shared:
+    """Each pass goes on where the last one ended."""
+
+    def __init__(self):
+        self.batches = iter(batches(inputs(3), LABELS, 3))
+
+    def __iter__(self):
+        return self.batches
+
+
+def broken():
+    model = build("mlp")
+    model[0].weight.data[0, 0] = torch.nan
+    return model
+
+
+class Mean(nn.CrossEntropyLoss):
+    """A subclass, of which nothing is known but its attributes."""
+
+    def forward(self, outputs, targets):
+        return super().forward(outputs, targets)
+
+
+BAD = {
+    "dropout": (
+        {"model": nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()},
+        ValueError,
+        "model.eval",
+    ),
+    "batch norm": (
+        {"model": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()},
+        ValueError,
+        "model.eval",
+    ),
+    "random": ({"model": random_net()}, ValueError, "deterministic"),
+    "model": ({"model": F.relu}, TypeError, "nn.Module"),
+    "iterator": ({"data": iter(batches(inputs(3), LABELS, 3))}, TypeError, "only once"),
+    "generator": ({"data": (b for b in batches(inputs(3), LABELS, 3))}, TypeError, "only once"),
+    "no iterable": ({"data": 3}, TypeError, "iterable"),
+    "empty": ({"data": []}, ValueError, "empty"),
+    "no pairs": ({"data": [inputs(3)]}, TypeError, "pairs"),
+    "sizes": ({"data": [(inputs(3), LABELS[:3])]}, ValueError, "targets of shape"),
+    "shared iterator": ({"data": Shared}, TypeError, "Shared gave no batch .* only once"),
+    "nan parameter": ({"model": broken()}, ValueError, "0.weight holds NaN"),
+    "nan": ({"data": [(inputs(3) / 0 * 0, LABELS)]}, ValueError, "NaN"),
+    "dtype": ({"data": [(inputs(3).float(), LABELS)]}, TypeError, "convert"),
+    "shuffled": (
+        {
+            "data": DataLoader(
+                TensorDataset(inputs(3), LABELS),
+                3,
+                shuffle=True,
+                generator=torch.Generator().manual_seed(0),
+            )
+        },
+        ValueError,
+        "shuffle=False",
+    ),
+    "num_data": ({"num_data": 7}, ValueError, "holds 6"),
+    "loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "instance"),
+    "none": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "scalar loss"),
+    "no reduction": ({"loss": F.cross_entropy}, ValueError, "reduction="),
+    "two reductions": ({"reduction": "sum"}, ValueError, "leave it out"),
+    "weighted mean": ({"loss": nn.NLLLoss(weight=W)}, ValueError, 'reduction="sum"'),
+    "not scalar": ({"loss": lambda f, y: f, "reduction": "sum"}, TypeError, "scalar"),
+    "weight": ({"loss": nn.CrossEntropyLoss(weight=W[:2])}, ValueError, "weight of shape"),
+    "negative weight": ({"loss": nn.CrossEntropyLoss(weight=-W)}, ValueError, "weight must be"),
+    "pos_weight": (
+        {"loss": nn.BCEWithLogitsLoss(pos_weight=W[:2]), "data": [(inputs(3), zero_one(3))]},
+        ValueError,
+        "pos_weight of shape",
+    ),
+    "weight rows": (
+        {"loss": nn.BCEWithLogitsLoss(weight=ROWS[:3]), "data": batches(inputs(3), zero_one(3), 3)},
+        ValueError,
+        "6 rows",
+    ),
+    "ignore probabilities": (
+        {"loss": nn.CrossEntropyLoss(ignore_index=1), "data": [(inputs(3), probabilities(3))]},
+        ValueError,
+        "ignore_index=1",
+    ),
+    "all ignored": (
+        {"data": [(inputs(3), torch.full_like(LABELS, -100))]},
+        ValueError,
+        "ignore_index",
+    ),
+    "labels": ({"data": [(inputs(3), LABELS + 1)]}, ValueError, "0 … 2"),
+    "one-hot": ({"data": [(inputs(3), F.one_hot(LABELS))]}, ValueError, "class indices of shape"),
+    "bool": ({"data": [(inputs(3), LABELS > 0)]}, TypeError, "int64"),
+    "shape": (
+        {"loss": nn.MSELoss(), "data": [(inputs(3), inputs(1))]},
+        ValueError,
+        "outputs' shape",
+    ),
+    "integers": (
+        {"loss": nn.MSELoss(), "data": [(inputs(3), random_labels(3))]},
+        TypeError,
+        "float",
+    ),
+    "range": (
+        {"loss": nn.BCEWithLogitsLoss(), "data": [(inputs(3), inputs(3))]},
+        ValueError,
+        r"in \[0, 1\]",
+    ),
+    "params": ({"params": ["5.weight"]}, ValueError, "5.weight"),
+    "tensors as params": (
+        {"params": list(build("mlp").parameters())},
+        TypeError,
+        r"got a list of Parameter: give names, of \['0.weight', [^=]*$",
+    ),
+    "memory_bound": ({"memory_bound": -1}, ValueError, "memory_bound"),
+    "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size"),
+}
+# What the Jacobian, which has no loss, has no reason to refuse.
+OF_THE_LOSS = {"labels", "one-hot", "bool", "all ignored"}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_work(name):
+    change, kind, message = BAD[name]
+    for operator in (GGN, EmpiricalFisher, Jacobian):
+        arguments = {**good(), **change}
+        if arguments["data"] is Shared:
+            arguments["data"] = Shared()
+        if operator is Jacobian:
+            if name in OF_THE_LOSS or set(change) & {"loss", "reduction"}:
+                continue
+            del arguments["loss"]
+        with pytest.raises(kind, match=message):
+            operator(**arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_fisher_refuses_what_it_cannot_draw():
+    for change, kind, message in [
+        ({"fisher": "empirical"}, ValueError, "EmpiricalFisher"),
+        ({"mc_samples": 3}, ValueError, 'fisher="mc"'),
+        ({"generator": torch.Generator()}, ValueError, 'fisher="mc"'),
+        ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),
+        ({"loss": lambda f, y: f.exp().sum(), "reduction": "sum"}, TypeError, "distribution"),
+    ]:
+        with pytest.raises(kind, match=message):
+            Fisher(**{**good(), **change})
+
+
+def test_outputs_that_are_nan_name_the_remedy():
+    model = Net(lambda self, x: self.one(x).log(), one=nn.Linear(3, 3)).double()
+    with pytest.raises(ValueError, match="scale"):
+        GGN(model, nn.CrossEntropyLoss(), [(inputs(3), LABELS)])
+
+
+def test_data_that_changes_between_products_is_refused():
+    data = batches(inputs(3), LABELS, 3)
+    operator = GGN(build("mlp"), nn.CrossEntropyLoss(), data, memory_bound=0)
+    v = torch.ones(operator.shape[0], dtype=torch.float64)
+    operator @ v
+    data[1] = (data[1][0].flip(1), data[1][1])
+    with pytest.raises(ValueError, match="Batch 1 of the data"):
+        operator @ v
+    del data[1:]
+    with pytest.raises(ValueError, match="Batch 1 of the data"):
+        operator @ v
+
+
+@pytest.mark.parametrize("part", ["first target", "first input", "last input"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_any_entry_that_changes_between_products_is_noticed(size, part):
+    data = [(x.clone(), y.clone()) for x, y in batches(inputs(3), LABELS, size)]
+    operator = GGN(build("mlp"), nn.CrossEntropyLoss(), data, memory_bound=0)
+    v = torch.ones(operator.shape[0], dtype=torch.float64)
+    operator @ v
+    x, y = data[1]
+    if part == "first target":
+        y[0] = (y[0] + 1) % 3
+    else:
+        x.view(-1)[0 if part == "first input" else -1] += 0.1
+    with pytest.raises(ValueError, match="Batch 1 of the data"):
+        operator @ v
+
+
+def test_masks_may_hold_minus_infinity_and_nothing_else_may():
+    def attend(self, x, mask):
+        return self.two((x * mask.softmax(1)).tanh())
+
+    model = Net(attend, two=nn.Linear(3, 3)).double()
+    x, mask, y = inputs(3), torch.zeros(N, 3).double(), LABELS
+    mask[:, 2] = -torch.inf
+    mask[0, 1] = -torch.inf
+    loss = nn.CrossEntropyLoss()
+    by_name = [({"x": x[i : i + 3], "mask": mask[i : i + 3]}, y[i : i + 3]) for i in (0, 3)]
+    plain = nn.Sequential(nn.Tanh(), model.two)
+    expected = dense_ggn(plain, loss, x * mask.softmax(1), y)
+    close(GGN(model, loss, by_name), expected)
+    for bad in (torch.inf, torch.nan):
+        wrong = mask.clone()
+        wrong[1, 1] = bad
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            GGN(model, loss, [({"x": x, "mask": wrong}, y)])
+    x[0, 0] = -torch.inf
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        GGN(plain, loss, [(x, y)])
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.NLLLoss(), Mean(), F.cross_entropy, F.nll_loss], ids=lambda loss: str(loss)[:12]
+)
+def test_a_mean_that_leaves_targets_out_is_refused(loss):
+    ignored = LABELS.clone()
+    ignored[4] = -100
+    reduction = None if isinstance(loss, nn.Module) else "mean"
+    model = nn.Sequential(build("mlp"), nn.LogSoftmax(1))
+    GGN(model, loss, batches(inputs(3), LABELS, 3), reduction=reduction)
+    with pytest.raises(ValueError, match=r'ignore_index=-100.*reduction="sum"'):
+        GGN(model, loss, batches(inputs(3), ignored, 3), reduction=reduction)
+
+
+def test_the_mean_over_a_batch_of_the_kl_divergence_is_that_over_the_examples():
+    model, x, y = nn.Sequential(build("mlp"), nn.LogSoftmax(1)), inputs(3), probabilities(3)
+    loss = nn.KLDivLoss(reduction="batchmean")
+    close(Hessian(model, loss, batches(x, y, 2)), dense_hessian(model, loss, x, y))
+
+
+def test_importing_the_package_is_cheap():
+    code = (
+        "import sys, laplace_debias.curvature as c; c.GGN; "
+        "print([m for m in ('torchvision', 'torchmetrics', 'backpack') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,86 @@
+"""Second moments of patches: the fast product equals unfolding, for every convolution."""
+
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from laplace_debias.curvature.fits.factors import input_factor
+from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.patches import has_fast_patches, patch_moments
+from laplace_debias.curvature.layers.uses import activations
+
+pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
+
+
+@st.composite
+def convolutions(draw, stride=None):
+    kernel, dilation = draw(pairs), draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    padding = draw(st.one_of(st.tuples(st.integers(0, 4), st.integers(0, 4)), st.just("same")))
+    stride = stride or (draw(pairs) if padding != "same" else 1)
+    groups = draw(st.integers(1, 2))
+    layer = nn.Conv2d(
+        2 * groups, 2 * groups, kernel, stride, padding, dilation, groups, dtype=torch.float64
+    )
+    # Never smaller than the kernel's reach.
+    smallest = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    height, width = (draw(st.integers(s, s + 6)) for s in smallest)
+    return layer, torch.randn(3, 2 * groups, height, width, dtype=torch.float64)
+
+
+def unfolded(layer, x, group):
+    """`F.unfold` of one group's channels, padded by hand: an independent route."""
+    channels = x.shape[1] // layer.groups
+    part = x[:, group * channels : (group + 1) * channels]
+    part = F.pad(part, layer._reversed_padding_repeated_twice)
+    columns = F.unfold(part, layer.kernel_size, layer.dilation, 0, layer.stride)
+    return columns.mT
+
+
+@settings(max_examples=60, deadline=None)
+@given(convolutions())
+def test_activations_and_factor_equal_torch_unfold(case):
+    layer, x = case
+    blocks = curvature_blocks(layer, ["weight"])
+    assert len(blocks) == layer.groups
+    for block in blocks:
+        expected = unfolded(layer, x, block.group)
+        assert torch.equal(activations(layer, block, x), expected)
+        rows = expected.flatten(0, 1)
+        torch.testing.assert_close(
+            input_factor(layer, block, [[x[:1]], [x[1:]]]), rows.T @ rows, rtol=1e-10, atol=1e-10
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(convolutions(stride=1))
+def test_displaced_products_equal_unfolding(case):
+    layer, x = case
+    assume(has_fast_patches(layer) and layer.groups == 1)
+    rows = unfolded(layer, x, 0).flatten(0, 1)
+    torch.testing.assert_close(patch_moments(layer, x), rows.T @ rows, rtol=1e-10, atol=1e-10)
+
+
+def test_one_dimensional_convolutions():
+    layer = nn.Conv1d(3, 2, 4, padding=2, dilation=2, dtype=torch.float64)
+    x = torch.randn(5, 3, 17, dtype=torch.float64)
+    (block,) = curvature_blocks(layer, ["weight"])
+    rows = activations(layer, block, x).flatten(0, 1)
+    torch.testing.assert_close(patch_moments(layer, x), rows.T @ rows)
+
+
+def test_wide_rows_use_their_symmetry_exactly():
+    layer = nn.Linear(700, 2, dtype=torch.float64)
+    x = torch.randn(40, 700, dtype=torch.float64)
+    (block,) = curvature_blocks(layer, ["weight"])
+    torch.testing.assert_close(input_factor(layer, block, [[x]]), x.T @ x)
+
+
+def test_padding_modes_are_followed():
+    for mode in ("reflect", "replicate", "circular"):
+        layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode, dtype=torch.float64)
+        x = torch.randn(2, 2, 6, 5, dtype=torch.float64)
+        (block,) = curvature_blocks(layer, ["weight"])
+        product = activations(layer, block, x) @ layer.weight.flatten(1).T + layer.bias
+        torch.testing.assert_close(product.mT.reshape(2, 3, 6, 5), layer(x))

@@ -1,0 +1,164 @@
+"""Full and low-rank curvature against dense float64 linear algebra."""
+
+import oracle
+import pytest
+import torch
+from test_layers import Attention, Bag, randomised
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.fits import dense as whole
+
+NUM_DATA, DELTA = 30, 0.6
+
+
+def conv2d():
+    model, x, y, _, _ = oracle.SMALL_MODELS["conv2d"]()
+    return model, x, y
+
+
+def bag():
+    x = torch.tensor([[0, 2, 2, 5], [1, 1, 1, 2], [4, 0, 5, 0], [3, 3, 1, 0]])
+    return randomised(Bag()), x, torch.tensor([0, 2, 1, 1])
+
+
+def attention():
+    torch.manual_seed(3)
+    return randomised(Attention()), torch.randn(4, 5, 4).double(), torch.tensor([0, 2, 1, 1])
+
+
+CASES = {"conv2d": conv2d, "bag": bag, "attention": attention}
+
+
+def ggn(la, x):
+    return oracle.ggn(la.model, x, "classification", la.param_names)
+
+
+def precision_from(U, along):
+    """`N·C + δ`, with what lies outside U's columns left to the prior."""
+    return NUM_DATA * (U * along) @ U.T + DELTA * torch.eye(len(U)).double()
+
+
+def assert_posterior(la, x, precision):
+    torch.testing.assert_close(la.posterior.precision.to_dense(), precision, rtol=1e-8, atol=1e-9)
+    covariance = torch.linalg.inv(precision)
+    J = oracle.flat_jacobian(la.model, x, la.param_names)
+    expected = J @ covariance @ J.mT
+    torch.testing.assert_close(la.functional(x)[1], expected, rtol=1e-7, atol=1e-10)
+    variances = la.functional(x, diagonal=True)[1]
+    torch.testing.assert_close(variances, expected.diagonal(dim1=1, dim2=2), rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(la.posterior.log_det_precision(), torch.logdet(precision))
+    root = la.posterior.scale.to_dense()
+    torch.testing.assert_close(root @ root.T, covariance, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_full_is_the_ggn(name):
+    model, x, y = CASES[name]()
+    la = Laplace(model, curvature="full", prior_precision=DELTA)
+    la.fit_batches([(x[:2], y[:2]), (x[2:], y[2:])], num_data=NUM_DATA)
+    C = ggn(la, x)
+    assert_posterior(la, x, NUM_DATA * C + DELTA * torch.eye(len(C)).double())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_debiased_full_measures_the_second_data_along_the_first_eigenvectors(name):
+    model, x, y = CASES[name]()
+    la = Laplace(model, curvature="full", prior_precision=DELTA)
+    la.fit_batches([(x[:2], y[:2])], [(x[2:], y[2:])], num_data=NUM_DATA)
+    second = ggn(la, x[2:])
+    C = torch.zeros_like(second)
+    for P in oracle.eigenprojectors(ggn(la, x[:2])):
+        C += P * (P * second).sum() / P.trace()
+    assert_posterior(la, x, NUM_DATA * C + DELTA * torch.eye(len(C)).double())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_crossfit_full_measures_folds_along_the_eigenvectors_of_the_others(name):
+    """Of the others' null space, which is most of the space here, the mean."""
+    model, x, y = CASES[name]()
+    la = Laplace(model, curvature="full", prior_precision=DELTA)
+    la.fit_batches([(x, y)], num_data=NUM_DATA, folds=2)
+    U = oracle.eigen(ggn(la, x))[1]
+    along = torch.zeros(len(U)).double()
+    for own, others in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
+        C = ggn(la, own)
+        measured = [
+            (P * C).sum() / P.trace()
+            for P in oracle.eigenprojectors(ggn(la, others))
+            for _ in range(round(float(P.trace())))
+        ]
+        along += torch.stack(measured) * len(own) / len(x)
+    rank = torch.linalg.matrix_rank(ggn(la, x))
+    along[rank:] = along[rank:].mean()
+    assert_posterior(la, x, precision_from(U, along))
+
+
+@pytest.mark.parametrize("mode", ["mini", "debiased", "crossfit"])
+@pytest.mark.parametrize("name", CASES)
+def test_low_rank_is_the_leading_part_of_the_ggn(name, mode):
+    model, x, y = CASES[name]()
+    rank = 3
+    la = Laplace(model, curvature="lowrank", rank=rank, prior_precision=DELTA)
+    first = x if mode == "crossfit" else x[:2]
+    if mode == "debiased":
+        la.fit_batches([(x[:2], y[:2])], [(x[2:], y[2:])], num_data=NUM_DATA)
+    else:
+        folds = 2 if mode == "crossfit" else None
+        la.fit_batches([(first, y[: len(first)])], num_data=NUM_DATA, folds=folds)
+    values, vectors = torch.linalg.eigh(ggn(la, first))
+    U, along = vectors.flip(1)[:, :rank], values.flip(0)[:rank]
+    if mode == "debiased":
+        along = (U.T @ ggn(la, x[2:]) @ U).diagonal()
+    if mode == "crossfit":
+        along = torch.zeros(rank).double()
+        for own, others in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
+            basis = torch.linalg.eigh(ggn(la, others))[1].flip(1)[:, :rank]
+            along += (basis.T @ ggn(la, own) @ basis).diagonal() * len(own) / len(x)
+    assert_posterior(la, x, precision_from(U, along))
+
+
+def test_low_rank_by_lanczos_is_low_rank_by_decomposition(monkeypatch):
+    model, x, y = conv2d()
+    fits = []
+    for kept in (whole._KEPT_ROWS, 0):
+        monkeypatch.setattr(whole, "_KEPT_ROWS", kept)
+        la = Laplace(model, curvature="lowrank", rank=3).fit_batches([(x, y)])
+        fits.append(la.posterior.precision.to_dense())
+    torch.testing.assert_close(fits[0], fits[1], rtol=1e-6, atol=1e-6)
+
+
+def test_there_are_no_more_directions_than_jacobian_rows():
+    model, x, y = conv2d()
+    la = Laplace(model, curvature="lowrank", rank=50).fit_batches([(x[:1], y[:1])])
+    assert la.posterior.curvature.blocks[whole.WHOLE].U.shape[1] == 2  # C − 1 columns
+
+
+@pytest.mark.parametrize("curvature", ["full", "lowrank", "diag"])
+def test_every_curvature_survives_saving(curvature, tmp_path):
+    model, x, y = bag()
+    la = Laplace(model, curvature=curvature).fit_batches([(x, y)])
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    torch.testing.assert_close(
+        loaded.posterior.precision.to_dense(), la.posterior.precision.to_dense(), rtol=0, atol=0
+    )
+    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+    with pytest.raises(ValueError, match="one number or one for each"):
+        loaded.prior_precision = torch.ones(17)
+
+
+def test_samples_of_a_low_rank_posterior_have_its_covariance():
+    model, x, y = bag()
+    la = Laplace(model, curvature="lowrank", rank=2, prior_precision=DELTA).fit_batches([(x, y)])
+    draws = la.sample(100_000, torch.Generator().manual_seed(0)) - la.mean
+    expected = la.posterior.covariance.to_dense()
+    error = (draws.T @ draws / len(draws) - expected).abs().max()
+    assert error < 5 * expected.diagonal().max() * (2 / len(draws)) ** 0.5
+
+
+def test_a_rank_belongs_to_low_rank():
+    model, _, _ = conv2d()
+    with pytest.raises(ValueError, match='to "lowrank" alone'):
+        Laplace(model, rank=3)
+    with pytest.raises(ValueError, match="positive rank"):
+        Laplace(model, curvature="lowrank", rank=0)

@@ -1,0 +1,162 @@
+"""The spectrum of a network's curvature, in one command."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matrices import Opaque, randn
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+from laplace_debias.cli import main
+from laplace_debias.curvature import GGN, Hessian
+from laplace_debias.experiments.bias.spectrum import SpectrumSettings, measure, run_spectrum
+from laplace_debias.linalg import eigsh, trace
+from laplace_debias.operators import assume
+from laplace_debias.problems import digits, digits_net, save_checkpoint
+from laplace_debias.report.tables import read_csv
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = {
+    "problem": "allcnn-digits",
+    "examples": 30,
+    "batch_size": 20,
+    "eigenpairs": 4,
+    "trace_matvecs": 4,
+    "density_probes": 2,
+    "density_steps": 6,
+    "device": "cpu",
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("digits") / "net.safetensors"
+    split = {"split.train": torch.arange(100), "split.val": torch.arange(100, 150)}
+    save_checkpoint(digits_net(), path, split)
+    return path
+
+
+def network(checkpoint):
+    torch.manual_seed(0)
+    return digits_net().eval()
+
+
+@pytest.mark.parametrize("kind", [GGN, pytest.param(Hessian, marks=pytest.mark.slow)])
+def test_the_spectrum_is_that_of_the_first_training_images(checkpoint, tmp_path, kind):
+    settings = SpectrumSettings(
+        **SMALL, matrix=kind.__name__.lower(), checkpoint=checkpoint, output=tmp_path
+    )
+    screen = io.StringIO()
+    result = run_spectrum(settings, Console(file=screen, width=200))
+    images, labels = digits().train.batch(torch.arange(30))
+    A = kind(network(checkpoint), nn.CrossEntropyLoss(), [(images, labels)])
+    V, values = result.eigenpairs.vectors, result.eigenpairs.values
+    torch.testing.assert_close(A @ V, V * values, rtol=0, atol=2e-3 * float(values[0]))
+    rows = read_csv(tmp_path / "eigenvalues.csv")
+    assert [row["eigenvalue"] for row in rows] == pytest.approx(values.tolist())
+    (row,) = read_csv(tmp_path / "trace.csv")
+    assert row["trace"] == pytest.approx(float(result.trace.value))
+    assert len(read_csv(tmp_path / "density.csv")) == len(result.density.grid)
+    with Image.open(tmp_path / "spectrum.png") as picture:
+        assert len(np.unique(np.asarray(picture.convert("L")))) > 10
+    printed = screen.getvalue()
+    assert f"{kind.__name__} of the mean cross-entropy of 30 training images" in printed
+    assert "Leading 4 eigenvalues" in printed
+
+
+def test_rows_give_the_same_without_estimates(checkpoint, tmp_path):
+    screen = io.StringIO()
+    result = run_spectrum(
+        SpectrumSettings(
+            **SMALL, method="rows", left_out=0.0, checkpoint=checkpoint, output=tmp_path
+        ),
+        Console(file=screen, width=200),
+    )
+    images, labels = digits().train.batch(torch.arange(30))
+    A = GGN(network(checkpoint), nn.CrossEntropyLoss(), [(images, labels)])
+    V, values = result.eigenpairs.vectors, result.eigenpairs.values
+    torch.testing.assert_close(A @ V, V * values, rtol=0, atol=1e-4 * float(values[0]))
+    torch.testing.assert_close(eigsh(A, k=4).values, values, rtol=1e-4, atol=0)
+    estimate = trace(A, num_matvecs=40, generator=torch.Generator().manual_seed(0))
+    error = 4 * float(estimate.standard_error)
+    assert float(result.trace) == pytest.approx(float(estimate), abs=error)
+    assert float(result.trace.standard_error) == 0
+    assert result.density.num_matvecs == 0
+    # 270 rows, four of whose eigenvalues are the leading ones; none of the others is tiny.
+    assert result.density.null_fraction == pytest.approx(1 - 266 / A.shape[0], abs=1e-5)
+    assert "270 rows" in screen.getvalue()
+    assert (tmp_path / "spectrum.png").is_file()
+
+
+def test_the_trace_is_unbiased_and_its_error_honest():
+    spectrum = torch.cat(
+        [torch.tensor([50.0, 40.0, 30.0, 20.0]), torch.linspace(1, 2, 36)]
+    ).double()
+    Q = torch.linalg.qr(randn(40, 40)).Q
+    A = assume(Opaque(Q * spectrum @ Q.T), positive_semidefinite=True)
+    changed = {**SMALL, "trace_matvecs": 8, "tolerance": 1e-6}
+    scores = []
+    for seed in range(40):
+        result = measure(A, SpectrumSettings(**changed, seed=seed))
+        values = result.eigenpairs.values
+        torch.testing.assert_close(values, spectrum[:4], rtol=1e-6, atol=0)
+        error = float(result.trace.value - spectrum.sum())
+        # Four outliers would dominate the error of plain probes: their share alone is 50² + ….
+        assert abs(error) < 10
+        scores.append(error / float(result.trace.standard_error))
+        assert result.trace.num_matvecs == result.eigenpairs.num_matvecs + 8
+    assert abs(sum(scores) / len(scores)) < 4 * 1.3 / len(scores) ** 0.5
+    assert 0.5 < float(torch.tensor(scores).square().mean().sqrt()) < 2
+
+
+def test_without_a_checkpoint_the_digits_are_trained(tmp_path, capsys, monkeypatch):
+    trained = []
+    monkeypatch.setattr(
+        "laplace_debias.experiments.bias.spectrum.train",
+        lambda *args, **kwargs: trained.append(args),
+    )
+    flags = [f"--{name}={str(value).lower()}" for name, value in SMALL.items()]
+    assert main(["spectrum", *flags, f"--output={tmp_path}"]) == 0
+    assert len(trained) == 1
+    assert "Picture" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["spectrum_allcnnc", "spectrum_digits"])
+def test_configs_are_valid(name, capsys):
+    with pytest.raises(SystemExit):
+        main(["spectrum", f"--config={CONFIGS / name}.yaml", "--print_config"])
+    assert f"output: results/{name}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"examples": 0}, "examples is 0"),
+        ({"eigenpairs": 0}, "eigenpairs is 0"),
+        ({"eigenpairs": 20, "max_matvecs": 10}, "max_matvecs is 10; expected at least 20"),
+        ({"trace_matvecs": 1}, "trace_matvecs is 1"),
+        ({"tolerance": 0.0}, "tolerance is 0.0"),
+        ({"density_width": -1.0}, "density_width is -1.0"),
+        ({"problem": "digit"}, "did you mean"),
+        ({"memory_bound": -1}, "memory_bound is -1"),
+        ({"left_out": 1.0}, "left_out is 1.0"),
+        ({"method": "rows", "matrix": "hessian"}, "use lanczos"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        SpectrumSettings(**{**SMALL, **change})
+
+
+def test_more_images_than_there_are_is_refused(checkpoint, tmp_path):
+    settings = SpectrumSettings(
+        **{**SMALL, "examples": 2000}, checkpoint=checkpoint, output=tmp_path
+    )
+    with pytest.raises(ValueError, match="examples is 2000; expected at most"):
+        run_spectrum(settings, Console(file=io.StringIO()))

@@ -1,0 +1,444 @@
+"""`Laplace` against the dense float64 oracle: every step of the method, for every small network."""
+
+import re
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+from torch.func import functional_call
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.layers.backpack import why_not_backpack
+from laplace_debias.laplace.functional.moments import Wanted, functional_moments
+
+NUM_DATA = 40
+DELTA = 0.7
+
+
+def close(actual, expected, tolerance=1e-8):
+    scale = expected.abs().max().clamp_min(1e-12)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * scale
+
+
+class Case:
+    """A small network, two halves of its data, and the package's fit."""
+
+    def __init__(self, name, **options):
+        self.model, self.x, self.y, self.likelihood, self.sigma = oracle.SMALL_MODELS[name]()
+        self.first = (self.x[:3], self.y[:3])
+        self.second = (self.x[3:], self.y[3:])
+        self.la = Laplace(
+            self.model, self.likelihood, prior_precision=DELTA, sigma=self.sigma, **options
+        )
+
+    def fit(self, mode):
+        loader = [self.first, self.second]
+        return self.la.fit(loader, mode=mode, num_data=NUM_DATA)
+
+    def data(self, mode):
+        """The inputs that directions and magnitudes come from."""
+        if mode == "full":
+            return self.x, self.x
+        return self.first[0], (self.second if mode == "debiased" else self.first)[0]
+
+    def factors(self, x, layer):
+        return oracle.kfac_factors(self.model, x, self.likelihood, layer, self.sigma)
+
+    def dense_blocks(self, mode, curvature):
+        """The oracle's blocks, by projectors onto eigenspaces, which do not depend on a basis."""
+        directions, magnitudes = self.data(mode)
+        blocks = []
+        for name in self.la.posterior.curvature.blocks:
+            layer, _, role = name.rpartition(".")
+            one, two = self.factors(directions, layer), self.factors(magnitudes, layer)
+            if role == "bias":
+                unit = torch.ones(1, 1, dtype=torch.float64)
+                one, two = ({"A": unit, "G": f["bias"]} for f in (one, two))
+            if curvature == "kfac":
+                measured = oracle.kfac_block(two)
+            else:
+                measured = oracle.ggn_block(
+                    self.model, magnitudes, self.likelihood, name, self.sigma
+                )
+            blocks.append(oracle.pooled_block(one, measured))
+        return blocks
+
+
+def operator_blocks(la):
+    return [block.to_dense() for block in la.posterior.curvature.blocks.values()]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_curvature_equals_the_dense_construction(name, mode, curvature):
+    case = Case(name, curvature=curvature)
+    case.fit(mode)
+    for actual, expected in zip(
+        operator_blocks(case.la), _dense(case.dense_blocks(mode, curvature)), strict=True
+    ):
+        close(actual, expected)
+
+
+def _dense(blocks):
+    return [block[0] if isinstance(block, tuple) else block for block in blocks]
+
+
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_full_kfac_is_the_kronecker_product_of_the_factors(name):
+    case = Case(name)
+    case.fit("full")
+    for block, actual in zip(case.la.block_names, operator_blocks(case.la), strict=True):
+        layer, _, role = block.rpartition(".")
+        factors = case.factors(case.x, layer)
+        expected = factors["bias"] if role == "bias" else oracle.kfac_block(factors)
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_functional_covariance_equals_dense_jacobians(name, mode):
+    case = Case(name)
+    la = case.fit(mode)
+    covariance = oracle.posterior_covariance(operator_blocks(la), NUM_DATA, DELTA)
+    J = oracle.flat_jacobian(case.model, case.x, la.param_names)
+    mean, actual = la.functional(case.x)
+    close(mean, case.model(case.x).detach())
+    close(actual, oracle.functional_covariance(J, covariance))
+    close(la.functional(case.x, diagonal=True)[1], actual.diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_log_marginal_likelihood_includes_every_constant(name, mode):
+    case = Case(name)
+    la = case.fit(mode)
+    seen = case.x[:3] if mode == "mini" else case.x
+    nll = oracle.nll(case.likelihood, case.model(seen), case.y[: len(seen)], case.sigma)
+    precision = oracle.posterior_precision(operator_blocks(la), NUM_DATA, DELTA)
+    theta = oracle.flat_parameters(case.model, la.param_names)
+    expected = oracle.log_marginal_likelihood(
+        nll.sum() * NUM_DATA / len(seen), theta, precision, torch.full_like(theta, DELTA)
+    )
+    close(la.log_marginal_likelihood(), expected.detach())
+
+
+@pytest.mark.parametrize("name", ["conv2d", "regression_per_output"])
+def test_posterior_products_and_sample_root_are_dense_ones(name):
+    case = Case(name)
+    posterior = case.fit("debiased").posterior
+    dense = oracle.posterior_covariance(operator_blocks(case.la), NUM_DATA, DELTA)
+    close(posterior.covariance.to_dense(), dense)
+    close(posterior.precision.to_dense(), torch.linalg.inv(dense))
+    root = posterior.scale.to_dense()
+    close(root @ root.T, dense)
+    # A sample is the mean plus the root's block structure times a standard normal vector.
+    draws = case.la.sample(3, torch.Generator().manual_seed(1))
+    noise = torch.randn(
+        3, len(dense), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    for draw, z in zip(draws - case.la.mean, noise, strict=True):
+        mahalanobis = draw @ torch.linalg.inv(dense) @ draw
+        close(mahalanobis, z @ z)
+
+
+@pytest.mark.parametrize("points", [1, 2, 9])
+def test_grids_of_covariances_equal_one_posterior_each(points):
+    """Few and many prior precisions take different routes."""
+    case = Case("conv2d")
+    la = case.fit("debiased")
+    grid = torch.logspace(-3, 3, points).double()
+    deltas = grid[:, None].expand(-1, len(la.block_names)) * torch.rand(len(la.block_names))
+    for diagonal in (False, True):
+        _, covariances = functional_moments(
+            case.model,
+            la._blocks,
+            [la.posterior],
+            case.x,
+            deltas[None],
+            Wanted(diagonal, None, 2**20),
+        )
+        for point, covariance in zip(deltas, covariances[0], strict=True):
+            la.prior_precision = point
+            close(covariance, la.functional(case.x, diagonal)[1])
+
+
+def test_sample_covariance_converges_to_the_posterior_covariance():
+    case = Case("regression")
+    la = case.fit("debiased")
+    dense = oracle.posterior_covariance(operator_blocks(la), NUM_DATA, DELTA)
+    draws = la.sample(200_000, torch.Generator().manual_seed(0))
+    error = torch.cov(draws.T) - dense
+    # The standard error of a Gaussian's sample covariance entry (Wishart).
+    deviation = ((dense**2 + torch.outer(dense.diag(), dense.diag())) / len(draws)).sqrt()
+    assert (error.abs() / deviation).max() < 5.5
+    assert ((draws.mean(0) - la.mean).abs() / (dense.diag() / len(draws)).sqrt()).max() < 5
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_debiased_with_the_same_batch_twice_is_mini(name, curvature):
+    mini, twice = Case(name, curvature=curvature), Case(name, curvature=curvature)
+    mini.fit("mini")
+    twice.la.fit_batches([twice.first], [twice.first], num_data=NUM_DATA)
+    for one, two in zip(operator_blocks(mini.la), operator_blocks(twice.la), strict=True):
+        close(two, one, 1e-10)
+
+
+@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+def test_one_datum_with_one_position_gives_the_exact_ggn(name):
+    """K-FAC is exact for a single example where a layer has a single position."""
+    model, x, y, likelihood, sigma = oracle.SMALL_MODELS[name]()
+    la = Laplace(model, likelihood, sigma=sigma).fit_batches([(x[:1], y[:1])])
+    checked = 0
+    for block in la.block_names:
+        layer, _, role = block.rpartition(".")
+        a, _ = oracle.layer_statistics(model, x[:1], likelihood, layer, sigma)
+        if role == "bias" or a.shape[1] == 1:
+            exact = oracle.ggn_block(model, x[:1], likelihood, block, sigma)
+            close(la.posterior.curvature.blocks[block].to_dense(), exact)
+            checked += 1
+    assert checked
+
+
+def test_deep_linear_network_with_squared_loss_gives_the_exact_ggn():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)]
+    model = torch.nn.Sequential(*layers).double().eval()
+    x, y = torch.randn(9, 4).double(), torch.randn(9, 2).double()
+    la = Laplace(model, "regression").fit_batches([(x, y)])
+    for block, operator in la.posterior.curvature.blocks.items():
+        close(operator.to_dense(), oracle.ggn_block(model, x, "regression", block, 1.0))
+
+
+FOR_BACKPACK = [
+    name for name, make in oracle.SMALL_MODELS.items() if why_not_backpack(make()[0]) is None
+]
+
+
+@pytest.mark.parametrize("name", FOR_BACKPACK)
+def test_backends_agree(name):
+    cases = [Case(name, backend=backend) for backend in ("backpack", "hooks")]
+    for case in cases:
+        case.fit("full")
+    for one, two in zip(*(operator_blocks(case.la) for case in cases), strict=True):
+        close(two, one, 1e-10)
+
+
+@pytest.mark.parametrize("backend", ["backpack", "hooks"])
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_other_fishers_use_the_gradients_of_labels(fisher, backend):
+    """With one Linear layer the G factor is the mean outer product of the label gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3)).double().eval()
+    x, y = torch.randn(5000, 4).double(), torch.randint(3, (5000,))
+    la = Laplace(model, fisher=fisher, backend=backend)
+    la.fit_batches([(x, y)], generator=torch.Generator().manual_seed(0))
+    actual = la.posterior.curvature.blocks["0.bias"].to_dense()
+    p = model(x).softmax(1).detach()
+    if fisher == "empirical":
+        g = p - torch.nn.functional.one_hot(y, 3)
+        close(actual, g.T @ g / len(x))
+    else:
+        exact = torch.diag(p.mean(0)) - p.T @ p / len(x)
+        assert (actual - exact).abs().max() < 4 * 0.5 / len(x) ** 0.5
+
+
+def test_mc_labels_do_not_depend_on_the_batch_size():
+    case = Case("conv2d", fisher="mc", mc_samples=2)
+    blocks = []
+    for size in (6, 2, 1):
+        batches = list(zip(case.x.split(size), case.y.split(size), strict=True))
+        case.la.fit_batches(batches, generator=torch.Generator().manual_seed(3))
+        blocks.append(operator_blocks(case.la))
+    for other in blocks[1:]:
+        for one, two in zip(blocks[0], other, strict=True):
+            close(two, one, 1e-10)
+
+
+def test_the_generator_decides_the_mc_labels():
+    case = Case("conv2d", fisher="mc")
+    seeds = []
+    for seed in (0, 0, 1):
+        case.la.fit_batches([(case.x, case.y)], generator=torch.Generator().manual_seed(seed))
+        seeds.append(operator_blocks(case.la)[0])
+    assert torch.equal(seeds[0], seeds[1])
+    assert not torch.allclose(seeds[0], seeds[2])
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", ["conv2d_all", "regression"])
+def test_results_do_not_depend_on_the_memory_bound(name, curvature):
+    """The tightest bound cuts the cotangents of a single example, too."""
+    tightest = _needed_bytes(lambda: Case(name, memory_bound=1).fit("full"))
+    cases = [Case(name, memory_bound=bound, curvature=curvature) for bound in (tightest, 2**28)]
+    for case in cases:
+        case.fit("full")
+    for one, two in zip(*(operator_blocks(case.la) for case in cases), strict=True):
+        close(two, one, 1e-10)
+    tight, wide = (case.la for case in cases)
+    x = cases[0].x
+    for diagonal in (False, True):
+        tight._settings = replace(tight._settings, memory_bound=1)
+        needed = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
+        tight._settings = replace(tight._settings, memory_bound=needed)
+        close(tight.functional(x, diagonal)[1], wide.functional(x, diagonal)[1], 1e-10)
+
+
+def _needed_bytes(compute):
+    """What the error about a memory bound that is too small asks for."""
+    with pytest.raises(ValueError, match=r"memory_bound=.* is too small") as error:
+        compute()
+    return int(re.search(r"takes? (\d+) bytes", str(error.value))[1])
+
+
+def test_debiased_magnitudes_do_not_depend_on_how_the_data_is_cut():
+    """With full-rank factors, whose eigenbases are unique."""
+    torch.manual_seed(0)
+    model = oracle.SMALL_MODELS["mlp_tanh"]()[0]
+    width = next(model.parameters()).shape[1]
+    x, y = torch.randn(96, width).double(), torch.randint(3, (96,))
+    fits = []
+    for size, bound in ((48, 2**28), (7, 2**10)):
+        la = Laplace(model, memory_bound=bound)
+        halves = [
+            list(zip(x[part].split(size), y[part].split(size), strict=True))
+            for part in (slice(0, 48), slice(48, 96))
+        ]
+        fits.append(operator_blocks(la.fit_batches(*halves)))
+    for one, two in zip(*fits, strict=True):
+        close(two, one, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "mlp_tanh", "binary", "regression"])
+def test_linearised_samples_follow_the_dense_jacobian(name):
+    case = Case(name)
+    la = case.fit("full")
+    from laplace_debias.laplace.predictive import linearised_outputs, sampled_outputs
+
+    draws = la.sample(11, torch.Generator().manual_seed(0))
+    J = oracle.flat_jacobian(case.model, case.x, la.param_names)
+    expected = case.model(case.x).detach() + torch.einsum("bcd,sd->sbc", J, draws - la.mean)
+    close(linearised_outputs(case.model, la.param_names, case.x, draws), expected)
+    sampled = sampled_outputs(case.model, la.param_names, case.x, draws)
+    sizes = [case.model.get_parameter(n).numel() for n in la.param_names]
+    for row, outputs in zip(draws, sampled, strict=True):
+        values = {
+            n: part.view_as(case.model.get_parameter(n))
+            for n, part in zip(la.param_names, row.split(sizes), strict=True)
+        }
+        close(outputs, functional_call(case.model, values, (case.x,)).detach())
+
+
+@pytest.mark.parametrize("backend", ["backpack", "hooks"])
+def test_params_weights_leaves_out_the_biases(backend):
+    whole, weights = (
+        Case("conv2d", backend=backend),
+        Case("conv2d", params="weights", backend=backend),
+    )
+    whole.fit("full")
+    weights.fit("full")
+    assert all(name.endswith("weight") for name in weights.la.param_names)
+    for name, block in weights.la.posterior.curvature.blocks.items():
+        close(block.to_dense(), whole.la.posterior.curvature.blocks[name].to_dense(), 1e-10)
+
+
+def slow_crossfit(factors, sizes):
+    """Cross-fitted magnitudes of one factor, written out fold by fold and vector by vector."""
+    lists = []
+    for k, (own, size) in enumerate(zip(factors, sizes, strict=True)):
+        rest = sum(f * s for j, (f, s) in enumerate(zip(factors, sizes, strict=True)) if j != k)
+        _, vectors = oracle.eigen(rest / (sum(sizes) - size))
+        lists.append([size / sum(sizes) * (u @ own @ u) for u in vectors.T])
+    return torch.stack([sum(values) for values in zip(*lists, strict=True)])
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_crossfit_kfac_equals_a_slow_loop(likelihood):
+    """On a network whose factors have full rank, so that every eigenbasis is unique."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 4)
+    ).double()
+    x, y = torch.randn(50, 4).double(), torch.randint(4, (50,))
+    if likelihood == "regression":
+        y = torch.randn(50, 4).double()
+    sigma = 1.0 if likelihood == "regression" else None
+    la = Laplace(model.eval(), likelihood).fit_batches(
+        [(x[:20], y[:20]), (x[20:], y[20:])], folds=3
+    )
+    sizes = [17, 17, 16]
+    for layer in ("0", "2"):
+        folds = [oracle.kfac_factors(model, x[k::3], likelihood, layer, sigma) for k in range(3)]
+        whole = oracle.kfac_factors(model, x, likelihood, layer, sigma)
+        weight = la.posterior.curvature.blocks[f"{layer}.weight"]
+        assert oracle.diagonalises(weight.U_G, whole["G"])
+        assert oracle.diagonalises(weight.U_A, whole["A"])
+        expected = torch.outer(
+            slow_crossfit([f["G"] for f in folds], sizes),
+            slow_crossfit([f["A"] for f in folds], sizes),
+        )
+        # The softmax has a direction without curvature, along which any sign of rounding may stand.
+        close(weight.magnitudes, expected, 1e-10)
+        bias = la.posterior.curvature.blocks[f"{layer}.bias"]
+        close(bias.magnitudes[:, 0], slow_crossfit([f["bias"] for f in folds], sizes), 1e-10)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", ["mlp_tanh", "regression"])
+def test_crossfit_on_folds_of_identical_examples_is_mini(name, curvature):
+    mini, cross = Case(name, curvature=curvature), Case(name, curvature=curvature)
+    mini.la.fit_batches([(mini.x, mini.y)], num_data=NUM_DATA)
+    repeated = (mini.x.repeat_interleave(4, 0), mini.y.repeat_interleave(4, 0))
+    cross.la.fit_batches([repeated], folds=4, num_data=NUM_DATA)
+    for one, two in zip(operator_blocks(mini.la), operator_blocks(cross.la), strict=True):
+        close(two, one, 1e-9)
+
+
+def test_crossfit_ekfac_measures_the_exact_curvature_out_of_fold():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3)).double().eval()
+    x, y = torch.randn(24, 3).double(), torch.randn(24, 3).double()
+    la = Laplace(model, "regression", curvature="ekfac").fit_batches([(x, y)], folds=2)
+    expected = torch.zeros(3, 3).double()
+    for own, rest in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
+        factors = oracle.kfac_factors(model, rest, "regression", "0", 1.0)
+        U_A = oracle.eigen(factors["A"])[1]
+        # G is the identity: any basis of the outputs measures the same.
+        exact = oracle.ggn_block(model, own, "regression", "0.weight", 1.0)
+        U = torch.kron(torch.eye(3).double(), U_A.contiguous())
+        expected += (U.T @ exact @ U).diag().reshape(3, 3) / 2
+    close(la.posterior.curvature.blocks["0.weight"].magnitudes, expected)
+
+
+def test_crossfit_is_unbiased_along_the_directions_of_the_other_folds():
+    """On a known covariance, where the eigenvalues are biased at both ends."""
+    from laplace_debias.curvature.fits.crossfit import crossfit_magnitudes
+
+    dimension, examples, folds = 12, 40, 8
+    spectrum = torch.logspace(0, -1, dimension).double()
+    sizes = torch.full((folds,), examples // folds)
+    crossfit, mini = [], []
+    for _ in range(400):
+        x = torch.randn(examples, dimension).double() * spectrum.sqrt()
+        factors = torch.stack([x[k::folds].T @ x[k::folds] for k in range(folds)])
+        truths = []
+        for k in range(folds):
+            _, U = oracle.eigen(factors.sum(0) - factors[k])
+            truths.append((U * (spectrum[:, None] * U)).sum(0))
+        truth = torch.stack(truths).mean(0)
+        crossfit.append(crossfit_magnitudes(factors, sizes) - truth)
+        mini.append(oracle.eigen(factors.sum(0) / examples)[0] - truth)
+    bias, error = (f(torch.stack(crossfit)) for f in (lambda e: e.mean(0), lambda e: e.std(0) / 20))
+    assert (bias.abs() < 4 * error).all()
+    biased = torch.stack(mini).mean(0)
+    assert biased[0] > 20 * error[0]
+    assert biased[-1] < -20 * error[-1]
+
+
+def test_crossfit_needs_enough_examples():
+    case = Case("regression")
+    with pytest.raises(ValueError, match="2 to 6 folds, got 7"):
+        case.la.fit_batches([(case.x, case.y)], folds=7)
+    with pytest.raises(ValueError, match="no magnitudes"):
+        case.la.fit_batches([case.first], [case.second], folds=2)

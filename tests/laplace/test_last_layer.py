@@ -1,0 +1,456 @@
+"""`params="last_layer"` is the layer that the outputs come from, or it is refused."""
+
+from types import SimpleNamespace
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import Net, dense_ggn
+from timm.models import create_model
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import GGN, KFAC
+from laplace_debias.curvature.network.last_layer import last_layer_parameters
+from laplace_debias.problems.models.lora import with_lora
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+
+
+def data(dtype=torch.float32):
+    return [(X[:4].to(dtype), Y[:4]), (X[4:].to(dtype), Y[4:])]
+
+
+def two(forward, **more):
+    """`body` is registered last; the outputs are the head's, whatever `forward` does with them."""
+    return Net(forward, head=nn.Linear(5, 3), **more, body=nn.Linear(4, 5)).eval()
+
+
+def logits(self, x):
+    return self.head(self.body(x).tanh())
+
+
+HEAD = ["head.weight", "head.bias"]
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.top = nn.ModuleDict({"out": nn.Sequential(nn.Dropout(), nn.Linear(5, 3))})
+        self.body = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.top["out"](self.body(x).relu())
+
+
+class Hugging(nn.Module):
+    """Pools the logits of the last position, and returns them in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(5, 3, bias=False)
+        self.body = nn.Linear(1, 5)
+
+    def forward(self, x):
+        return SimpleNamespace(logits=self.score(self.body(x[..., None]).tanh())[:, -1])
+
+
+class Saved(nn.Module):
+    """As PEFT's `modules_to_save`: a frozen original beside the copy that is used."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.copy = nn.ModuleDict({"default": layer})
+        self.original = nn.Linear(5, 3).requires_grad_(False)
+
+    def forward(self, x):
+        return self.copy["default"](x)
+
+
+def in_place(self, x):
+    z = logits(self, x)
+    z /= 2
+    return z.add_(1)
+
+
+def without_gradient(self, x):
+    with torch.no_grad():
+        h = self.body(x).tanh()
+    return self.head(h)
+
+
+CASES = {
+    "registered first": (lambda: two(logits), HEAD),
+    "softmax": (lambda: two(lambda m, x: logits(m, x).log_softmax(-1)), HEAD),
+    "rearranged": (lambda: two(lambda m, x: logits(m, x).T.flip(0).reshape(3, -1).mT[:, :2]), HEAD),
+    "in place": (lambda: two(in_place), HEAD),
+    "body without gradient": (lambda: two(without_gradient), HEAD),
+    "twice": (lambda: two(lambda m, x: logits(m, x) + logits(m, -x)), HEAD),
+    "gated by inputs": (lambda: two(lambda m, x: logits(m, x) * x[:, :3]), HEAD),
+    "normalisation": (
+        lambda: two(lambda m, x: m.norm(logits(m, x)), norm=nn.BatchNorm1d(3)),
+        HEAD,
+    ),
+    "temperature": (
+        lambda: two(lambda m, x: m.scale(logits(m, x)), scale=nn.PReLU()),
+        HEAD,
+    ),
+    "nested": (lambda: Nested().eval(), ["top.out.1.weight", "top.out.1.bias"]),
+    "in an object": (lambda: Hugging().eval(), ["score.weight"]),
+    "modules to save": (
+        lambda: Net(logits, head=Saved(nn.Linear(5, 3)), body=nn.Linear(4, 5)).eval(),
+        ["head.copy.default.weight", "head.copy.default.bias"],
+    ),
+    "lora with a trained head": (
+        lambda: with_lora(two(logits), 2, "body"),
+        None,
+    ),
+    "attention": (
+        lambda: Net(
+            lambda m, x: m.attend(*[m.up(x[..., None])] * 3)[0].mean(1),
+            attend=nn.MultiheadAttention(6, 2, batch_first=True),
+            up=nn.Linear(1, 6),
+        ).eval(),
+        ["attend.out_proj.weight", "attend.out_proj.bias"],
+    ),
+    "one layer": (lambda: nn.Linear(4, 3).eval(), ["weight", "bias"]),
+    "sequential": (
+        lambda: nn.Sequential(
+            nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3)), nn.Softmax(-1)
+        ).eval(),
+        ["1.0.weight", "1.0.bias"],
+    ),
+    "half a layer": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).eval(),
+        ["1.bias"],
+    ),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    model, names = CASES[name]
+    model = model()
+    if name == "lora with a trained head":
+        model.head.requires_grad_(True)
+        assert [n for n, p in model.named_parameters() if p.requires_grad][-1] == (
+            "body.lora_b.weight"
+        )
+        names = HEAD
+    if name == "half a layer":
+        model[1].weight.requires_grad_(False)
+    return model, names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_layer_that_the_outputs_come_from(name):
+    model, names = build(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert last_layer_parameters(model, X) == names
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape", "path"),
+    [
+        ("resnet18", {"layers": [1, 1, 1, 1], "channels": [8] * 4}, (3, 32, 32), "fc"),
+        (
+            "vit_tiny_patch16_224",
+            {"img_size": 32, "depth": 1, "embed_dim": 24},
+            (3, 32, 32),
+            "head",
+        ),
+        ("convnext_atto", {"depths": [1] * 4, "dims": [8] * 4}, (3, 32, 32), "head.fc"),
+    ],
+)
+def test_of_published_architectures_it_is_the_classifier(name, options, shape, path):
+    torch.manual_seed(0)
+    model = create_model(name, num_classes=5, **options).eval()
+    names = last_layer_parameters(model, torch.randn(2, *shape))
+    assert names == [f"{path}.weight", f"{path}.bias"]
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+class TiedGpt(nn.Module):
+    """The head is the table of tokens; a normalisation is registered last."""
+
+    def __init__(self, has_head):
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.mlp = nn.Linear(5, 5)
+        if has_head:
+            self.lm_head = nn.Linear(5, 7, bias=False)
+            self.lm_head.weight = self.table.weight
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, tokens):
+        h = self.norm(self.mlp(self.table(tokens)).tanh()).mean(1)
+        return self.lm_head(h) if hasattr(self, "lm_head") else F.linear(h, self.table.weight)
+
+
+TOKENS = torch.randint(7, (6, 4), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    ("has_head", "says"),
+    [
+        (True, r"lm_head \(Linear\), whose parameters are tied to \['table.weight'\]"),
+        (False, "table.weight, used outside of a layer"),
+    ],
+)
+def test_a_tied_head_is_refused_with_the_remedy(has_head, says):
+    la = Laplace(TiedGpt(has_head).eval(), params="last_layer")
+    remedy = r".*params=\['mlp.weight', 'mlp.bias'\]"
+    with pytest.raises(ValueError, match=says + remedy):
+        la.fit_batches([(TOKENS, TOKENS[:, 0])])
+    with pytest.raises(RuntimeError, match="Not fitted"):
+        la.posterior
+    named = Laplace(la.model, params=["mlp.weight", "mlp.bias"])
+    named.fit_batches([(TOKENS, TOKENS[:, 0])])  # The remedy is one.
+
+
+def test_two_heads_are_refused_by_name():
+    torch.manual_seed(0)
+    options = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    model = create_model("deit_tiny_distilled_patch16_224", num_classes=3, **options).eval()
+    batch = (torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))
+    both = ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
+    with pytest.raises(ValueError, match=r"head \(Linear\) and head_dist \(Linear\)") as caught:
+        Laplace(model, params="last_layer").fit_batches([batch])
+    assert f"params={both}" in str(caught.value)
+    la = Laplace(model, params=both).fit_batches([batch])
+    assert la.param_names == both
+
+
+def frozen_head():
+    model = two(logits)
+    model.head.requires_grad_(False)
+    return model
+
+
+def all_lora():
+    return with_lora(two(logits), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (frozen_head, r"come from head \(Linear\), which is frozen .*params=\['body.weight'"),
+        (lambda: with_lora(two(logits), 2, "body"), r"head \(Linear\), which is frozen"),
+        (
+            all_lora,
+            r"head.base \(Linear\) and head.lora_b \(Linear\): .*=\['head.lora_b.weight'\]",
+        ),
+        (
+            lambda: two(lambda m, x: logits(m, x) + m.skip(x), skip=nn.Linear(4, 3)),
+            r"head \(Linear\) and skip \(Linear\)|skip \(Linear\) and head \(Linear\)",
+        ),
+        (
+            lambda: two(
+                lambda m, x: logits(m, x) + m.offset[0],
+                offset=nn.ParameterList([torch.zeros(3)]),
+            ),
+            r"head \(Linear\) and the parameter offset.0, used outside .*=\['head.weight'",
+        ),
+        (lambda: two(lambda m, x: logits(m, x).detach()), "come from none"),
+        (lambda: Net(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)).eval(), "come from none"),
+        (lambda: two(lambda m, x: (logits(m, x), x)), "must return a tensor"),
+    ],
+)
+def test_what_is_not_one_trainable_layer_is_refused(model, says):
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=says):
+        Laplace(model(), params="last_layer").fit_batches(data())
+
+
+def test_a_frozen_head_of_a_sequential_is_refused_at_once():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).eval()
+    model[1].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"1 \(Linear\), which is frozen"):
+        Laplace(model, params="last_layer")
+    with pytest.raises(ValueError, match="no trainable one"):
+        Laplace(model.requires_grad_(False), params="last_layer")
+
+
+def test_a_layer_without_curvature_is_named():
+    model = Net(lambda m, x: m.rnn(x[..., None])[0][:, -1], rnn=nn.LSTM(1, 3, batch_first=True))
+    with pytest.raises(NotImplementedError, match=r"rnn \(LSTM\) has no curvature here"):
+        Laplace(model.eval(), params="last_layer").fit_batches(data())
+
+
+# --------------------------------------------------------------------------------- in a fit
+
+
+@pytest.mark.parametrize("curvature", ["full", "diag", "kfac"])
+def test_the_posterior_is_that_of_the_head(curvature):
+    torch.manual_seed(0)
+    model = two(logits).double()
+    la = Laplace(model, curvature=curvature, params="last_layer", prior_precision=0.7)
+    la.fit_batches(data(torch.float64))
+    J = oracle.flat_jacobian(model, X.double(), HEAD)
+    expected = J @ la.posterior.covariance.to_dense() @ J.mT
+    torch.testing.assert_close(la.functional(X.double())[1], expected)
+    precision = la.posterior.precision.to_dense()
+    exact = len(X) * oracle.ggn(model, X.double(), "classification", HEAD)
+    exact = exact + 0.7 * torch.eye(len(exact)).double()
+    if curvature == "full":
+        torch.testing.assert_close(precision, exact)
+    if curvature == "diag":
+        torch.testing.assert_close(precision.diagonal(), exact.diagonal())
+
+
+def test_the_matrix_free_operators_take_the_same_layer():
+    torch.manual_seed(0)
+    model = two(logits).double()
+    loss = nn.CrossEntropyLoss()
+    G = GGN(model, loss, data(torch.float64), "last_layer")
+    assert list(G.layout.names) == HEAD
+    expected = dense_ggn(model, loss, X.double(), Y, HEAD)
+    torch.testing.assert_close(G.to_dense(), expected)
+    assert list(KFAC(model, loss, data(torch.float64), "last_layer").layout.names) == HEAD
+    with pytest.raises(TypeError, match="only once"):
+        GGN(model, loss, iter(data(torch.float64)), "last_layer")
+    with pytest.raises(ValueError, match="empty"):
+        GGN(model, loss, [], "last_layer")
+
+
+def test_before_the_fit_it_is_not_known_and_says_so():
+    la = Laplace(two(logits), params="last_layer", prior_precision=torch.tensor([1.0, 2.0]))
+    for ask in (lambda: la.param_names, lambda: la.block_names):
+        with pytest.raises(RuntimeError, match=r'"last_layer" of a Net .* call `fit'):
+            ask()
+    with pytest.raises(RuntimeError, match="Not fitted"):
+        la.predict(X)
+    with pytest.raises(ValueError, match="prior precision"):
+        la.prior_precision = -1.0
+    assert la.fit_batches(data()).param_names == la.block_names == HEAD
+    assert la.posterior.prior_precision.tolist() == [1, 2]
+    wrong = Laplace(two(logits), params="last_layer", prior_precision=torch.ones(3))
+    with pytest.raises(ValueError, match="each of the 2 blocks"):
+        wrong.fit_batches(data())
+
+
+def test_a_sequential_needs_no_fit():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LogSoftmax(1)).eval()
+    la = Laplace(model, params="last_layer")
+    assert la.param_names == ["2.weight", "2.bias"]
+    hooked = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).eval()
+    hooked.register_forward_hook(lambda module, args, output: module[0](args[0]))
+    la = Laplace(hooked, params="last_layer")
+    with pytest.raises(RuntimeError, match="found by running"):
+        la.param_names
+    assert la.fit_batches(data()).param_names == ["0.weight", "0.bias"]
+
+
+def test_another_last_layer_at_the_next_fit_is_refused():
+    model = two(logits, other=nn.Linear(5, 3))
+    la = Laplace(model, params="last_layer").fit_batches(data())
+    model.function = lambda m, x: m.other(m.body(x))
+    with pytest.raises(ValueError, match=r"was \['head.weight', .* come from \['other.weight'"):
+        la.fit_batches(data())
+
+
+class Counting:
+    def __init__(self, batches):
+        self.batches, self.passes = batches, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(("curvature", "passes"), [("kfac", 1), ("ekfac", 2)])
+def test_the_data_is_not_read_once_more_to_find_it(curvature, passes):
+    source = Counting(data())
+    model = two(logits)
+    la = Laplace(model, curvature=curvature, params="last_layer").fit_batches(source)
+    assert source.passes == passes
+    assert la.num_data == 8
+    named = Laplace(model, curvature=curvature, params=HEAD).fit_batches(data())
+    torch.testing.assert_close(la.functional(X)[1], named.functional(X)[1])
+
+
+def test_an_iterator_loses_nothing_to_it():
+    model = two(logits)
+    once = Laplace(model, params="last_layer").fit_batches(iter(data()))
+    again = Laplace(model, params=HEAD).fit_batches(data())
+    assert once.num_data == again.num_data == 8
+    torch.testing.assert_close(once.functional(X)[1], again.functional(X)[1], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="no example"):
+        Laplace(model, params="last_layer").fit_batches([])
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
+def test_every_mode_finds_it_and_a_file_keeps_it(mode, tmp_path):
+    model = two(logits)
+    loader = DataLoader(TensorDataset(X.repeat(2, 1), Y.repeat(2)), batch_size=8)
+    la = Laplace(model, params="last_layer").fit(loader, mode=mode)
+    assert la.param_names == HEAD
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    assert loaded.param_names == HEAD
+    torch.testing.assert_close(loaded.predict(X).probs, la.predict(X).probs)
+    assert repr(loaded) == repr(la)
+    assert f"N = 16, {mode}" in repr(la)
+
+
+def test_a_generator_serves_the_loader_and_leaves_the_global_one():
+    """The first batch is read once, in the loader's own order, whoever finds the last layer."""
+    model = two(logits)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+    before = torch.get_rng_state()
+    fits = [
+        Laplace(model, params=params, curvature="ekfac", fisher="mc").fit(
+            loader, mode, generator=torch.Generator().manual_seed(3)
+        )
+        for mode in ("full", "debiased")
+        for params in ("last_layer", HEAD)
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+    for one, other in (fits[:2], fits[2:]):
+        torch.testing.assert_close(one.functional(X)[1], other.functional(X)[1])
+
+
+# ------------------------------------------------------------------------------------- repr
+
+
+def test_repr_tells_what_is_approximated(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
+    la = Laplace(model, params="weights", curvature="ekfac", prior_precision=torch.tensor([0.5, 2]))
+    assert repr(la) == (
+        "Laplace(\n  model: Sequential\n  likelihood: classification\n  curvature: ekfac\n"
+        "  parameters: 35 of 43\n  blocks: 2: 0.weight, 2.weight\n"
+        "  prior precision: 0.5 to 2, one a block\n  fit: none yet\n)"
+    )
+    la.fit_batches(data()[:1], data()[1:], num_data=12000)
+    assert "fit: N = 12,000, debiased\n" in repr(la)
+    la.prior_precision = 3e-5
+    assert "prior precision: 3e-05\n" in repr(la)
+    la.fit(DataLoader(TensorDataset(X, Y), batch_size=4), mode="mini", scale=True)
+    assert "fit: N = 8, mini, scaled\n" in repr(la)
+    la.fit_batches(data())
+    assert "fit: N = 8, given batches\n" in repr(la)
+    whole = Laplace(model, "regression", "full", sigma=0.1)
+    assert "blocks: 1: parameters\n" in repr(whole)
+    assert "likelihood: regression, sigma = 0.1\n" in repr(whole)
+    unknown = repr(Laplace(two(logits), params="last_layer"))
+    assert "parameters: those of the last layer, found at the fit, of 43\n" in unknown
+    assert "blocks: found at the fit\n" in unknown
+
+
+def test_repr_stays_short_and_prints_no_weight():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(40)]).eval()
+    la = Laplace(model, "regression", sigma=[0.1, 0.2, 0.3, 0.4])
+    text = repr(la)
+    assert "blocks: 80: 0.weight, 0.bias, …, 39.bias\n" in text
+    assert "sigma = one for each of 4 outputs\n" in text
+    assert len(text) < 400
+    assert "tensor" not in text
+    assert "Linear" not in text

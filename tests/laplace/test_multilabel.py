@@ -1,0 +1,469 @@
+"""Several labels on one network: independent Bernoullis, against dense matrices in float64.
+
+The reference is written from the equations: Jacobians by `torch.func`, one example after the other,
+and of each label p, p (1 − p) and p − y. A network of networks side by side, one a label, must give
+what each of them gives as `"binary"`.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, hamming_loss
+from torch import nn
+from torch.distributions import Bernoulli as TorchBernoulli
+from torch.distributions import Independent
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    multilabel_accuracy,
+    multilabel_exact_match,
+)
+
+from laplace_debias import Laplace, metrics
+from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.likelihood import (
+    Bernoulli,
+    Categorical,
+    Likelihood,
+    MultiLabel,
+    likelihood_from,
+)
+
+N, NUM_LABELS, DELTA, RANK = 7, 3, 0.6, 5
+CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
+FISHERS = ("exact", "mc", "empirical")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, NUM_LABELS)).double().eval()
+
+
+def examples(size=N, num_labels=NUM_LABELS, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(2, (size, num_labels), generator=generator)
+
+
+class Recorded(MultiLabel):
+    """Keeps the labels that are drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def sample(self, outputs, uniforms):
+        labels = super().sample(outputs, uniforms)
+        assert torch.equal(labels.bool(), uniforms < 1 / (1 + (-outputs).exp()))
+        self.drawn.append(labels)
+        return labels
+
+
+# ------------------------------------------------------------------------ the dense reference
+
+
+def dense_columns(model, x, y, fisher, drawn):
+    """`[N, K, C]`: example by example vectors whose outer products are to make the curvature."""
+    p = 1 / (1 + (-model(x).detach()).exp())
+    if fisher == "exact":
+        return torch.diag_embed((p * (1 - p)).sqrt())
+    if fisher == "empirical":
+        return (p - y)[:, None]
+    return torch.stack([p - labels for labels in drawn], dim=1) / len(drawn) ** 0.5
+
+
+def dense_rows(model, x, columns, names):
+    """Rows `sᵀ J` of the parameters, `[N, K, D]`."""
+    return torch.einsum("nkc,ncd->nkd", columns, oracle.flat_jacobian(model, x, names))
+
+
+def gram(rows):
+    return torch.einsum("nkd,nke->de", rows, rows) / len(rows)
+
+
+def dense_factors(model, x, columns, layer):
+    """A and G of a linear layer: its inputs, and the gradients in its bias."""
+    inputs = []
+    hook = model.get_submodule(layer).register_forward_hook(lambda m, a, o: inputs.append(a[0]))
+    model(x)
+    hook.remove()
+    g = gram(dense_rows(model, x, columns, [f"{layer}.bias"]))
+    a = inputs[0].detach()
+    return {"A": a.T @ a / len(a), "G": g, "bias": g}
+
+
+def dense_curvature(la, curvature, x, columns):
+    """The curvature `[D, D]`, along the package's eigenvectors where they are any basis's."""
+    model, names = la.model, la.param_names
+    exact = gram(dense_rows(model, x, columns, names))
+    if curvature == "full":
+        return exact
+    if curvature == "diag":
+        return exact.diagonal().diag()
+    if curvature == "lowrank":
+        values, U = oracle.eigen(exact)
+        return U[:, :RANK] @ values[:RANK].diag() @ U[:, :RANK].T
+    blocks = []
+    for name, block in la.posterior.curvature.blocks.items():
+        layer, _, role = name.rpartition(".")
+        factors = dense_factors(model, x, columns, layer)
+        if role == "bias":
+            blocks.append(factors["bias"])
+        elif curvature == "kfac":
+            blocks.append(oracle.kfac_block(factors))
+        else:
+            of_block = gram(dense_rows(model, x, columns, [name]))
+            blocks.append(oracle.ekfac_block(factors, of_block, block.U_G, block.U_A))
+    return torch.block_diag(*blocks)
+
+
+def close(actual, expected, tolerance=1e-9):
+    assert actual.shape == expected.shape
+    assert expected.abs().max() > 1e-6
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_every_curvature_is_the_dense_one(curvature, fisher):
+    model, (x, y) = network(), examples()
+    likelihood = Recorded()
+    options = {"mc_samples": 2} if fisher == "mc" else {}
+    options |= {"rank": RANK} if curvature == "lowrank" else {}
+    la = Laplace(
+        model,
+        likelihood,
+        curvature,
+        fisher=fisher,
+        prior_precision=DELTA,
+        backend="hooks",
+        **options,
+    )
+    la.fit_batches([(x[:4], y[:4]), (x[4:], y[4:])], num_data=40)
+    # Drawn batch by batch, sample by sample; EKFAC's second pass draws the same labels again.
+    drawn = [torch.cat(likelihood.drawn[k:4:2]) for k in range(2)] if fisher == "mc" else None
+    C = dense_curvature(la, curvature, x, dense_columns(model, x, y, fisher, drawn))
+    P = 40 * C + DELTA * torch.eye(len(C)).double()
+    close(la.posterior.precision.to_dense(), P)
+    J = oracle.flat_jacobian(model, x, la.param_names)
+    mean, covariance = la.functional(x)
+    close(mean, model(x).detach())
+    close(covariance, oracle.functional_covariance(J, torch.linalg.inv(P)))
+    # Predictive: of each label its own logit, shrunk by its own variance.
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    expected = (mean / (1 + math.pi / 8 * variances).sqrt()).sigmoid()
+    close(la.predict(x).mean, expected)
+    # Evidence, every constant included: the Bernoullis have none.
+    nll = -TorchBernoulli(logits=mean).log_prob(y.double()).sum() * 40 / N
+    theta = oracle.flat_parameters(model, la.param_names)
+    evidence = oracle.log_marginal_likelihood(nll, theta, P, torch.full_like(theta, DELTA))
+    close(la.log_marginal_likelihood(), evidence)
+
+
+@pytest.mark.parametrize("mode", ["full", "debiased", "crossfit"])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_backends_modes_and_memory_agree(curvature, mode):
+    model, (x, y) = network(), examples(80)
+    one, two = (
+        Laplace(model, "multilabel", curvature, backend=backend, memory_bound=bound)
+        .fit([(x[:40], y[:40]), (x[40:], y[40:])], mode=mode, num_data=80)
+        .functional(x)[1]
+        for backend, bound in (("hooks", 2**27), ("backpack", 2**15))
+    )
+    close(one, two)
+
+
+# -------------------------------------------------------------- one network for each label
+
+
+class SideBySide(nn.Module):
+    def __init__(self, networks):
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, x):
+        return torch.cat([network(x) for network in self.networks], dim=1)
+
+
+def single(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double().eval()
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
+def test_labels_of_networks_of_their_own_are_binary_problems(curvature, fisher):
+    """Where no parameter serves two labels, the posterior is that of each label alone."""
+    (x, y), singles = examples(12), [single(seed) for seed in range(NUM_LABELS)]
+    options = {"curvature": curvature, "fisher": fisher, "prior_precision": DELTA}
+    joint = Laplace(SideBySide(singles), "multilabel", **options)
+    alone = [Laplace(model, "binary", **options) for model in singles]
+    for la, labels in ((joint, y), *zip(alone, y.T, strict=True)):
+        la.fit([(x[:6], labels[:6]), (x[6:], labels[6:])], mode="debiased", num_data=99)
+    covariance = joint.functional(x)[1]
+    variances = torch.cat([la.functional(x)[1][:, 0] for la in alone], dim=1)
+    close(covariance, torch.diag_embed(variances))
+    for method in ("glm", "map"):
+        close(
+            joint.predict(x, method).mean,
+            torch.stack([la.predict(x, method).probs for la in alone], 1),
+        )
+    reports = [la.evaluate([(x, labels)]) for la, labels in zip(alone, y.T, strict=True)]
+    report = joint.evaluate([(x, y)])
+    for name, combine in (
+        ("nll", sum),
+        ("accuracy", mean_of),
+        ("brier", mean_of),
+        ("mean_entropy", sum),
+    ):
+        expected = combine([single[name] for single in reports])
+        assert report[name] == pytest.approx(expected, rel=1e-6)
+    total = sum(la.log_marginal_likelihood() for la in alone)
+    close(joint.log_marginal_likelihood(), total)
+
+
+def mean_of(values):
+    return sum(values) / len(values)
+
+
+def test_full_curvature_of_networks_of_their_own():
+    (x, y), singles = examples(12), [single(seed) for seed in range(NUM_LABELS)]
+    joint = Laplace(SideBySide(singles), "multilabel", "full").fit_batches([(x, y)])
+    blocks = [
+        Laplace(model, "binary", "full").fit_batches([(x, labels)]).posterior.precision.to_dense()
+        for model, labels in zip(singles, y.T, strict=True)
+    ]
+    close(joint.posterior.precision.to_dense(), torch.block_diag(*blocks))
+
+
+def test_one_label_is_the_binary_likelihood():
+    (x, y), model = examples(12, 1), single(0)
+    several, one = (Laplace(model, name).fit_batches([(x, y)]) for name in ("multilabel", "binary"))
+    close(several.predict(x).mean[:, 0], one.predict(x).probs)
+    report = several.evaluate([(x, y)])
+    for name, value in one.evaluate([(x, y)]).items():
+        assert report[name] == pytest.approx(value, rel=1e-6)
+
+
+# ------------------------------------------------------------------------- the likelihood
+
+
+def test_the_likelihood_is_a_product_of_bernoullis():
+    f, y = 3 * torch.randn(40, NUM_LABELS).double(), torch.randint(2, (40, NUM_LABELS))
+    likelihood = MultiLabel()
+    expected = -Independent(TorchBernoulli(logits=f), 1).log_prob(y.double())
+    torch.testing.assert_close(likelihood.nll(f, y), expected)
+    torch.testing.assert_close(likelihood.gradient(f, y), f.sigmoid() - y)
+    root = likelihood.hessian_root(f)
+    assert root.shape[0] == NUM_LABELS
+    for n in range(4):
+        hessian = torch.autograd.functional.hessian(
+            lambda out, n=n: likelihood.nll(out[None], y[n : n + 1])[0], f[n]
+        )
+        torch.testing.assert_close(root[:, n].T @ root[:, n], hessian, rtol=1e-9, atol=1e-12)
+        assert likelihood.hessian_trace(f)[n].item() == pytest.approx(hessian.trace().item())
+
+
+def test_saturated_logits_keep_their_digits():
+    f = torch.tensor([[-80.0, 40.0]])
+    expected = torch.tensor([-80.0, -40.0], dtype=torch.float64).exp()
+    root = MultiLabel().hessian_root(f).square().sum(0)[0].double()
+    torch.testing.assert_close(root, expected, rtol=1e-5, atol=0)
+    assert MultiLabel().hessian_trace(f).item() == pytest.approx(expected.sum().item(), rel=1e-9)
+    # In float32 uniforms close to 1 and a sigmoid of 40 are both 1.
+    labels = MultiLabel().sample(f, torch.tensor([[1e-12, 1 - 1e-12]], dtype=torch.float64))
+    assert labels.tolist() == [[0.0, 1.0]]
+
+
+def test_drawn_labels_are_independent_and_their_gradients_unbiased():
+    f = torch.tensor([[0.4, -1.2, 2.0]]).double().expand(60_000, -1)
+    columns = Fisher("mc", 1, seed=3).columns(MultiLabel(), f, torch.zeros(60_000, 3), first=0)
+    squares = torch.einsum("kbi,kbj->bij", columns, columns)
+    p = f[0].sigmoid()
+    error = squares.mean(0) - torch.diag(p * (1 - p))
+    assert (error.abs() < 4.5 * squares.std(0) / len(f) ** 0.5).all()
+
+
+def test_predictives_average_label_by_label():
+    (x, y), model = examples(), network()
+    la = Laplace(model, "multilabel", prior_precision=DELTA).fit_batches([(x, y)])
+    for method in ("glm", "glm-mc", "nn"):
+        seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
+        predictive = la.predict(x, method, samples=6, generator=seeds[0])
+        assert (predictive.batch_shape, predictive.event_shape) == ((N,), (NUM_LABELS,))
+        if method == "nn":
+            expected = torch.zeros(N, NUM_LABELS).double()
+            for theta in la.sample(6, seeds[1]):
+                parts = theta.split([p.numel() for p in model.parameters()])
+                values = {
+                    name: part.view_as(p)
+                    for (name, p), part in zip(model.named_parameters(), parts, strict=True)
+                }
+                expected += torch.func.functional_call(model, values, (x,)).sigmoid().detach() / 6
+            close(predictive.mean, expected)
+    certain = la.predict(x, "map")
+    close(certain.mean, model(x).sigmoid().detach())
+    close(certain.variance, (certain.mean * (1 - certain.mean)))
+    assert certain.log_prob(y.double()).shape == certain.entropy().shape == (N,)
+
+
+def test_probit_is_close_to_the_integral():
+    mean = torch.linspace(-4, 4, 9).double()[None]
+    variances = torch.linspace(0.1, 9, 9).double()
+    draws = mean + variances.sqrt() * torch.randn(200_000, 1, 9).double()
+    closed = MultiLabel().predictive(mean, variances.diag()[None]).mean
+    assert (closed - MultiLabel().mixture(draws).mean).abs().max() < 0.025
+
+
+def test_labels_at_positions():
+    """Each token has several labels; padded ones are ignored."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
+    x, y = torch.randn(5, 3, 4).double(), torch.randint(2, (5, 3, 2))
+    y[0, 2] = y[3, 1] = -100
+    la = Laplace(model, "multilabel", "full", prior_precision=DELTA).fit_batches([(x, y)])
+    expected = torch.zeros(len(la.mean), len(la.mean)).double()
+    for n in range(5):
+        J = oracle.flat_jacobian(model, x[n], la.param_names)
+        p = model(x[n]).sigmoid().detach()
+        for t in range(3):
+            if (n, t) not in ((0, 2), (3, 1)):
+                expected += J[t].T @ torch.diag(p[t] * (1 - p[t])) @ J[t]
+    close(la.posterior.precision.to_dense(), expected + DELTA * torch.eye(len(la.mean)).double())
+    assert la.predict(x).batch_shape == (5, 3)
+    counted = y[..., 0] != -100
+    log_probs = la.predict(x).log_prob(y.clamp_min(0).double())[counted]
+    report = la.evaluate([(x, y)], ood={"far": [(9 * x, y)]})
+    assert report["nll"] == pytest.approx(-log_probs.mean().item())
+    assert la.tune([(x, y)], grid=[DELTA]).value == pytest.approx(report["nll"])
+
+
+# ------------------------------------------------------------------------ metrics and files
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_metrics_are_those_of_the_labels(dtype):
+    probs, y = torch.rand(50, 4).to(dtype), torch.randint(2, (50, 4))
+    other = torch.rand(30, 4).to(dtype) * 0.2 + 0.4
+    report = metrics.evaluate_multilabel(probs, y, {"other": other})
+    p, truth, guess = probs.double(), y.numpy(), (probs > 0.5).numpy()
+    assert report["accuracy"] == pytest.approx(1 - hamming_loss(truth, guess), rel=1e-6)
+    theirs = multilabel_accuracy(probs, y, 4, average="micro")
+    assert report["accuracy"] == pytest.approx(theirs.item(), rel=1e-6)
+    assert report["exact_match"] == pytest.approx(accuracy_score(truth, guess), rel=1e-6)
+    assert report["exact_match"] == pytest.approx(multilabel_exact_match(probs, y, 4).item())
+    assert 0 < report["exact_match"] < report["accuracy"]
+    log_probs = TorchBernoulli(p).log_prob(y.double()).sum(1)
+    assert report["nll"] == pytest.approx(-log_probs.mean().item(), rel=1e-5)
+    assert report["brier"] == pytest.approx(2 * (p - y).square().mean().item(), rel=1e-5)
+    assert report["ece"] == pytest.approx(
+        metrics.ece(probs.flatten(), y.flatten()).item(), rel=1e-6
+    )
+    entropies = [TorchBernoulli(t.double()).entropy().sum(1) for t in (probs, other)]
+    assert report["mean_entropy"] == pytest.approx(entropies[0].mean().item(), rel=1e-5)
+    is_ood = torch.cat([torch.zeros(50), torch.ones(30)]).long()
+    area = binary_auroc(torch.cat(entropies) / 4, is_ood)
+    assert report["auroc_other"] == pytest.approx(area.item(), rel=1e-5)
+    assert set(report) >= {"aupr_other", "fpr95_other"}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("probs", "labels", "ood", "says"),
+    [
+        (torch.rand(4), torch.ones(4).long(), None, r"expected \[n, labels\]"),
+        (torch.rand(4, 2) + 1, torch.ones(4, 2).long(), None, "sigmoid"),
+        (torch.rand(4, 2), torch.ones(4).long(), None, "the shape of `probs`"),
+        (torch.rand(4, 2), torch.full((4, 2), 2), None, "expected 0 ... 1"),
+        (torch.rand(4, 2), torch.ones(4, 2).long(), torch.rand(4, 3), "has 3 labels"),
+    ],
+)
+def test_metrics_refuse_what_is_no_table_of_labels(probs, labels, ood, says):
+    with pytest.raises(ValueError, match=says):
+        metrics.evaluate_multilabel(probs, labels, None if ood is None else {"other": ood})
+
+
+def test_evaluate_and_tune_score_the_same_predictive():
+    (x, y), model = examples(30), network()
+    la = Laplace(model, "multilabel").fit_batches([(x, y)])
+    report = la.evaluate([(x[:11], y[:11]), (x[11:], y[11:])], ood={"far": [(5 * x, y)]})
+    predictive = la.predict(x)
+    expected = metrics.evaluate_multilabel(predictive.mean, y, {"far": la.predict(5 * x).mean})
+    assert report == pytest.approx(expected, rel=1e-6)
+    assert report["nll"] == pytest.approx(-predictive.log_prob(y.double()).mean().item())
+    for metric in ("nll", "brier", "ece", "accuracy"):
+        found = la.tune([(x, y)], metric, grid=[1.0, 50.0])
+        assert found.table[0][metric] == pytest.approx(report[metric], rel=1e-6)
+    # The labels of any real dtype are the same labels.
+    la.prior_precision = 1.0
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.float32):
+        assert la.evaluate([(x, y.to(dtype))]) == la.evaluate([(x, y)])
+        again = Laplace(model, "multilabel").fit_batches([(x, y.to(dtype))])
+        assert again._nll == la._nll
+
+
+@pytest.mark.parametrize("likelihood", ["binary", "multilabel"])
+def test_a_certain_mistake_costs_what_its_logit_says(likelihood):
+    """In float32 a probability of σ(20) is 1, and 1 − p was nothing."""
+    model = nn.Sequential(nn.Linear(1, 1)).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(20.0)
+        model[0].bias.zero_()
+    x, y = torch.ones(2, 1), torch.tensor([[0.0], [1.0]])
+    la = Laplace(model, likelihood).fit_batches([(x, y)])
+    assert la.evaluate([(x, y)], method="map")["nll"] == pytest.approx(10.0, rel=1e-6)
+
+
+def test_a_posterior_of_labels_is_saved_and_loaded(tmp_path):
+    (x, y), model = examples(), network()
+    for likelihood in ("multilabel", MultiLabel(ignore_index=-1)):
+        la = Laplace(model, likelihood).fit_batches([(x, y)])
+        la.save(tmp_path / "labels.safetensors")
+        loaded = Laplace.load(tmp_path / "labels.safetensors", model)
+        assert type(loaded.likelihood) is MultiLabel
+        assert loaded.likelihood.ignore_index == la.likelihood.ignore_index
+        torch.testing.assert_close(loaded.predict(x).mean, la.predict(x).mean)
+        assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+def test_names():
+    assert type(likelihood_from("multilabel")) is MultiLabel
+    with pytest.raises(ValueError, match="'multilabel'"):
+        likelihood_from("multi-label")
+    with pytest.raises(ValueError, match="sigma belongs"):
+        likelihood_from("multilabel", 0.1)
+
+
+ONE_HOT = torch.eye(3)
+MULTI_HOT = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+ADVICE = 'likelihood="multilabel"'
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "targets", "error", "says", "says_not"),
+    [
+        (Bernoulli(), MULTI_HOT, ValueError, [ADVICE, "several at once"], "argmax"),
+        (Bernoulli(), MULTI_HOT, ValueError, ['"classification" if exactly one'], "argmax"),
+        (Categorical(), MULTI_HOT, TypeError, [ADVICE], "argmax"),
+        (Categorical(), MULTI_HOT.long(), ValueError, [ADVICE], "argmax"),
+        (Categorical(), ONE_HOT, TypeError, [ADVICE, "one-hot", "argmax"], "0 or 1"),
+        (Categorical(), ONE_HOT.bool(), TypeError, [ADVICE, "argmax"], "0 or 1"),
+        (Categorical(), torch.zeros(3), TypeError, ["targets.long()"], ADVICE),
+        (MultiLabel(), torch.arange(3), ValueError, ['"classification"', "(3, 3)"], "argmax"),
+        (MultiLabel(), torch.zeros(3, 2), ValueError, ["(3, 2)"], "classification"),
+        (MultiLabel(), MULTI_HOT + 1, ValueError, ["0 or 1"], "argmax"),
+        (MultiLabel(), MULTI_HOT * 0.3, ValueError, ["0 or 1"], "argmax"),
+        (MultiLabel(), MULTI_HOT * math.nan, ValueError, ["0 or 1"], "argmax"),
+        (MultiLabel(), MULTI_HOT - 101 * ONE_HOT, ValueError, ["not known"], "argmax"),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_sent_to_the_right_likelihood(likelihood, targets, error, says, says_not):
+    assert isinstance(likelihood, Likelihood)
+    with pytest.raises(error) as caught:
+        likelihood.check(torch.zeros(3, 3), targets)
+    assert all(part in str(caught.value) for part in says)
+    assert says_not not in str(caught.value)

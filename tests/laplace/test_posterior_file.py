@@ -1,0 +1,170 @@
+"""The commands `fit` and `tune`: a posterior in a file."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+from laplace_debias.experiments.posteriors import posterior_file
+from laplace_debias.problems import DataSource, get_problem, load_problem, save_checkpoint
+
+PROBLEM = get_problem("allcnn-digits")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A network of random weights, with the split that a training would note."""
+    path = tmp_path_factory.mktemp("network") / "net.safetensors"
+    torch.manual_seed(0)
+    data = PROBLEM.data(DataSource(root=None), seed=3)
+    save_checkpoint(
+        PROBLEM.model(), path, {"split.train": data.train_indices, "split.val": data.val_indices}
+    )
+    return path
+
+
+def command(name: str, checkpoint: Path, *options: str) -> list[str]:
+    return [
+        *(name, "--problem=allcnn-digits", f"--checkpoint={checkpoint}", "--device=cpu"),
+        *("--progress=false", *options),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "seen"),
+    [
+        ("debiased", ["--batch_size=6"], [(0, 6), (6, 12)]),
+        ("mini", ["--batch_size=9"], [(0, 9)]),
+        ("full", ["--batch_size=8", "--full_examples=12"], [(0, 12)]),
+        ("mini", ["--batch_size=9", "--scale=true"], [(0, 9)]),
+    ],
+)
+def test_fit_saves_what_laplace_fits_to_the_same_images(
+    checkpoint, tmp_path, mode, options, seen, capsys
+):
+    output = tmp_path / "new folder" / "posterior.safetensors"
+    chosen = [f"--mode={mode}", "--params=weights", "--curvature=ekfac", "--prior_precision=3"]
+    found = command("fit", checkpoint, f"--output={output}", "--seed=1", *chosen, *options)
+    assert main(found) == 0
+    model, data = load_problem(PROBLEM, DataSource(root=None), checkpoint)
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1))
+    batches = [[data.train.batch(order[first:last])] for first, last in seen]
+    la = Laplace(model, curvature="ekfac", params="weights", prior_precision=3.0)
+    everything = [data.train.batch(range(len(data.train)))] if "--scale=true" in options else None
+    la.fit_batches(*batches, num_data=len(data.train), scale=everything)
+    x = data.test.batch(range(4))[0]
+    loaded = Laplace.load(output, model)
+    assert loaded.num_data == len(data.train)
+    torch.testing.assert_close(loaded.predict(x).probs, la.predict(x).probs)
+    assert f"N = {len(data.train):,}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture(scope="module")
+def posterior(checkpoint, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("posterior") / "posterior.safetensors"
+    assert main(command("fit", checkpoint, f"--output={path}", "--mode=mini")) == 0
+    return path
+
+
+@pytest.mark.parametrize("metric", ["nll", "brier"])
+def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric, capsys):
+    before = posterior.read_bytes()
+    output = tmp_path / "tuned.safetensors"
+    grid = "--prior_precisions=[0.1,10.0,1000.0]"
+    options = [f"--posterior={posterior}", f"--output={output}", f"--metric={metric}", grid]
+    assert main(command("tune", checkpoint, "--validation_examples=20", *options)) == 0
+    model, data = load_problem(PROBLEM, DataSource(root=None), checkpoint)
+    order = torch.randperm(len(data.val), generator=torch.Generator().manual_seed(0))[:20]
+    la = Laplace.load(posterior, model)
+    found = la.tune([data.val.batch(order)], metric, [0.1, 10.0, 1000.0])
+    assert float(Laplace.load(output, model).prior_precision) == found.prior_precision
+    assert posterior.read_bytes() == before
+    is_at_the_end = found.prior_precision != 10.0
+    assert ("end of the grid" in capsys.readouterr().out) == is_at_the_end
+
+
+def test_tune_by_the_marginal_likelihood_goes_back_into_the_file(checkpoint, tmp_path):
+    path = tmp_path / "posterior.safetensors"
+    assert main(command("fit", checkpoint, f"--output={path}", "--mode=mini")) == 0
+    model, _ = load_problem(PROBLEM, DataSource(root=None), checkpoint)
+    expected = Laplace.load(path, model).tune(method="marglik").prior_precision
+    assert main(command("tune", checkpoint, f"--posterior={path}", "--method=marglik")) == 0
+    assert float(Laplace.load(path, model).prior_precision) == expected != 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fit", ["--mode=full", "--full_examples=0"], "full_examples is 0"),
+        ("fit", ["--mode=mini", "--full_examples=9"], "mode=full alone"),
+        ("fit", ["--full_examples=100000"], "there are 1000 images"),
+        ("fit", ["--batch_size=0"], "batch_size is 0"),
+        ("fit", ["--mode=shrinkage", "--curvature=ekfac"], "Shrinkage is of"),
+        ("fit", ["--mode=ful"], "mode"),
+        ("fit", ["--scale=true"], "sees all images"),
+        ("tune", ["--validation_examples=0"], "validation_examples is 0"),
+        ("tune", ["--validation_examples=100000"], "there are 297 images"),
+        ("tune", ["--method=marglik", "--metric=ece"], "needs no data"),
+        ("tune", ["--prior_precisions=[0.0]"], "positive"),
+    ],
+)
+def test_bad_options_are_told_in_one_line_and_nothing_is_written(
+    checkpoint, posterior, tmp_path, name, options, message, capsys
+):
+    output = tmp_path / "out.safetensors"
+    given = [f"--posterior={posterior}"] if name == "tune" else []
+    assert main(command(name, checkpoint, f"--output={output}", *given, *options)) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert message in printed
+    assert not output.exists()
+
+
+def test_an_existing_posterior_is_kept_unless_told_otherwise(checkpoint, posterior, capsys):
+    before = posterior.read_bytes()
+    again = command("fit", checkpoint, f"--output={posterior}", "--mode=debiased")
+    assert main(again) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert posterior.read_bytes() == before
+    assert main([*again, "--overwrite"]) == 0
+    assert posterior.read_bytes() != before
+
+
+def test_tune_keeps_another_file_unless_told_otherwise(checkpoint, posterior, tmp_path, capsys):
+    output = tmp_path / "kept"
+    output.write_text("mine")
+    options = [f"--posterior={posterior}", f"--output={output}", "--method=marglik"]
+    assert main(command("tune", checkpoint, *options)) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+    assert main(command("tune", checkpoint, *options, "--overwrite")) == 0
+    assert output.read_bytes() != b"mine"
+
+
+def test_a_missing_posterior_says_how_to_make_one(checkpoint, tmp_path, capsys):
+    options = command("tune", checkpoint, f"--posterior={tmp_path / 'none.safetensors'}")
+    assert main(options) == 2
+    assert "laplace-debias fit" in capsys.readouterr().err
+
+
+def test_tune_refuses_images_that_the_network_was_trained_on(
+    checkpoint, posterior, tmp_path, capsys, monkeypatch
+):
+    output = tmp_path / "tuned.safetensors"
+
+    def told_the_answers(*args, **kwargs):
+        """The network's own first choices as validation labels: all hits, as after training."""
+        model, data = load_problem(*args, **kwargs)
+        x, _ = data.val.batch(range(len(data.val)))
+        val = dataclasses.replace(data.val, labels=model(x).argmax(1))
+        return model, dataclasses.replace(data, val=val)
+
+    monkeypatch.setattr(posterior_file, "load_problem", told_the_answers)
+    options = [f"--posterior={posterior}", f"--output={output}", "--validation_examples=50"]
+    assert main(command("tune", checkpoint, *options)) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "on the validation images is 1.000" in told
+    assert "trained on the former" in told
+    assert not output.exists()

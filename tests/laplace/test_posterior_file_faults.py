@@ -1,0 +1,685 @@
+"""Posterior files that are damaged, forged, unreadable or unwritable; writers that are killed."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz_posterior_files import answers, as_format_3, resealed
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+from laplace_debias.experiments.posteriors.posterior_file import NetworkSettings
+from laplace_debias.laplace.files.sealed import read_sealed, write_sealed
+from laplace_debias.problems.storage import read_tensors, write_tensors
+from laplace_debias.report.tables import read_csv, write_csv
+from laplace_debias.system import atomic
+from laplace_debias.system.atomic import written_atomically
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def fitted(width: int = 3, seed: int = 0) -> Laplace:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).eval()
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    return Laplace(model).fit_batches([(x, y)], num_data=40)
+
+
+@pytest.fixture
+def la() -> Laplace:
+    return fitted()
+
+
+@pytest.fixture
+def path(la, tmp_path) -> Path:
+    """A saved posterior."""
+    la.save(tmp_path / "posterior.safetensors")
+    return tmp_path / "posterior.safetensors"
+
+
+def assert_alike(a: Laplace, b: Laplace) -> None:
+    """The same numbers; answers differ by rounding, since matrices may lie transposed in memory."""
+    assert (a.num_data, a.block_names) == (b.num_data, b.block_names)
+    assert torch.equal(a.mean, b.mean)
+    assert torch.equal(a.prior_precision, b.prior_precision)
+    for name, block in a.posterior.curvature.blocks.items():
+        other = b.posterior.curvature.blocks[name]
+        assert type(block) is type(other)
+        for part in ("U_G", "U_A", "U", "magnitudes"):
+            first, second = getattr(block, part, None), getattr(other, part, None)
+            assert first is second is None or torch.equal(first, second)
+    for first, second in zip(answers(a, X), answers(b, X), strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def parts(path: Path) -> tuple[dict, bytes]:
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8:end]), raw[end:]
+
+
+def rewrite(path: Path, header: dict | str, data: bytes) -> None:
+    """The file with another header, and the checksum computed anew."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(resealed(len(text).to_bytes(8, "little") + text + data))
+
+
+@contextlib.contextmanager
+def at_most(num_bytes: int):
+    """No file may grow beyond that: what a full disk does, without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def not_root():
+    """As a user without privileges, whom permissions stop."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+# ------------------------------------------------------------------------- what is in the file
+
+
+def test_the_safetensors_library_reads_the_file(la, path):
+    found = load_file(path)
+    blocks = list(la.posterior.curvature.blocks.values())
+    parts = {f"{n}.{part}" for n in range(4) for part in ("U_G", "U_A", "magnitudes")}
+    assert found.keys() == {"mean", "prior_precision"} | parts
+    assert torch.equal(found["mean"], la.mean)
+    assert torch.equal(found["0.U_A"], blocks[0].U_A)
+    assert torch.equal(found["2.magnitudes"], blocks[2].magnitudes)
+
+
+def test_the_checksum_is_that_of_the_file_with_zeros_in_its_place(path):
+    with safe_open(path, "pt") as file:
+        checksum = file.metadata()["checksum"]
+    raw = path.read_bytes()
+    assert raw.count(checksum.encode()) == 1
+    blank = raw.replace(checksum.encode(), b"0" * 64)
+    assert hashlib.blake2b(blank, digest_size=32).hexdigest() == checksum
+
+
+def test_equal_posteriors_give_equal_bytes(la, path, tmp_path):
+    for name in ("second", "third"):
+        Laplace.load(path, la.model).save(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == path.read_bytes()
+
+
+def test_a_changed_bit_of_any_byte_is_refused(la, path):
+    raw = path.read_bytes()
+    header = 8 + int.from_bytes(raw[:8], "little")
+    for place in (*range(header), *range(header, len(raw), 7)):
+        changed = bytearray(raw)
+        changed[place] ^= 1 << (place % 8)
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"posterior\.safetensors"):
+            Laplace.load(path, la.model)
+
+
+def test_a_file_overwritten_in_place_does_not_change_what_was_loaded(la, path):
+    loaded = Laplace.load(path, la.model)
+    header, data = parts(path)
+    start, end = header["0.magnitudes"]["data_offsets"]
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - len(data) + start)
+        file.write(bytes(end - start))
+    assert_alike(loaded, la)
+    path.write_bytes(b"")
+    assert_alike(loaded, la)
+
+
+def test_tensors_of_any_shape_survive(tmp_path):
+    """A low-rank curvature may have no direction at all."""
+    shapes = [(), (0,), (5, 0), (0, 5), (3,), (2, 3)]
+    tensors = {f"{n}": torch.randn(shape).to(torch.float64) for n, shape in enumerate(shapes)}
+    tensors |= {f"{n}.transposed": torch.randn(shape).mT for n, shape in enumerate(shapes[2:3])}
+    texts = {"format": "a", "header": '"checksum":"' + "0" * 64 + '"}'}
+    write_sealed(tmp_path / "file", texts, tensors)
+    found_texts, found = read_sealed(tmp_path / "file", {"a": True})
+    assert found_texts == texts
+    for reading in (found, load_file(tmp_path / "file")):
+        assert reading.keys() == tensors.keys()
+        assert all(torch.equal(reading[name], tensors[name]) for name in tensors)
+
+
+# ------------------------------------------------------------------------------- older formats
+
+
+def old_file(path: Path, change=lambda header, tensors: None) -> None:
+    """A file of format 3, as the version before wrote it, through the safetensors library."""
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["header"])
+    for name in ("class_dim", "mode"):
+        del header[name]
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(header, tensors)
+    path.unlink()
+    save_file(tensors, path, {"format": "laplace-debias/3", "header": json.dumps(header)})
+
+
+def test_files_of_format_3_are_read(la, path):
+    old_file(path)
+    assert_alike(Laplace.load(path, la.model), la)
+
+
+def test_a_checksum_cannot_be_left_out(la, path):
+    raw = path.read_bytes()
+    for old, new in ((b"laplace-debias/4", b"laplace-debias/3"), (b'"checksum"', b'"checkskm"')):
+        path.write_bytes(raw.replace(old, new))
+        with pytest.raises(ValueError, match="checksum"):
+            Laplace.load(path, la.model)
+    path.write_bytes(as_format_3(raw).replace(b"laplace-debias/3", b"laplace-debias/4"))
+    with pytest.raises(ValueError, match="its checksum is missing"):
+        Laplace.load(path, la.model)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("nll", value) for value in ("3.0", None, True, [1.0], 10**400)),
+        *(("num_data", value) for value in (0, -3, 2.0, "9", True, None, 2**53 + 1, 10**30)),
+        *(("rank", value) for value in (0, -1, 1.5, "4", True)),
+        *(("joint", value) for value in (0, 1, "true", None)),
+        *(("sharing", value) for value in ("other", 3, None, ["expand"], {"0": "other"})),
+        *(("param_names", value) for value in ([], "0.weight", [3], [["0.weight"]], None, {})),
+        ("param_names", ["0.weight", "0.weight"]),
+        *(("block_names", value) for value in ([], None, [None], 3)),
+        *(("curvature", value) for value in ("kfra", None, ["kfac"], {})),
+        *(("others", value) for value in ([], None, {"a": 1.5}, {"a": True}, {"a": 2**63})),
+        *(("likelihood", value) for value in (None, [], "classification", 3)),
+    ],
+)
+def test_fields_of_the_header_are_checked_by_name(la, path, field, value):
+    old_file(path, lambda header, tensors: header.update({field: value}))
+    with pytest.raises(ValueError, match=rf"it has {field} = .*, expected"):
+        Laplace.load(path, la.model)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        *({}, {"name": None}, {"name": "poisson"}, {"name": ["classification"]}),
+        *({"name": "classification"}, {"name": "classification", "ignore_index": "a"}),
+        {"name": "binary", "sigma": 1.0},
+        *({"name": "regression", "sigma": sigma} for sigma in (0, -1.0, "1", [], [1, None], True)),
+    ],
+)
+def test_likelihoods_are_checked(la, path, likelihood):
+    old_file(path, lambda header, tensors: header.update(likelihood=likelihood))
+    with pytest.raises(ValueError, match="file's likelihood"):
+        Laplace.load(path, la.model)
+
+
+def test_missing_and_unknown_fields_are_named(la, path):
+    old_file(path, lambda header, tensors: header.pop("joint"))
+    with pytest.raises(ValueError, match="it lacks joint"):
+        Laplace.load(path, la.model)
+    la.save(path)
+    old_file(path, lambda header, tensors: header.update(more=1))
+    with pytest.raises(ValueError, match=r"it has \['more'\], expected likelihood, "):
+        Laplace.load(path, la.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("0.U_A", lambda U: 1.001 * U, r"U_A of 0\.weight .* not orthonormal"),
+        ("0.U_G", lambda U: U * (torch.arange(3) > 0), r"U_G of 0\.weight .* not orthonormal"),
+        ("2.U_A", lambda U: U + 1e-3 * torch.eye(3), r"U_A of 2\.weight .* not orthonormal"),
+        ("1.U_G", lambda U: U.double(), "dtypes of .*1.U_G"),
+        ("0.magnitudes", lambda m: -m, "negative magnitudes"),
+        ("0.magnitudes", lambda m: m / 0, "NaN or Inf"),
+        ("prior_precision", lambda d: 0 * d, "positive and finite"),
+        ("prior_precision", lambda d: d / 0, "positive and finite"),
+        ("prior_precision", lambda d: d.float(), "dtypes of .*prior_precision"),
+    ],
+)
+def test_tensors_are_checked(la, path, name, change, says):
+    old_file(path, lambda header, tensors: tensors.update({name: change(tensors[name])}))
+    with pytest.raises(ValueError, match=says):
+        Laplace.load(path, la.model)
+
+
+def test_sigma_of_another_number_of_outputs_is_refused_by_name(tmp_path):
+    model = nn.Linear(4, 2).eval()
+    la = Laplace(model, "regression", sigma=[1.0, 2.0]).fit_batches([(X, torch.randn(3, 2))])
+    la.save(tmp_path / "la")
+    sigma = {"name": "regression", "sigma": [1.0, 2.0, 3.0]}
+    old_file(tmp_path / "la", lambda header, tensors: header.update(likelihood=sigma))
+    with pytest.raises(ValueError, match="sigma has 3 entries, the model has 2 outputs"):
+        Laplace.load(tmp_path / "la", model).predict(X)
+
+
+@pytest.mark.parametrize("sigma", [1e-30, 1e30])
+def test_a_sigma_that_the_dtype_cannot_square_is_refused(tmp_path, sigma):
+    model = nn.Linear(4, 2).eval()
+    data = [(X, torch.randn(3, 2))]
+    la = Laplace(model, "regression").fit_batches(data)
+    la.save(tmp_path / "la")
+    likelihood = {"name": "regression", "sigma": [1.0, sigma]}
+    old_file(tmp_path / "la", lambda header, tensors: header.update(likelihood=likelihood))
+    with pytest.raises(ValueError, match=r"square is out of the range of torch\.float32: rescale"):
+        Laplace.load(tmp_path / "la", model).predict(X)
+    with pytest.raises(ValueError, match=r"square is out of the range of torch\.float32: rescale"):
+        Laplace(model, "regression", sigma=sigma).fit_batches(data)
+    double = model.double()
+    la = Laplace(double, "regression", sigma=1e30).fit_batches([(X.double(), data[0][1].double())])
+    assert la.predict(X.double()).variance.isfinite().all()
+
+
+# ------------------------------------------------------------------------------- hostile headers
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 990 + "]" * 990])
+def test_deep_json_is_refused(la, path, text):
+    header, data = parts(path)
+    rewrite(path, text, data)
+    with pytest.raises(ValueError, match="damaged"):
+        Laplace.load(path, la.model)
+    header["__metadata__"]["header"] = text
+    rewrite(path, header, data)
+    with pytest.raises(ValueError, match=r"[Hh]eader of .* is damaged"):
+        Laplace.load(path, la.model)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"joint": false', '"joint": true, "joint": false', "names 'joint' twice"),
+        ('"num_data": 40', '"num_data": NaN', "NaN"),
+        ('"num_data": 40', '"num_data": Infinity', "Infinity"),
+        ('"num_data": 40', '"num_data": 1e999', "num_data = inf"),
+        ('"num_data": 40', '"num_data": ' + "9" * 5000, "digits|num_data = 9"),
+    ],
+)
+def test_json_that_python_alone_would_read_is_refused(la, path, old, new, says):
+    header, data = parts(path)
+    text = header["__metadata__"]["header"]
+    assert old in text
+    header["__metadata__"]["header"] = text.replace(old, new)
+    rewrite(path, header, data)
+    with pytest.raises(ValueError, match=says):
+        Laplace.load(path, la.model)
+
+
+@pytest.mark.parametrize("how", ["shape", "offsets", "length", "empty", "sparse"])
+def test_declared_sizes_allocate_nothing(la, path, how):
+    header, data = parts(path)
+    size = 2**40
+    if how == "shape":
+        header["mean"]["shape"] = [size]
+    elif how == "offsets":
+        header["mean"] |= {"shape": [size], "data_offsets": [0, 4 * size]}
+    elif how == "empty":
+        header["more"] = {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}
+    rewrite(path, header, data)
+    if how == "length":
+        path.write_bytes(size.to_bytes(8, "little") + path.read_bytes()[8:])
+    elif how == "sparse":
+        with path.open("r+b") as file:
+            file.truncate(2**40)
+    num_bytes = len(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="damaged"):
+            Laplace.load(path, la.model)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * num_bytes + 2**20
+
+
+# ------------------------------------------------------------------------------ what is no file
+
+
+@pytest.fixture
+def in_time():
+    """Whatever hangs is interrupted."""
+
+    def interrupt(*_):
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize(
+    ("what", "error", "says"),
+    [
+        ("nothing", FileNotFoundError, "There is no file .*: check the path"),
+        ("below a file", FileNotFoundError, "There is no file .*: check the path"),
+        ("dangling link", FileNotFoundError, "There is no file .*: check the path"),
+        ("folder", IsADirectoryError, "is a folder: name the file in it"),
+        ("pipe", ValueError, "a device or a pipe"),
+        ("device", ValueError, "a device or a pipe"),
+        ("empty", ValueError, "damaged or no safetensors file"),
+        ("text", ValueError, "damaged or no safetensors file"),
+        ("half", ValueError, "damaged or no safetensors file"),
+        ("checkpoint", ValueError, "is of format None"),
+    ],
+)
+def test_what_is_no_posterior_is_told(la, path, tmp_path, what, error, says):
+    target = tmp_path / "target"
+    if what == "below a file":
+        target = path / "posterior"
+    elif what == "dangling link":
+        target.symlink_to(tmp_path / "gone")
+    elif what == "folder":
+        target.mkdir()
+    elif what == "pipe":
+        os.mkfifo(target)
+    elif what == "device":
+        target = Path("/dev/zero")
+    elif what == "text":
+        target.write_text("a posterior, by its name\n" * 100)
+    elif what == "half":
+        target.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif what == "checkpoint":
+        save_file(la.model.state_dict(), target)
+    elif what == "empty":
+        target.touch()
+    with pytest.raises(error, match=says):
+        Laplace.load(target, la.model)
+
+
+def test_a_file_that_may_not_be_read_is_told(la):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder) / "posterior"
+        la.save(path)
+        path.chmod(0)
+        with not_root(), pytest.raises(PermissionError, match=r"cannot be read .*permissions"):
+            Laplace.load(path, la.model)
+
+
+# ------------------------------------------------------------------------------- failing writes
+
+
+def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path):
+    path = tmp_path / "posterior"
+    fitted().save(path)
+    before = path.read_bytes()
+    large = fitted(width=150)
+    with at_most(65536), pytest.raises(OSError, match=r"posterior would be larger .*ulimit"):
+        large.save(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["posterior"]
+    large.save(path)
+    assert_alike(Laplace.load(path, large.model), large)
+
+
+def test_the_error_of_another_file_is_left_as_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught, written_atomically(tmp_path / "copy"):
+        (tmp_path / "original").read_bytes()
+    assert caught.value.filename == str(tmp_path / "original")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["fsync", "replace"])
+def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, place, full)
+    la.prior_precision = 3.0
+    says = r"There is no space left to write .*posterior\.safetensors: free some"
+    with pytest.raises(OSError, match=says) as caught:
+        la.save(path)
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "says"),
+    [
+        ("folder", IsADirectoryError, "is a folder: name a file in it"),
+        ("below a file", NotADirectoryError, "is a file and no folder"),
+        ("no parent", FileNotFoundError, "There is no folder .*: make it first"),
+        ("pipe", OSError, "a device or a pipe"),
+        ("loop", OSError, "leads back to itself"),
+        ("long name", OSError, "cannot be written .*: choose another name"),
+    ],
+)
+def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, what, error, says):
+    target = tmp_path / "target"
+    if what == "folder":
+        target.mkdir()
+    elif what == "below a file":
+        target.touch()
+        target = target / "deeper" / "posterior"
+    elif what == "no parent":
+        target = target / "posterior"
+    elif what == "pipe":
+        os.mkfifo(target)
+    elif what == "loop":
+        target.symlink_to(target)
+    elif what == "long name":
+        target = tmp_path / ("a" * 250)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=says):
+        la.save(target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_may_not_be_written_is_told(la):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755 if os.getuid() == 0 else 0o555)
+        with not_root(), pytest.raises(PermissionError, match="may not be written to"):
+            la.save(Path(folder) / "posterior")
+        Path(folder).chmod(0o777)
+        protected = Path(folder) / "protected"
+        protected.touch()
+        protected.chmod(0o444)
+        with not_root(), pytest.raises(PermissionError, match="is write-protected"):
+            la.save(protected)
+
+
+def test_numbers_that_could_not_be_read_again_are_not_saved(la, tmp_path):
+    la._nll = float("inf")
+    with pytest.raises(ValueError, match="cannot be saved: it has nll = inf"):
+        la.save(tmp_path / "posterior")
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- links, permissions, companions
+
+
+def test_a_link_stays_and_its_file_is_replaced(la, tmp_path):
+    (tmp_path / "store").mkdir()
+    kept = tmp_path / "store" / "kept"
+    link = tmp_path / "link"
+    link.symlink_to(kept)
+    for prior_precision in (1.0, 2.0):
+        la.prior_precision = prior_precision
+        la.save(link)
+        assert link.is_symlink()
+        assert not kept.is_symlink()
+        assert float(Laplace.load(kept, la.model).prior_precision) == prior_precision
+    assert sorted(tmp_path.rglob("*")) == [link, tmp_path / "store", kept]
+
+
+def test_a_replaced_file_keeps_its_permissions(la, path):
+    path.chmod(0o640)
+    la.save(path)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+KILLED = """
+    import os, runpy, signal, sys
+    written_atomically = runpy.run_path(sys.argv[1])["written_atomically"]
+    with written_atomically(sys.argv[2]) as temporary:
+        temporary.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(la, path):
+    before = path.read_bytes()
+    other = path.with_name("other")
+    for target in (path, path, other):
+        script = [sys.executable, "-c", textwrap.dedent(KILLED), atomic.__file__, str(target)]
+        assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
+    assert path.read_bytes() == before
+    # The second of them removed what the first had left.
+    assert len(list(path.parent.iterdir())) == 3
+    la.save(path)
+    assert len(list(path.parent.iterdir())) == 2
+    assert_alike(Laplace.load(path, la.model), la)
+    write_tensors(other, {"a": torch.ones(1)})
+    assert sorted(path.parent.iterdir()) == [other, path]
+
+
+def test_what_a_living_writer_holds_is_left_alone(tmp_path):
+    path = tmp_path / "file"
+    with written_atomically(path) as outer:
+        outer.write_text("outer")
+        with written_atomically(path) as inner:
+            assert outer.exists()
+            inner.write_text("inner")
+        assert path.read_text() == "inner"
+    assert path.read_text() == "outer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_threads_that_write_one_path_do_not_meet(tmp_path):
+    path = tmp_path / "posterior"
+    la = fitted()
+    writers = [Laplace.load(saved, la.model) for saved in [_saved(la, tmp_path)] * 4]
+    for number, writer in enumerate(writers, start=1):
+        writer.prior_precision = float(number)
+    writers[0].save(path)
+    errors: list[Exception] = []
+    found: set[float] = set()
+
+    def repeatedly(action):
+        try:
+            for _ in range(15):
+                action()
+        except Exception as error:
+            errors.append(error)
+
+    def read():
+        found.add(float(Laplace.load(path, la.model).prior_precision))
+
+    actions = [*(lambda w=writer: w.save(path) for writer in writers), read]
+    threads = [threading.Thread(target=repeatedly, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert found <= {1.0, 2.0, 3.0, 4.0}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _saved(la: Laplace, folder: Path) -> Path:
+    with tempfile.NamedTemporaryFile(dir=folder.parent, delete=False) as file:
+        la.save(file.name)
+    return Path(file.name)
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (lambda path: write_csv([{"a": 1}], path), read_csv),
+        (lambda path: write_tensors(path, {"a": torch.ones(2)}), read_tensors),
+    ],
+)
+def test_tables_and_checkpoints_are_written_the_same_way(write, read, tmp_path, monkeypatch):
+    kept, link = tmp_path / "kept", tmp_path / "link"
+    kept.touch(0o600)
+    kept.chmod(0o600)
+    link.symlink_to(kept)
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    write(link)
+    assert read(kept)
+    assert link.is_symlink()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert len(synced) == 2
+    assert sorted(tmp_path.iterdir()) == [kept, link]
+
+
+# ------------------------------------------------------------------------------ the command line
+
+FIT = ["fit", "--problem=allcnn-digits", "--device=cpu", "--progress=false", "--mode=mini"]
+
+
+def one_line(capsys) -> str:
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "Traceback" not in printed
+    return printed
+
+
+@pytest.mark.parametrize("command", ["fit", "tune", "train"])
+@pytest.mark.parametrize("what", ["folder", "below a file"])
+def test_commands_refuse_a_bad_output_before_work(
+    path, tmp_path, what, command, capsys, monkeypatch
+):
+    def work(*_):
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr(NetworkSettings, "load", work)
+    monkeypatch.setattr("laplace_debias.experiments.shared.training.train", work)
+    output = tmp_path if what == "folder" else path / "posterior"
+    posterior = [f"--posterior={path}", "--method=marglik"] if command == "tune" else []
+    options = ["--problem=allcnn-digits", f"--output={output}", "--overwrite", *posterior]
+    assert main([command, *options]) == 2
+    assert ("is a folder" if what == "folder" else "is a file and no folder") in one_line(capsys)
+
+
+def test_tune_refuses_a_damaged_posterior_before_work(path, capsys, monkeypatch):
+    monkeypatch.delattr(NetworkSettings, "load")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["tune", "--problem=allcnn-digits", f"--posterior={path}"]) == 2
+    assert "damaged" in one_line(capsys)
+
+
+def test_fit_tells_of_a_full_disk_in_one_line(tmp_path, capsys):
+    from laplace_debias.problems import DataSource, get_problem, save_checkpoint
+
+    problem = get_problem("allcnn-digits")
+    data = problem.data(DataSource(root=None), seed=0)
+    split = {"split.train": data.train_indices, "split.val": data.val_indices}
+    checkpoint = tmp_path / "network.safetensors"
+    save_checkpoint(problem.model(), checkpoint, split)
+    output = tmp_path / "posterior"
+    with at_most(65536):
+        assert main([*FIT, f"--checkpoint={checkpoint}", f"--output={output}"]) == 2
+    assert "would be larger" in one_line(capsys)
+    assert sorted(tmp_path.iterdir()) == [checkpoint]

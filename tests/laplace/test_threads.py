@@ -1,0 +1,401 @@
+"""Whatever one thread does, four do as well: on one model and on several, with the same answers."""
+
+import copy
+import os
+import pickle
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
+from laplace_debias.system.threads import FORWARD_MODE, Lock, SharedSetting
+
+THREADS = 4
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(24) % 3
+DATA = [(X[:12], Y[:12]), (X[12:], Y[12:])]
+
+
+def at_once(calls, rounds=1):
+    """The results of all calls, of each `rounds`, from four threads that start together."""
+    barrier = threading.Barrier(THREADS)
+    jobs = [call for _ in range(rounds) for call in calls]
+
+    def work(number):
+        barrier.wait()
+        return [(i, jobs[i]()) for i in range(number, len(jobs), THREADS)]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        results = dict(chain.from_iterable(pool.map(work, range(THREADS))))
+    return [results[i] for i in range(len(jobs))]
+
+
+def assert_as_alone(calls, rounds=1):
+    expected = [call() for call in calls]
+    results = at_once(calls, rounds)
+    assert len(results) == rounds * len(calls)
+    for i, result in enumerate(results):
+        # To rounding: which kernel of attention is taken may depend on the neighbours.
+        torch.testing.assert_close(result, expected[i % len(calls)], rtol=1e-10, atol=1e-12)
+
+
+def seed(number):
+    return torch.Generator().manual_seed(number)
+
+
+def ready(build):
+    """A function of copies: building draws from the global generator, which threads share."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build()
+    return lambda: copy.deepcopy(model)
+
+
+@ready
+def mlp():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+
+
+@ready
+def conv():
+    return (
+        nn.Sequential(
+            nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(6, 3)
+        )
+        .double()
+        .eval()
+    )
+
+
+@ready
+def transformer():
+    layer = nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0, batch_first=True)
+    return (
+        nn.Sequential(nn.Unflatten(1, (3, 2)), layer, nn.Flatten(), nn.Linear(6, 3)).double().eval()
+    )
+
+
+@ready
+def recurrent():
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.RNN(3, 2, batch_first=True), nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x.unflatten(1, (2, 3)))[0][:, -1])
+
+    return Last().double().eval()
+
+
+NETWORKS = {"mlp": mlp, "conv": conv, "transformer": transformer}
+
+
+def predict(la, method, number=0, rows=slice(None)):
+    samples = None if method in ("glm", "map") else 17
+    return la.predict(X[rows], method, samples, seed(number)).probs
+
+
+def fitted(make=mlp, **options):
+    return Laplace(make(), **options).fit_batches(DATA)
+
+
+def fit(make, mode="full", **options):
+    la = Laplace(make(), **options)
+    if mode == "full":
+        la.fit_batches(DATA)
+    else:
+        la.fit(DATA, mode, num_data=24)
+    # Not the directions, which are free where curvatures coincide.
+    return torch.cat(
+        [la.functional(X, diagonal=True)[1].flatten(), la.log_marginal_likelihood()[None]]
+    )
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_predictions_of_one_object(network):
+    la = fitted(NETWORKS[network], backend="hooks")
+    calls = [partial(predict, la, "glm-mc", number) for number in range(4)]
+    calls += [partial(predict, la, method) for method in ("glm", "nn", "map")]
+    assert_as_alone(calls, 6)
+
+
+def test_predictions_of_several_objects():
+    models = [fitted(make, backend="hooks") for make in NETWORKS.values()]
+    assert_as_alone([partial(predict, la, "glm-mc", 3) for la in models], 8)
+
+
+REST = ("diag", "lowrank", "full")
+
+
+@pytest.mark.parametrize("backend", ["backpack", "hooks"])
+def test_fits(backend):
+    one = conv()
+    calls = [
+        partial(fit, make, mode, curvature=curvature, backend=backend)
+        for make in (conv, lambda: one)
+        for curvature, mode in (("kfac", "full"), ("kfac", "shrinkage"), ("ekfac", "debiased"))
+    ]
+    calls += [partial(fit, mlp, curvature=curvature, backend=backend) for curvature in REST]
+    calls += [partial(fit, mlp, "crossfit", curvature="full", backend=backend)]
+    assert_as_alone(calls, 2 if backend == "backpack" else 1)
+
+
+def test_everything_else_of_one_object():
+    la = fitted(transformer)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=12, shuffle=True)
+
+    def evaluate(method):
+        found = la.evaluate(loader, method=method, samples=9, generator=seed(2))
+        return torch.tensor(list(found.values()), dtype=torch.float64)
+
+    calls = [
+        lambda: la.functional(X)[1],
+        lambda: la.sample(3, seed(1)),
+        la.log_marginal_likelihood,
+        lambda: la.posterior.precision @ torch.ones(len(la.mean), dtype=torch.float64),
+        partial(evaluate, "glm-mc"),
+        partial(evaluate, "nn"),
+        partial(predict, la, "glm-mc", 1),
+        partial(fit, conv, backend="backpack"),
+    ]
+    assert_as_alone(calls, 2)
+
+
+def test_objects_are_tuned_saved_and_loaded_at_once(tmp_path):
+    networks = [mlp() for _ in range(4)]
+    for number, model in enumerate(networks):
+        model[0].weight.data.mul_(1 + number)
+
+    def tuned(model):
+        la = Laplace(model, backend="backpack").fit_batches(DATA)
+        la.tune(DATA, grid=[0.1, 1.0, 10.0])
+        la.save(path := tmp_path / f"{id(model)}-{threading.get_ident()}.safetensors")
+        return Laplace.load(path, model).predict(X).probs
+
+    assert_as_alone([partial(tuned, model) for model in networks], 2)
+
+
+def products(A):
+    vectors = torch.randn(A.shape[1], 3, generator=seed(4), dtype=torch.float64)
+    return [lambda: A @ vectors[:, 0], lambda: A @ vectors]
+
+
+OPERATORS = [
+    (Hessian, recurrent, 2**20),
+    (Hessian, mlp, 0),
+    (GGN, recurrent, 0),
+    (GGN, mlp, 2**20),
+    (Fisher, mlp, 2**20),
+    (EmpiricalFisher, mlp, 0),
+    (Jacobian, mlp, 2**20),
+    (KFAC, mlp, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "make", "bound"), OPERATORS)
+def test_products_with_one_operator(kind, make, bound):
+    """Not multiplied before: the threads come to make and to keep the same batches."""
+    arguments = () if kind is Jacobian else (nn.CrossEntropyLoss(),)
+    options = {} if kind is KFAC else {"memory_bound": bound}
+    model = make()
+    alone, shared = (kind(model, *arguments, DATA, **options) for _ in range(2))
+    expected = [call() for call in products(alone)]
+    for i, result in enumerate(at_once(products(shared), 4)):
+        torch.testing.assert_close(result, expected[i % 2], rtol=1e-10, atol=1e-12)
+
+
+def test_products_with_several_operators_beside_predictions():
+    la = fitted()
+
+    def product(kind, make):
+        A = kind(make(), nn.CrossEntropyLoss(), DATA)
+        return A @ torch.ones(A.shape[1], dtype=torch.float64)
+
+    calls = [partial(product, Hessian, mlp), partial(product, GGN, mlp)]
+    assert_as_alone([*calls, *(partial(predict, la, "glm-mc", i) for i in range(6))])
+
+
+def test_an_operator_takes_the_parameters_of_now_from_several_threads():
+    model = mlp()
+    A = GGN(model, nn.CrossEntropyLoss(), DATA)
+    [call() for call in products(A)]
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    fresh = [call() for call in products(GGN(model, nn.CrossEntropyLoss(), DATA))]
+    for i, result in enumerate(at_once(products(A), 4)):
+        torch.testing.assert_close(result, fresh[i % 2], rtol=1e-10, atol=1e-12)
+
+
+def settings():
+    return (
+        torch.backends.mha.get_fastpath_enabled(),
+        set(_cur_sdpa_kernel_backends()),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        list(warnings.filters),
+    )
+
+
+def test_settings_of_the_process_are_left_as_they_were():
+    before = settings()
+    las = [fitted(transformer), fitted(mlp)]
+    calls = [partial(predict, la, m, 1) for la in las for m in ("glm-mc", "nn", "glm", "map")]
+
+    def product():
+        A = Hessian(recurrent(), nn.CrossEntropyLoss(), DATA[:1])
+        return A @ torch.ones(A.shape[1], dtype=torch.float64)
+
+    at_once([*(calls * 3), product, *calls, product])
+    assert settings() == before
+
+
+def test_overlapping_holders_of_a_setting_restore_it():
+    """A comes, B comes, A leaves, B leaves: as the first one found it."""
+    log = []
+
+    class Manager:
+        def __enter__(self):
+            log.append("set")
+
+        def __exit__(self, *_):
+            log.append("restored")
+
+    setting = SharedSetting(Manager)
+    arrived, may_leave = threading.Event(), threading.Event()
+
+    def other():
+        with setting:
+            arrived.set()
+            may_leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with setting, setting:
+        thread.start()
+        assert arrived.wait(10)
+    assert log == ["set"]
+    may_leave.set()
+    thread.join()
+    assert log == ["set", "restored"]
+
+
+def test_another_thread_may_leave_attention_as_it_was():
+    """`sdpa_kernel` alone insists on being left by the thread that came."""
+    before = set(_cur_sdpa_kernel_backends())
+    setting = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
+    setting.__enter__()
+    thread = threading.Thread(target=setting.__enter__)
+    thread.start()
+    thread.join()
+    setting.__exit__(None, None, None)
+    assert _cur_sdpa_kernel_backends() == [SDPBackend.MATH]
+    setting._after_fork()
+    assert set(_cur_sdpa_kernel_backends()) == before
+
+
+def test_a_failing_prediction_lets_the_next_one_in():
+    class Fails(nn.Module):
+        broken = False
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            if self.broken:
+                raise OSError("gone")
+            return self.layer(x)
+
+    model = Fails().double().eval()
+    la, other = Laplace(model).fit_batches(DATA), fitted()
+    model.broken = True
+    before = settings()
+    with pytest.raises(OSError, match="gone"):
+        predict(la, "glm-mc")
+    assert settings() == before
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(predict, other, "glm-mc").result(30).isfinite().all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_lock_that_another_thread_holds_is_free_in_a_forked_child():
+    """And what the forking thread holds itself stays its own, to be released as often as taken."""
+    held, release = threading.Event(), threading.Event()
+    own = Lock()
+
+    def hold():
+        with FORWARD_MODE:
+            held.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    with own, own:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if FORWARD_MODE._lock.acquire(timeout=5) else 1)
+        deadline = time.monotonic() + 20
+        while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            own.__exit__(None, None, None)
+            own.__exit__(None, None, None)
+            os._exit(0 if own._owner is None else 1)
+        of_own = os.waitpid(child, 0)
+    release.set()
+    thread.join()
+    assert done[0] != 0
+    assert os.waitstatus_to_exitcode(done[1]) == 0
+    assert os.waitstatus_to_exitcode(of_own[1]) == 0
+
+
+def test_operators_with_locks_can_still_be_copied_and_pickled():
+    lock = Lock()
+    with lock:
+        twin, again = copy.deepcopy(lock), pickle.loads(pickle.dumps(lock))
+        for other in (twin, again):
+            assert other._lock.acquire(blocking=False)
+    A = GGN(mlp(), nn.CrossEntropyLoss(), DATA)
+    ones = torch.ones(A.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(copy.deepcopy(A) @ ones, A @ ones)
+
+
+def test_a_fit_beside_readers_is_seen_before_or_after():
+    """Never the likelihood of one fit with the determinant of another."""
+    first, second = DATA[:1], DATA[1:]
+    la = Laplace(mlp()).fit_batches(first, num_data=24)
+    allowed = [float(la.log_marginal_likelihood())]
+    la.fit_batches(second, num_data=24)
+    allowed.append(float(la.log_marginal_likelihood()))
+    assert abs(allowed[0] - allowed[1]) > 1e-3
+    done = threading.Event()
+
+    def read():
+        seen = set()
+        while not done.is_set():
+            seen.add(float(la.log_marginal_likelihood()))
+        return seen
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        readers = [pool.submit(read) for _ in range(THREADS - 1)]
+        try:
+            for _ in range(4):
+                la.fit_batches(first, num_data=24)
+                la.fit_batches(second, num_data=24)
+        finally:
+            done.set()
+        for value in set().union(*(reader.result(30) for reader in readers)):
+            assert min(abs(value - a) for a in allowed) < 1e-9

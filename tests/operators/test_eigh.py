@@ -1,0 +1,293 @@
+"""The one place for eigendecompositions: what LAPACK gets wrong is noticed and computed again."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import scipy.linalg
+import torch
+from torch import nn
+
+import laplace_debias
+from laplace_debias import Laplace
+from laplace_debias.curvature.fits import directions
+from laplace_debias.operators.eigh import eigh, eigvalsh, low_rank_eigh
+
+TRUE_EIGH = torch.linalg.eigh
+TRUE_EIGVALSH = torch.linalg.eigvalsh
+
+
+def symmetric(d, dtype=torch.float64, seed=0):
+    rows = torch.randn(3 * d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (rows.T @ rows / len(rows)).to(dtype)
+
+
+def nan_vectors(values, vectors):
+    return values, torch.where(torch.arange(vectors.shape[-1]) == 1, torch.nan, vectors)
+
+
+def one_entry_nan(values, vectors):
+    vectors = vectors.clone()
+    vectors[..., -1, 0] = torch.nan
+    return values, vectors
+
+
+def nan_values(values, vectors):
+    return values * torch.nan, vectors
+
+
+def not_converged(values, vectors):
+    raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+
+
+def swapped(values, vectors):
+    return values, vectors.flip(-1)
+
+
+def off_by_little(values, vectors):
+    return values * (1 + 1e-3), vectors
+
+
+def not_orthonormal(values, vectors):
+    return values, vectors * 1.01
+
+
+def one_wrong_column(values, vectors):
+    vectors = vectors.clone()
+    vectors[..., 0] = vectors[..., 1]
+    return values, vectors
+
+
+FAULTS = [
+    nan_vectors,
+    one_entry_nan,
+    nan_values,
+    not_converged,
+    swapped,
+    off_by_little,
+    not_orthonormal,
+    one_wrong_column,
+]
+
+
+def faulty(fault, dtypes, calls):
+    def eigh(matrix):
+        calls.append(matrix.dtype)
+        pair = TRUE_EIGH(matrix)
+        return fault(*pair) if matrix.dtype in dtypes else pair
+
+    return eigh
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_decomposition_in_single_precision_is_made_again_in_double(monkeypatch, fault):
+    calls = []
+    monkeypatch.setattr(torch.linalg, "eigh", faulty(fault, [torch.float32], calls))
+    matrix = symmetric(40, torch.float32)
+    values, vectors = eigh(matrix)
+    assert calls == [torch.float32, torch.float64]
+    assert values.dtype == vectors.dtype == torch.float32
+    expected = scipy.linalg.eigh(matrix.double().numpy(), eigvals_only=True)
+    torch.testing.assert_close(values.double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((vectors * values) @ vectors.T, matrix, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("shape", [(40, 40), (3, 7, 7)])
+def test_what_fails_in_double_precision_too_is_made_by_another_algorithm(monkeypatch, fault, shape):
+    matrix = torch.stack([symmetric(shape[-1], seed=seed) for seed in range(3)])
+    matrix = matrix if len(shape) == 3 else matrix[0]
+    both = [torch.float32, torch.float64]
+    monkeypatch.setattr(torch.linalg, "eigh", faulty(fault, both, []))
+    values, vectors = eigh(matrix)
+    rebuilt = (vectors * values.unsqueeze(-2)) @ vectors.mT
+    torch.testing.assert_close(rebuilt, matrix, rtol=1e-10, atol=1e-10)
+    assert vectors.stride() == TRUE_EIGH(matrix)[1].stride()
+    assert (values[..., 1:] >= values[..., :-1]).all()
+
+
+def test_samples_do_not_depend_on_the_signs_that_lapack_chose(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
+    y = torch.randn(40, 2, generator=torch.Generator().manual_seed(1)).double()
+
+    def drawn():
+        la = Laplace(model, likelihood="regression").fit_batches([(x, y)])
+        return la.sample(3, generator=torch.Generator().manual_seed(0))
+
+    expected = drawn()
+    every_second = faulty(
+        lambda values, vectors: (values, vectors * (-1.0) ** torch.arange(len(values))),
+        [torch.float64],
+        [],
+    )
+    monkeypatch.setattr(torch.linalg, "eigh", every_second)
+    torch.testing.assert_close(drawn(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_factor_that_nothing_decomposes_is_refused_by_the_name_of_its_block(monkeypatch):
+    monkeypatch.setattr(torch.linalg, "eigh", faulty(nan_vectors, [torch.float64], []))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    monkeypatch.setattr(scipy.linalg, "eigh", _no_convergence)
+    la = Laplace(model)
+    with pytest.raises(torch.linalg.LinAlgError, match=r"factor G of (0|2)\.(weight|bias)"):
+        la.fit_batches([(torch.randn(8, 3), torch.randint(2, (8,)))])
+    with pytest.raises(RuntimeError, match="Not fitted"):
+        la.posterior
+
+
+def _no_convergence(*_, **__):
+    raise scipy.linalg.LinAlgError("no convergence")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("function", [eigh, eigvalsh])
+def test_a_matrix_that_is_not_finite_is_refused(function, bad):
+    matrix = symmetric(5)
+    matrix[3, 1] = bad
+    with pytest.raises(ValueError, match=r"factor A of conv1 .*holds NaN or Inf"):
+        function(matrix, "factor A of conv1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("exponent", [-0.99, -0.5, 0.5, 0.99])
+def test_matrices_near_the_ends_of_the_numbers_are_decomposed(dtype, exponent):
+    info = torch.finfo(dtype)
+    scale = info.max**exponent if exponent > 0 else info.tiny**-exponent
+    matrix = symmetric(30, dtype) / 30
+    values, vectors = eigh(matrix * scale)
+    expected = torch.from_numpy(scipy.linalg.eigh(matrix.double().numpy(), eigvals_only=True))
+    tolerance = 100 * info.eps
+    largest = float(expected[-1])
+    torch.testing.assert_close(
+        values.double() / scale, expected, rtol=tolerance, atol=tolerance * largest
+    )
+    torch.testing.assert_close(eigvalsh(matrix * scale), values, rtol=tolerance, atol=0)
+    identity = torch.eye(30, dtype=dtype)
+    torch.testing.assert_close(vectors.T @ vectors, identity, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("fault", [nan_values, off_by_little, not_converged])
+def test_wrong_eigenvalues_alone_are_computed_again(monkeypatch, fault):
+    matrix = symmetric(20)
+
+    def wrong(matrix):
+        values = TRUE_EIGVALSH(matrix)
+        return fault(values, torch.eye(len(values)))[0]
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", wrong)
+    torch.testing.assert_close(eigvalsh(matrix), TRUE_EIGH(matrix)[0])
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 64, 257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["zero", "one", "rank one", "identity", "indefinite", "graded"])
+def test_right_decompositions_are_not_made_again(monkeypatch, d, dtype, kind):
+    rows = torch.randn(d, d, dtype=dtype)
+    matrix = {
+        "zero": torch.zeros(d, d, dtype=dtype),
+        "one": torch.ones(d, d, dtype=dtype),
+        "rank one": torch.outer(rows[0], rows[0]),
+        "identity": torch.eye(d, dtype=dtype),
+        "indefinite": rows + rows.T,
+        "graded": torch.logspace(0, -30, d, dtype=dtype).diag() + 1e-3,
+    }[kind]
+    calls = []
+    monkeypatch.setattr(torch.linalg, "eigh", faulty(swapped, [], calls))
+    values, vectors = eigh(matrix)
+    # LAPACK's own single precision may fail; double precision is right at once.
+    assert calls in ([dtype], [torch.float32, torch.float64])
+    rebuilt = (vectors * values) @ vectors.T
+    scale = float(torch.linalg.matrix_norm(matrix, 2))
+    torch.testing.assert_close(rebuilt, matrix, rtol=0, atol=50 * torch.finfo(dtype).eps * scale)
+
+
+def test_a_decomposition_can_be_differentiated():
+    matrix = symmetric(6).requires_grad_()
+    eigh(matrix)[0][-1].backward()
+    u = TRUE_EIGH(matrix.detach())[1][:, -1]
+    # Of the largest eigenvalue the gradient is u uᵀ; the lower triangle alone is read.
+    lower = torch.outer(u, u)
+    torch.testing.assert_close(matrix.grad.tril(-1) + matrix.grad.triu(1).T, 2 * lower.tril(-1))
+    torch.testing.assert_close(matrix.grad.diagonal(), lower.diagonal())
+
+
+@pytest.mark.parametrize("rank", [1, 10, 32, 33, 100])
+@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
+def test_a_low_rank_is_made_use_of_to_the_same_result(rank, scale):
+    rows = torch.randn(rank, 260).double() * torch.logspace(0, -6, rank).double()[:, None]
+    rows[:, ::3] = 0
+    matrix = rows.T @ rows * scale
+    pair = low_rank_eigh(matrix)
+    assert (pair is None) == (rank > 260 // 8)
+    if pair is None:
+        return
+    values, vectors = pair
+    torch.testing.assert_close((vectors * values) @ vectors.T / scale, matrix / scale)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(260).double(), rtol=0, atol=1e-12)
+    assert vectors.stride() == TRUE_EIGH(matrix)[1].stride()
+    expected = torch.from_numpy(scipy.linalg.eigh(matrix.numpy() / scale, eigvals_only=True))
+    largest = float(expected[-1])
+    torch.testing.assert_close(values / scale, expected, rtol=1e-10, atol=1e-14 * largest)
+
+
+def test_small_eigenvalues_are_not_taken_for_none():
+    d = 300
+    Q = torch.linalg.qr(torch.randn(d, d).double()).Q
+    values = torch.cat([torch.ones(5), torch.full((d - 5,), 1e-11)]).double()
+    matrix = (Q * values) @ Q.T
+    assert low_rank_eigh((matrix + matrix.T) / 2) is None
+
+
+def test_a_low_rank_moves_no_random_numbers():
+    state = torch.get_rng_state()
+    assert low_rank_eigh(torch.ones(300, 300).double()) is not None
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_large_factor_that_is_not_finite_is_refused_too(bad):
+    factor = torch.ones(300, 300).double()
+    factor[7, 7] = bad
+    with pytest.raises(ValueError, match="factor A of head"):
+        directions.eigh(factor, "factor A of head")
+
+
+def test_no_other_place_in_the_package_decomposes():
+    package = Path(laplace_debias.__file__).parent
+    found = [
+        str(path.relative_to(package))
+        for path in sorted(package.rglob("*.py"))
+        if "linalg.eigh(" in path.read_text() or "linalg.eigvalsh(" in path.read_text()
+    ]
+    assert found == ["operators/eigh.py"]
+
+
+FLOAT32_FACTORS = """
+import sys, torch
+from laplace_debias.operators.eigh import eigh
+torch.manual_seed(0)
+for seed in range(20):
+    # Few rows, dead columns: what a ReLU layer gives K-FAC.
+    rows = torch.randn(3, 512).relu() * (torch.rand(512) > 0.3)
+    factor = rows.T @ rows / 3
+    values, vectors = eigh(factor)
+    assert vectors.isfinite().all()
+    error = ((vectors * values) @ vectors.T - factor).abs().max() / factor.abs().max()
+    assert error < 1e-4, error
+"""
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512"])
+def test_factors_that_broke_single_precision_are_decomposed(instructions):
+    """On the instruction sets where MKL's driver has returned NaN, and where it has not."""
+    environment = {"MKL_ENABLE_INSTRUCTIONS": instructions, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FLOAT32_FACTORS],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": str(Path(laplace_debias.__file__).parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr

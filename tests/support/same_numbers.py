@@ -1,0 +1,297 @@
+"""What the package computes, written down: the numbers that a change of its design must keep.
+
+`python tests/support/same_numbers.py` computes everything below from fixed seeds and writes it to
+`tests/data/same_numbers.json`; `test_same_numbers.py` compares. For every number there is a digest
+of its bytes, which is compared on the machine that wrote it, and for what no eigenbasis of a null
+space enters a projection, which is compared everywhere.
+"""
+
+import hashlib
+import itertools
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import (
+    EKFAC,
+    GGN,
+    KFAC,
+    EmpiricalFisher,
+    Fisher,
+    Hessian,
+    Jacobian,
+    ggn_spectrum,
+)
+from laplace_debias.linalg import (
+    cg,
+    debiased_cg,
+    diagonal,
+    eigsh,
+    frobenius_norm,
+    inverse,
+    logdet,
+    neumann,
+    spectral_density,
+    spectral_norm,
+    trace,
+)
+from laplace_debias.operators import Identity
+from laplace_debias.quadratic import Quadratic
+
+PATH = Path(__file__).parents[1] / "data" / "same_numbers.json"
+POSTERIOR = Path(__file__).parents[1] / "data" / "posterior_format_4.safetensors"
+CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
+MODES = ("full", "mini", "debiased", "crossfit")
+LIKELIHOODS = ("classification", "regression", "binary", "multilabel")
+BATCH = 12
+OUTPUTS = {"classification": 3, "regression": 2, "binary": 1, "multilabel": 3}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def with_parameters(model, dtype=torch.float64):
+    """A model whose parameters are fixed, whatever its constructor draws."""
+    g = generator(7)
+    for parameter in model.parameters():
+        scale = parameter[0].numel() ** -0.5
+        parameter.data = torch.randn(parameter.shape, generator=g, dtype=torch.float64) * scale
+    return model.to(dtype).eval()
+
+
+def convolutional(num_outputs):
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(),
+        nn.Linear(5, num_outputs),
+    )  # fmt: skip
+
+
+class Tokens(nn.Module):
+    """Embedded tokens, a mask, attention, one output row a position."""
+
+    def __init__(self, num_outputs):
+        super().__init__()
+        self.table = nn.Embedding(7, 4, padding_idx=0)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, num_outputs)
+
+    def forward(self, tokens):
+        h = self.table(tokens)
+        h = h + self.attention(h, h, h, key_padding_mask=tokens == 0, need_weights=False)[0]
+        return self.head(self.norm(h))
+
+
+def targets(likelihood, shape, g):
+    if likelihood == "classification":
+        return torch.randint(3, shape, generator=g)
+    if likelihood == "binary":
+        return torch.randint(2, shape, generator=g).double()
+    if likelihood == "multilabel":
+        return torch.randint(2, (*shape, 3), generator=g).double()
+    return torch.randn(*shape, 2, generator=g, dtype=torch.float64)
+
+
+def images(likelihood="classification", num_batches=3, dtype=torch.float64):
+    g = generator(1)
+    return [
+        (
+            torch.randn(BATCH, 1, 4, 4, generator=g, dtype=torch.float64).to(dtype),
+            (y.to(dtype) if (y := targets(likelihood, (BATCH,), g)).is_floating_point() else y),
+        )
+        for _ in range(num_batches)
+    ]
+
+
+def sentences():
+    g = generator(2)
+    batches = []
+    for _ in range(3):
+        tokens = torch.randint(1, 7, (8, 5), generator=g)
+        lengths = torch.randint(2, 6, (8, 1), generator=g)
+        is_padding = torch.arange(5) >= lengths
+        y = torch.randint(3, (8, 5), generator=g)
+        batches.append((tokens.masked_fill(is_padding, 0), y.masked_fill(is_padding, -100)))
+    return batches
+
+
+def loader(batches):
+    """The batches' examples in an order that the fit's generator decides."""
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return DataLoader(TensorDataset(x, y), batch_size=len(batches[0][1]), shuffle=True)
+
+
+class Record(dict):
+    """Digests of numbers by their names, and projections of those that are portable."""
+
+    def note(self, name, value, portable=True):
+        value = torch.as_tensor(value).detach().cpu().contiguous()
+        digest = hashlib.blake2b(value.numpy().tobytes(), digest_size=8).hexdigest()
+        projected = None
+        if portable:
+            flat = value.double().flatten()
+            at = torch.arange(1, len(flat) + 1, dtype=torch.float64)
+            projected = float((flat * (1 + (at * 0.6180339887498949).frac())).sum())
+        self[name] = [digest, projected]
+
+
+def note_posterior(record, la, x, portable=True):
+    """Everything that a user gets of a fitted posterior, its file included."""
+    record.note("log marginal likelihood", la.log_marginal_likelihood())
+    mean, covariance = la.functional(x)
+    record.note("mean", mean)
+    record.note("covariance", covariance)
+    record.note("variances", la.functional(x, diagonal=True)[1])
+    record.note("sample", la.sample(3, generator(3)), portable=False)
+    for method, samples in (("glm", None), ("glm", 5), ("glm-mc", 5), ("nn", 5), ("map", None)):
+        predictive = la.predict(x, method, samples, generator(4))
+        values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
+        record.note(f"predict {method} {samples}", values, portable and samples is None)
+        record.note(f"variance {method} {samples}", predictive.variance, portable=False)
+    record.note("precision", la.posterior.precision @ torch.eye(len(la.mean), dtype=la.mean.dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        la.save(Path(folder) / "posterior")
+        content = (Path(folder) / "posterior").read_bytes()
+        record.note("file", torch.frombuffer(bytearray(content), dtype=torch.uint8), False)
+        again = Laplace.load(Path(folder) / "posterior", la.model)
+        record.note("loaded", again.functional(x)[1])
+
+
+def fits():
+    for curvature, mode, likelihood in itertools.product(CURVATURES, MODES, LIKELIHOODS):
+        yield f"{curvature} {mode} {likelihood}", {"curvature": curvature}, mode, likelihood, {}
+    for curvature in CURVATURES:
+        options = {"curvature": curvature}
+        yield f"{curvature} scaled", options, "debiased", "classification", {"scale": True}
+        yield f"{curvature} mc", {**options, "fisher": "mc", "mc_samples": 2}, "debiased", *COMMON
+        yield f"{curvature} empirical", {**options, "fisher": "empirical"}, "debiased", *COMMON
+        yield f"{curvature} joint", {**options, "joint": True}, "debiased", *COMMON
+        yield f"{curvature} reduce", {**options, "sharing": "reduce"}, "debiased", *COMMON
+        yield f"{curvature} hooks", {**options, "backend": "hooks"}, "full", *COMMON
+        yield f"{curvature} small memory", {**options, "memory_bound": 40_000}, "full", *COMMON
+        yield f"{curvature} last layer", {**options, "params": "last_layer"}, "debiased", *COMMON
+        yield f"{curvature} weights", {**options, "params": "weights"}, "debiased", *COMMON
+        yield f"{curvature} single", {**options, "factor_dtype": torch.float32}, "full", *COMMON
+
+
+COMMON = ("classification", {})
+
+
+def record_fit(options, mode, likelihood, fit_options):
+    record = Record()
+    model = with_parameters(convolutional(OUTPUTS[likelihood]))
+    batches = images(likelihood)
+    la = Laplace(model, likelihood=likelihood, prior_precision=2.0, **options)
+    la.fit(loader(batches), mode=mode, generator=generator(5), **fit_options)
+    note_posterior(record, la, batches[2][0][:4], options.get("factor_dtype") is None)
+    found = la.tune(batches[2:], grid=[0.1, 1.0, 10.0])
+    record.note("tuned", [row[found.metric] for row in found.table])
+    record.note("evaluated", [*la.evaluate(batches[2:]).values()], likelihood == "regression")
+    return record
+
+
+def record_tokens(curvature, mode, sharing):
+    record = Record()
+    batches = sentences()
+    la = Laplace(with_parameters(Tokens(3)), curvature=curvature, sharing=sharing)
+    la.fit(loader(batches), mode=mode, generator=generator(5))
+    x = batches[2][0][:3]
+    record.note("covariance", la.functional(x)[1], mode in ("full", "mini"))
+    record.note("probs", la.predict(x).probs)
+    record.note("log marginal likelihood", la.log_marginal_likelihood())
+    return record
+
+
+def record_operators():
+    record = Record()
+    model = with_parameters(convolutional(3))
+    batches = images()
+    losses = {
+        "cross-entropy": nn.CrossEntropyLoss(
+            weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), label_smoothing=0.1
+        ),
+        "summed": nn.CrossEntropyLoss(reduction="sum"),
+    }
+    for name, loss in losses.items():
+        for kind in (Hessian, GGN, Fisher, EmpiricalFisher, KFAC, EKFAC):
+            operator = kind(model, loss, batches)
+            V = torch.randn(operator.shape[1], 3, generator=generator(6), dtype=torch.float64)
+            record.note(f"{kind.__name__} {name}", operator @ V)
+    J = Jacobian(model, batches)
+    record.note("Jacobian", J @ torch.ones(J.shape[1], dtype=torch.float64))
+    spectrum = ggn_spectrum(model, nn.CrossEntropyLoss(), batches, k=3)
+    record.note("ggn_spectrum", spectrum.values[:20])
+    quadratic = Quadratic.from_data(model, nn.CrossEntropyLoss(), batches, weight_decay=0.1)
+    direction = torch.ones(J.shape[1], dtype=torch.float64)
+    record.note("slope", quadratic.slope(direction))
+    record.note("curvature", quadratic.curvature(direction))
+    return record
+
+
+def record_linalg():
+    record = Record()
+    model = with_parameters(convolutional(3))
+    batches = images()
+    G = GGN(model, nn.CrossEntropyLoss(), batches[:1])
+    H = GGN(model, nn.CrossEntropyLoss(), batches[1:])
+    regular, other = (M + 0.1 * Identity(M.shape[0], dtype=torch.float64) for M in (G, H))
+    b = torch.randn(G.shape[0], generator=generator(8), dtype=torch.float64)
+    for method in ("hutchinson", "hutch++", "xtrace"):
+        estimate = trace(G, method=method, num_matvecs=12, generator=generator())
+        record.note(f"trace {method}", [estimate.value, estimate.standard_error])
+    for method in ("hutchinson", "xdiag"):
+        estimate = diagonal(G, method=method, num_matvecs=12, generator=generator())
+        record.note(f"diagonal {method}", estimate.value)
+    for method in ("lanczos", "arpack", "power"):
+        record.note(f"eigsh {method}", eigsh(G, k=3, method=method, generator=generator()).values)
+    record.note("cg", cg(regular, b, tol=1e-8).x)
+    record.note("debiased_cg", debiased_cg(regular, other, b, b, max_iter=5).x)
+    record.note("neumann", neumann(regular, b, num_terms=20).x)
+    record.note("inverse", inverse(regular) @ b)
+    density = spectral_density(regular, num_steps=10, num_probes=3, generator=generator())
+    record.note("spectral_density", density.density)
+    record.note("logdet", logdet(regular, generator=generator()).value)
+    record.note("frobenius_norm", frobenius_norm(G, generator=generator()).value)
+    record.note("spectral_norm", spectral_norm(G, generator=generator()).value)
+    return record
+
+
+def records():
+    """Names of the records, and what computes each."""
+    every = {name: (record_fit, arguments) for name, *arguments in fits()}
+    for curvature, mode, sharing in itertools.product(
+        CURVATURES, ("full", "debiased", "crossfit"), ("expand", "reduce")
+    ):
+        name = f"tokens {curvature} {mode} {sharing}"
+        every[name] = (record_tokens, (curvature, mode, sharing))
+    every["operators"] = (record_operators, ())
+    every["linalg"] = (record_linalg, ())
+    return every
+
+
+def compute(name):
+    """One record, by its name."""
+    function, arguments = records()[name]
+    torch.manual_seed(0)
+    return function(*arguments)
+
+
+def main():
+    PATH.parent.mkdir(exist_ok=True)
+    torch.set_num_threads(1)
+    found = {name: compute(name) for name in records()}
+    PATH.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+    la = Laplace(with_parameters(convolutional(3)), prior_precision=2.0)
+    la.fit(loader(images()), generator=generator(5)).save(POSTERIOR)
+    print(f"{sum(map(len, found.values()))} numbers of {len(found)} cases: {PATH}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
