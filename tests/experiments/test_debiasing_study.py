@@ -83,7 +83,6 @@ def posterior(made, method):
         "oracle magnitudes": ([hand, full_indices], {}),
         "crossfit, 4 folds": ([hand], {"folds": 4}),
         "crossfit, 8 folds": ([hand], {"folds": 8}),
-        "shrinkage": ([hand], {"shrinkage": True}),
     }
     name = method.removeprefix("EKFAC, ")
     curvature = "kfac" if name == method else "ekfac"
@@ -121,7 +120,7 @@ def posterior(made, method):
     [
         *("full-batch", "mini-batch", "debiased, 16 + 16", "debiased, 24 + 8"),
         *("debiased, 8 + 24", "debiased, 16 + 32", "debiased, 16 + all", "oracle magnitudes"),
-        *("crossfit, 4 folds", "crossfit, 8 folds", "shrinkage", "EKFAC, full-batch"),
+        *("crossfit, 4 folds", "crossfit, 8 folds", "EKFAC, full-batch"),
         *("mini-batch, full-batch trace", "debiased, 16 + 16, full-batch trace"),
         *("crossfit, 8 folds, full-batch trace", "mini-batch, scaled by the outputs"),
         "debiased, 16 + 16, scaled by the outputs",
@@ -325,8 +324,8 @@ def test_the_report_writes_what_it_says(made, tmp_path):
         result = report(made[3], tmp_path, Console(file=file, width=200))
     assert read_csv(tmp_path / "results.csv") == made[3]
     by_method = {row["method"]: row for row in read_csv(tmp_path / "summary.csv")}
-    assert by_method["shrinkage"]["nll"] == next(
-        summary.nll for summary in result.summaries if summary.method == "shrinkage"
+    assert by_method["mini-batch"]["nll"] == next(
+        summary.nll for summary in result.summaries if summary.method == "mini-batch"
     )
     assert "crossfit, 8 folds" in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "crossfit, 8 folds" in (tmp_path / "console.txt").read_text(encoding="utf-8")

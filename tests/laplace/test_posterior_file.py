@@ -102,7 +102,6 @@ def test_tune_by_the_marginal_likelihood_goes_back_into_the_file(checkpoint, tmp
         ("fit", ["--mode=mini", "--full_examples=9"], "mode=full alone"),
         ("fit", ["--full_examples=100000"], "there are 1000 images"),
         ("fit", ["--batch_size=0"], "batch_size is 0"),
-        ("fit", ["--mode=shrinkage", "--curvature=ekfac"], "Shrinkage is of"),
         ("fit", ["--mode=ful"], "mode"),
         ("fit", ["--scale=true"], "sees all images"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),

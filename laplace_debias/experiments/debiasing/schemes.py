@@ -15,20 +15,18 @@ from torch import Tensor
 from laplace_debias.curvature.fits.crossfit import crossfit_magnitudes
 from laplace_debias.curvature.fits.directions import eigh
 from laplace_debias.curvature.fits.magnitudes import along
-from laplace_debias.curvature.fits.shrinkage import effective_rows, shrunk_eigenvalues
 
 EKFAC = "EKFAC, "
 """What the names of EKFAC's methods begin with."""
 
 FULL = "full-batch"
 MINI = "mini-batch"
-SHRUNK = "shrinkage"
 ORACLE = "oracle magnitudes"
 FULL_WITH_MINI = "full-batch directions, mini-batch magnitudes"
 FULL_WITH_CROSSFIT = "full-batch directions, cross-fitted magnitudes"
 
 USUAL_FOLDS = 8
-"""Folds whose magnitudes go with other directions too, and that tell the number of rows."""
+"""Folds of the method that is also measured with other directions."""
 
 
 def crossfit_name(folds: int) -> str:
@@ -127,7 +125,6 @@ class Plan:
             split_name(3 * b // 2, b // 2): "most",
             split_name(b // 2, 3 * b // 2): "few",
             **{crossfit_name(folds): "all" for folds in self.folds},
-            SHRUNK: "all",
             ORACLE: "all",
             **{split_name(b, m * b): "half" for m in range(2, self.further_batches + 2)},
             oracle_name(b): "half",
@@ -188,7 +185,6 @@ def magnitudes_of(
             (values[MINI], bases["all"]),
             factors.precision,
         )
-    values[SHRUNK] = _shrunk(factors, values[MINI], 2 * b)
     values[ORACLE] = along(factors.full, bases["all"])
 
     even, odd = factors.fold(0, 2), factors.fold(1, 2)
@@ -213,14 +209,6 @@ def magnitudes_of(
         values[trace_name(method)] = values[method] * scale
     _averages(factors, plan, bases, values)
     return bases, values
-
-
-def _shrunk(factors: Factors, values: Tensor, num_examples: int) -> Float[Tensor, " d"]:
-    folds = min(USUAL_FOLDS, len(factors.groups))
-    parts = torch.stack([factors.fold(k, folds) for k in range(folds)])
-    squares = parts.square().sum() * folds / num_examples
-    rows = effective_rows(parts.sum(0) / num_examples, squares, num_examples, folds)
-    return shrunk_eigenvalues(values, rows, factors.precision)
 
 
 def _averages(

@@ -95,7 +95,7 @@ def study(
 DEBIASING = Experiment(
     name="debiasing",
     figure="beyond the paper",
-    help="Distance to full-batch of debiased, cross-fitted, shrunk and averaged K-FAC, equal data.",
+    help="Distance to full-batch of debiased, cross-fitted and averaged K-FAC, equal data.",
     settings=DebiasingSettings,
     run=run_debiasing,
 )

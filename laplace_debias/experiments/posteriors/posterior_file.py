@@ -77,7 +77,7 @@ class FittingSettings(NetworkSettings):
     Attributes:
         output: The posterior, a `.safetensors` file.
         mode: What it is fitted to, as `Laplace.fit` takes it: `full`, all training images; `mini`,
-            one batch of them; `debiased`, two; `crossfit` and `shrinkage`, one.
+            one batch of them; `debiased`, two; `crossfit`, one in folds.
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
         params: Which parameters are Bayesian.
         fisher: How the curvature's columns are found.
@@ -96,7 +96,7 @@ class FittingSettings(NetworkSettings):
     """
 
     output: Path
-    mode: Literal["full", "mini", "debiased", "crossfit", "shrinkage"] = "full"
+    mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
     params: Literal["all", "weights", "last_layer"] = "all"
     fisher: Literal["exact", "mc", "empirical"] = "exact"
