@@ -14,7 +14,7 @@ from torch import nn
 from laplace_debias.curvature import GGN, Hessian
 from laplace_debias.linalg import eigsh, spectral_density, trace
 from laplace_debias.problems import digits
-from laplace_debias.report.spectrum import plot_spectral_density
+from laplace_debias.report.spectrum_plot import plot_spectral_density
 from laplace_debias.report.style import OKABE_ITO, save, style_axes
 
 STEP_SIZES = (0.1, 0.2)

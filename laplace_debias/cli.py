@@ -1,18 +1,24 @@
-"""The command line: `laplace-debias demo | train | fit | tune | evaluate | spectrum | ...`."""
+"""The command line: `laplace-debias demo | train | fit | tune | evaluate | spectrum | ...`.
+
+A command is imported when it is chosen: help and mistyped names cost no import of torch.
+"""
 
 import argparse
 import dataclasses
 import difflib
+import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from laplace_debias.commands import COMMANDS
+
+if TYPE_CHECKING:
+    from laplace_debias.experiments.shared.experiment import Experiment
 
 _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
 _HINT = "pip install 'laplace-debias[cli]'"
-
-Command = tuple[type, Callable[[Any], object], str]
-"""A dataclass of settings, what runs with them, and help in one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,151 +45,141 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # Its parser knows every experiment's options, which takes a moment to build.
-    if arguments[:1] == ["experiment"]:
-        description = "Repeat one of the paper's experiments."
-        return _dispatch(
-            "laplace-debias experiment", description, _experiments(), arguments[1:], lists=True
-        )
+    prog = "laplace-debias"
+    commands = {**COMMANDS, "experiment": "Repeat one of the paper's experiments."}
     description = "Laplace approximations of trained networks, debiased."
-    return _dispatch("laplace-debias", description, _commands(), arguments)
+    command, rest = _chosen(prog, description, commands, arguments)
+    if command != "experiment":
+        module = importlib.import_module(f"laplace_debias.commands.{command}")
+        return _execute(f"{prog} {command}", commands[command], module.Settings, module.run, rest)
+    experiments = _experiments()
+    helps = {name: f"{entry.figure}: {entry.help}" for name, entry in experiments.items()}
+    name, rest = _chosen(f"{prog} experiment", commands[command], helps, rest, _list)
+    entry = experiments[name]
+    return _execute(f"{prog} experiment {name}", helps[name], entry.settings, entry.run, rest)
 
 
-def _dispatch(
+def _experiments() -> dict[str, "Experiment"]:
+    from laplace_debias.experiments.registry import EXPERIMENTS
+
+    return {entry.name: entry for entry in EXPERIMENTS}
+
+
+def _list() -> None:
+    """Prints the experiments, one a line."""
+    rows = [(entry.name, entry.figure, entry.help) for entry in _experiments().values()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, figure, help_ in rows:
+        print(f"{name:{widths[0]}}  {figure:{widths[1]}}  {help_}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells errors by an exception."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _chosen(
     prog: str,
     description: str,
-    commands: dict[str, Command],
+    commands: Mapping[str, str],
     arguments: list[str],
-    lists: bool = False,
-) -> int:
-    from jsonargparse import ArgumentParser
+    list_all: Callable[[], None] | None = None,
+) -> tuple[str, list[str]]:
+    """The command that comes first, and what stands behind it; help where it is asked for.
 
-    options: dict[str, list[str]] = {}
+    Args:
+        prog: What stands before the command.
+        description: What `prog` is for.
+        commands: Help in one line, by command.
+        arguments: What stands behind `prog`.
+        list_all: What `--list` prints; there is no such option if None.
+    """
+    if arguments and arguments[0] in commands:
+        return arguments[0], arguments[1:]
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {help_}" for name, help_ in commands.items()]
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog="\n".join(["commands:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if list_all is not None:
+        parser.add_argument("--list", action="store_true", help="List the experiments and exit.")
+    parser.add_argument("command", metavar="command", help="One of those below; --help after it.")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="Options of the command.")
+    if list_all is not None and arguments == ["--list"]:
+        list_all()
+        parser.exit()
+    if not arguments:
+        raise ValueError(f"there is no command; expected one of {', '.join(commands)}")
+    parsed = parser.parse_args(arguments)
+    if parsed.command not in commands:
+        near = difflib.get_close_matches(parsed.command, commands, n=1)
+        meant = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(commands)}"
+        raise ValueError(f"there is no command {parsed.command!r}{meant}")
+    return parsed.command, parsed.options
+
+
+def _execute(
+    prog: str,
+    description: str,
+    settings: type,
+    run: Callable[[Any], object],
+    arguments: list[str],
+) -> int:
+    """Run a command with the settings that its options, or a YAML file of them, make.
+
+    Args:
+        prog: What stands before the options.
+        description: What the command does.
+        settings: The dataclass of its settings.
+        run: Runs with an instance of these.
+        arguments: The options.
+    """
+    from jsonargparse import ArgumentParser
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            chosen = next((options[word] for word in arguments if word in options), [])
-            raise ValueError(_explained(message, commands, chosen)) from ex
+            options = self.get_defaults(skip_validation=True).keys(branches=True)
+            raise ValueError(_explained(message, options)) from ex
 
     # A cut off option is a mistyped one, not whatever begins like it.
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
-    if lists:
-        parser.add_argument("--list", action=_List, help="List the experiments and exit.")
-    subcommands = parser.add_subcommands(required=True, dest="command")
-    for name, (settings, _, help_) in commands.items():
-        subparser = Parser(description=help_, allow_abbrev=False)
-        if settings is not _Anything:
-            subparser.add_argument("--config", action="config", help="YAML file of these options.")
-            subparser.add_class_arguments(settings, as_group=False)
-            for field in dataclasses.fields(settings):
-                if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
-                    action = subparser._option_string_actions[f"--{field.name}"]
-                    action.nargs, action.const = "?", "true"
-        subcommands.add_subcommand(name, subparser, help=help_)
-        options[name] = list(subparser.get_defaults().keys(branches=True))
+    parser.add_argument("--config", action="config", help="YAML file of these options.")
+    parser.add_class_arguments(settings, as_group=False)
+    for field in dataclasses.fields(settings):
+        if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
+            action = parser._option_string_actions[f"--{field.name}"]
+            action.nargs, action.const = "?", "true"
     parsed = parser.parse_args(arguments)
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    chosen = instantiate(parsed)[parsed.command]
-    settings, run, _ = commands[parsed.command]
+    chosen = instantiate(parsed)
     del chosen["config"]
     run(settings(**vars(chosen)))
     return 0
 
 
-class _Anything:
-    """Settings of a command that has subcommands of its own."""
-
-
-class _List(argparse.Action):
-    """Prints the experiments, one a line, and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=options.get("help"))
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from laplace_debias.experiments.registry import EXPERIMENTS
-
-        rows = [(entry.name, entry.figure, entry.help) for entry in EXPERIMENTS]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        for name, figure, help_ in rows:
-            print(f"{name:{widths[0]}}  {figure:{widths[1]}}  {help_}")
-        parser.exit()
-
-
-def _experiments() -> dict[str, Command]:
-    from laplace_debias.experiments.registry import EXPERIMENTS
-
-    return {
-        entry.name: (entry.settings, entry.run, f"{entry.figure}: {entry.help}")
-        for entry in EXPERIMENTS
-    }
-
-
-def _commands() -> dict[str, Command]:
-    from laplace_debias.experiments.bias.spectrum import SpectrumSettings, run_spectrum
-    from laplace_debias.experiments.posteriors.demo import DemoSettings, run_demo
-    from laplace_debias.experiments.posteriors.evaluation import EvaluationSettings, run_evaluation
-    from laplace_debias.experiments.posteriors.posterior_file import (
-        FittingSettings,
-        TuningSettings,
-        run_fit,
-        run_tune,
-    )
-    from laplace_debias.experiments.shared.training import TrainingSettings, run_training
-
-    return {
-        "demo": (
-            DemoSettings,
-            run_demo,
-            "Train a small network on digits and make it Bayesian four ways.",
-        ),
-        "evaluate": (
-            EvaluationSettings,
-            run_evaluation,
-            "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
-        ),
-        "fit": (
-            FittingSettings,
-            run_fit,
-            "Fit the posterior of a trained network and save it.",
-        ),
-        "tune": (
-            TuningSettings,
-            run_tune,
-            "Tune a saved posterior's prior precision.",
-        ),
-        "spectrum": (
-            SpectrumSettings,
-            run_spectrum,
-            "Measure the leading eigenpairs, the trace and the density of a network's curvature.",
-        ),
-        "train": (
-            TrainingSettings,
-            run_training,
-            "Train a test problem's network.",
-        ),
-        "experiment": (_Anything, lambda _: None, "Repeat one of the paper's experiments."),
-    }
-
-
-def _explained(message: str, commands: Iterable[str], options: Iterable[str]) -> str:
-    """The parser's message, with options called as on the command line and the nearest ones.
+def _explained(message: str, options: Iterable[str]) -> str:
+    """The parser's message, with options written as on the command line, and the nearest ones.
 
     Args:
         message: The parser's.
-        commands: All commands.
-        options: Options of the one that was chosen, without dashes.
+        options: The command's options, without dashes.
     """
-    message = re.sub(rf"(?<![\w/.-])({'|'.join(commands)})\.(?=\w)", "--", message)
+    required, _, missing = message.partition("are required: ")
+    if missing:
+        return f"{required}are required: {', '.join(f'--{name}' for name in missing.split(', '))}"
     unknown: list[str] = []
     known = list(options)
     if message.startswith("unrecognized arguments"):
-        unknown, known = re.findall(r"--[\w.-]+", message), [f"--{option}" for option in options]
+        unknown, known = re.findall(r"--[\w.-]+", message), [f"--{option}" for option in known]
     elif key := re.search(r"does not accept option '([^']*)'", message):
         unknown = [key[1]]
-    elif choice := re.search(r"invalid choice: '([^']*)'", message):
-        unknown, known = [choice[1]], list(commands)
     near = [close for name in unknown for close in difflib.get_close_matches(name, known, n=1)]
     return f"{message}; did you mean {' '.join(near)}?" if near else message
 

@@ -10,7 +10,7 @@ from laplace_debias.problems.corruptions import (
 )
 from laplace_debias.problems.data import DigitsSplit, cifar10, cifar100, digits, random_split
 from laplace_debias.problems.imagenet import FolderImages, imagenet
-from laplace_debias.problems.images import ImageDataset, Images
+from laplace_debias.problems.images import ImageBatches, ImageDataset, Images
 from laplace_debias.problems.models import (
     all_cnn_c,
     conv_net,
@@ -51,6 +51,7 @@ __all__ = [
     "DataSource",
     "DigitsSplit",
     "FolderImages",
+    "ImageBatches",
     "ImageDataset",
     "Images",
     "ProblemData",

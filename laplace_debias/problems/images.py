@@ -1,6 +1,6 @@
 """Images in memory: pixels as bytes, normalised when asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -35,6 +35,32 @@ class Images(Protocol):
 
     def augmented(self, flips: bool, crops: bool, generator: torch.Generator | None) -> "Images":
         """The data set with its images mirrored, cropped or both at random when fetched."""
+
+
+class ImageBatches:
+    """Batches of some images of a data set, in the order given, any number of times.
+
+    Args:
+        images: The data set.
+        indices: Which of its images, [N].
+        batch_size: Images per batch; the last batch may be smaller.
+        dtype: Of the images in a batch; as the data set gives them if None.
+    """
+
+    def __init__(
+        self, images: Images, indices: Tensor, batch_size: int, dtype: torch.dtype | None = None
+    ) -> None:
+        self._images = images
+        self._parts = indices.split(batch_size)
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for part in self._parts:
+            x, y = self._images.batch(part)
+            yield (x if self._dtype is None else x.to(self._dtype)), y
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,12 +16,19 @@ from laplace_debias.experiments.cost import runtime
 from laplace_debias.experiments.optimisation import conjugate_gradients as cgs
 from laplace_debias.experiments.optimisation import hessian_free as hf
 from laplace_debias.experiments.posteriors import laplace as lap
-from laplace_debias.experiments.posteriors import laplace_tables as tables
-from laplace_debias.experiments.posteriors.laplace import chosen_parameters
+from laplace_debias.experiments.posteriors.distances import distances_by_data
+from laplace_debias.experiments.posteriors.fitting import (
+    CROSSFIT,
+    DEBIASED,
+    FULL,
+    MAP,
+    MINI,
+    chosen_parameters,
+)
 from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.shared.judge import METRICS, Judge
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained
-from laplace_debias.experiments.shared.training import RecipeChanges
 from laplace_debias.optim import DebiasedHessianFree
 from laplace_debias.problems import (
     ImageDataset,
@@ -320,12 +327,12 @@ def laplace_run(checkpoint, tmp_path_factory):
 
 def test_every_data_set_method_draw_and_prior_precision_has_one_row(laplace_run):
     _, rows = laplace_run
-    points = [(tables.MAP, 0, None)]
+    points = [(MAP, 0, None)]
     for method, draws in (
-        (tables.MINI, 2),
-        (tables.DEBIASED, 2),
-        (tables.CROSSFIT, 2),
-        (tables.FULL, 1),
+        (MINI, 2),
+        (DEBIASED, 2),
+        (CROSSFIT, 2),
+        (FULL, 1),
     ):
         points += [(method, draw, delta) for draw in range(draws) for delta in (0.1, 10.0)]
     found = [(r["data"], r["method"], r["draw"], r["prior_precision"]) for r in rows]
@@ -339,9 +346,9 @@ def test_rows_are_those_of_posteriors_fitted_one_by_one(laplace_run, trained):
     chosen = lap.choose(settings, len(data.train), len(data.test))
     x, y = data.train.batch(chosen.batches[1])
     fits = {
-        tables.MINI: ([(x, y)],),
-        tables.DEBIASED: ([(x[:4], y[:4])], [(x[4:], y[4:])]),
-        tables.FULL: ([data.train.batch(chosen.full)],),
+        MINI: ([(x, y)],),
+        DEBIASED: ([(x[:4], y[:4])], [(x[4:], y[4:])]),
+        FULL: ([data.train.batch(chosen.full)],),
     }
     test = data.test.subset(chosen.test)
     shifted = test.with_images(random_corruption(test.images, 5, 0))
@@ -351,7 +358,7 @@ def test_rows_are_those_of_posteriors_fitted_one_by_one(laplace_run, trained):
         clean, corrupted = (
             la.predict(part.batch(torch.arange(12))[0]).probs.double() for part in (test, shifted)
         )
-        draw = 0 if method == tables.FULL else 1
+        draw = 0 if method == FULL else 1
         by_part = {
             row["data"]: row
             for row in rows
@@ -391,17 +398,17 @@ def test_distances_are_means_over_draws_and_prior_precisions():
         return {"data": "x", "method": method, "draw": draw, "prior_precision": delta, **values}
 
     rows = [
-        *(row(tables.MINI, draw, delta, 3.0 + draw) for draw in (0, 1) for delta in (1.0, 2.0)),
-        *(row(tables.DEBIASED, 0, delta, 0.5) for delta in (1.0, 2.0)),
-        *(row(tables.FULL, 0, delta, delta) for delta in (1.0, 2.0)),
+        *(row(MINI, draw, delta, 3.0 + draw) for draw in (0, 1) for delta in (1.0, 2.0)),
+        *(row(DEBIASED, 0, delta, 0.5) for delta in (1.0, 2.0)),
+        *(row(FULL, 0, delta, delta) for delta in (1.0, 2.0)),
     ]
-    mini, debiased = tables.distances(rows)
+    mini, debiased = distances_by_data(rows)
     assert mini["nll"] == pytest.approx((2 + 1 + 3 + 2) / 4)
     assert mini["greatest nll"] == 3.0
     assert debiased["nll"] == pytest.approx((0.5 + 1.5) / 2)
     assert debiased["nll ratio"] == pytest.approx(0.5)
     assert debiased["ece"] == pytest.approx(0.5)
-    (sentence,) = tables.findings([mini, debiased])
+    (sentence,) = lap.findings([mini, debiased])
     assert "0.50 (x)" in sentence
 
 
@@ -476,12 +483,12 @@ def test_a_resumed_timing_is_warmed_up_too(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "timed_fits", counted)
     options = {**RUNTIME, "folds": 0, "checkpoint": checkpoint, "output": tmp_path / "runtime"}
     runtime.run_runtime(runtime.RuntimeSettings(**options), silent())
-    once = [tables.MINI, tables.DEBIASED, runtime.NAIVE]
-    assert fitted[:7] == [tables.MINI, *once, *once]
+    once = [MINI, DEBIASED, runtime.NAIVE]
+    assert fitted[:7] == [MINI, *once, *once]
     fitted.clear()
     (tmp_path / "runtime" / "parts" / "repeat-1.csv").unlink()
     runtime.run_runtime(runtime.RuntimeSettings(**options, resume=True), silent())
-    assert fitted == [tables.MINI, *once]
+    assert fitted == [MINI, *once]
 
 
 def test_sizes_of_factors_are_those_of_the_layers(trained):
@@ -512,7 +519,7 @@ def test_runtime_times_every_fit_as_often_as_asked(checkpoint, tmp_path):
         **RUNTIME, full_examples=24, checkpoint=checkpoint, output=output
     )
     rows = runtime.run_runtime(settings, silent())
-    methods = [tables.MINI, tables.DEBIASED, runtime.NAIVE, tables.CROSSFIT, tables.FULL]
+    methods = [MINI, DEBIASED, runtime.NAIVE, CROSSFIT, FULL]
     assert [(row["method"], row["repeat"]) for row in rows] == [
         (method, repeat) for repeat in range(2) for method in methods
     ]

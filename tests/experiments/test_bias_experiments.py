@@ -44,8 +44,8 @@ from laplace_debias.experiments.bias.kfac_batch_size import (
 from laplace_debias.experiments.bias.model_size import ModelSizeSettings, run_model_size
 from laplace_debias.experiments.bias.over_training import OverTrainingSettings, run_over_training
 from laplace_debias.experiments.bias.overlaps import OverlapsSettings, run_overlaps, step_finding
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import Trained
-from laplace_debias.experiments.shared.training import RecipeChanges
 from laplace_debias.laplace import Laplace
 from laplace_debias.linalg import eigsh
 from laplace_debias.problems import conv_net, get_problem, log_epochs, save_checkpoint

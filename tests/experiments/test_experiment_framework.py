@@ -17,9 +17,9 @@ from laplace_debias.experiments.bias.directional_curvature import (
 from laplace_debias.experiments.bias.over_training import OverTrainingSettings, run_over_training
 from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.shared import setup
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.shared.storage import Store, open_store
-from laplace_debias.experiments.shared.training import RecipeChanges
 from laplace_debias.problems import ImageDataset, ProblemData, get_problem
 from laplace_debias.report.tables import read_csv, write_csv
 
@@ -86,7 +86,7 @@ def settings_of(monkeypatch, name: str, *arguments: str):
     """What an experiment is run with: its dataclass, which has checked itself."""
     seen = []
     (entry,) = (entry for entry in EXPERIMENTS if entry.name == name)
-    monkeypatch.setattr(cli, "_experiments", lambda: {name: (entry.settings, seen.append, "")})
+    monkeypatch.setattr(cli, "_experiments", lambda: {name: replace(entry, run=seen.append)})
     assert main(["experiment", name, *arguments]) == 0
     (settings,) = seen
     return settings

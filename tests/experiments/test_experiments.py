@@ -17,26 +17,26 @@ from torch import nn
 
 from laplace_debias import Laplace, metrics
 from laplace_debias.cli import main
-from laplace_debias.experiments.posteriors.comparison import (
-    DEBIASED,
-    FULL,
-    MAP,
-    METHODS,
-    MINI,
-    ComparisonSettings,
-    compare,
-)
+from laplace_debias.commands import demo
+from laplace_debias.experiments.posteriors.comparison import METHODS, ComparisonSettings, compare
 from laplace_debias.experiments.posteriors.comparison_report import (
     distance_table,
     findings,
     severity_table,
     tuned_table,
 )
-from laplace_debias.experiments.posteriors.demo import DemoSettings, run_demo
-from laplace_debias.experiments.posteriors.distances import Measurement, distances
-from laplace_debias.experiments.posteriors.evaluation import check_held_out, random_split
-from laplace_debias.experiments.shared.training import RecipeChanges
-from laplace_debias.problems import ALLCNNC_CIFAR10_RECIPE, Recipe, digits, get_problem, train
+from laplace_debias.experiments.posteriors.distances import distances_by_precision
+from laplace_debias.experiments.posteriors.fitting import DEBIASED, FULL, MAP, MINI
+from laplace_debias.experiments.shared.held_out import check_held_out
+from laplace_debias.experiments.shared.recipe import RecipeChanges
+from laplace_debias.problems import (
+    ALLCNNC_CIFAR10_RECIPE,
+    Recipe,
+    digits,
+    get_problem,
+    random_split,
+    train,
+)
 from laplace_debias.problems.data import CIFAR10_CLASSES
 from laplace_debias.problems.storage import read_tensors, write_tensors
 from laplace_debias.report.tables import read_csv
@@ -79,7 +79,7 @@ def result(model):
 
 
 def rows_of(rows, method, draw=0):
-    return [row for row in rows if row.method == method and row.draw == draw]
+    return [row for row in rows if (row["method"], row["draw"]) == (method, draw)]
 
 
 # --- the comparison ------------------------------------------------------------------------------
@@ -90,14 +90,14 @@ def test_every_method_draw_and_prior_precision_has_one_row(result):
     expected += [(MINI, draw, delta) for draw in range(2) for delta in GRID]
     expected += [(DEBIASED, draw, delta) for draw in range(2) for delta in GRID]
     expected += [(FULL, 0, delta) for delta in GRID]
-    assert [(r.method, r.draw, r.prior_precision) for r in result.sweep] == expected
+    assert [(r["method"], r["draw"], r["prior_precision"]) for r in result.sweep] == expected
 
 
 def test_tuned_rows_cover_every_severity_once(result):
-    found = [(row.method, row.draw, row.severity) for row in result.tuned]
+    found = [(row["method"], row["draw"], row["severity"]) for row in result.tuned]
     draws = {MAP: 1, MINI: 2, DEBIASED: 2, FULL: 1}
     assert found == [(m, d, s) for m in METHODS for d in range(draws[m]) for s in (0, 2, 5)]
-    assert all((row.auroc is None) == (row.severity == 0) for row in result.tuned)
+    assert all((row["auroc"] is None) == (row["severity"] == 0) for row in result.tuned)
 
 
 def test_same_settings_give_the_same_result(model, result):
@@ -120,7 +120,7 @@ def test_results_do_not_depend_on_the_evaluation_batch_size(model, result):
         for one, two in zip(
             rows_of(result.sweep, method), rows_of(other.sweep, method), strict=True
         ):
-            assert one.nll == pytest.approx(two.nll, rel=1e-4)
+            assert one["nll"] == pytest.approx(two["nll"], rel=1e-4)
 
 
 def test_mini_batch_and_debiased_see_the_same_examples(model, monkeypatch):
@@ -156,28 +156,26 @@ def test_full_batch_rows_are_those_of_a_posterior_fitted_and_tuned_by_hand(model
     la = Laplace(model, params="weights").fit_batches([TRAIN.tensors()], num_data=len(TRAIN))
     images, labels = SPLIT.test.tensors()
     for row in rows_of(found.sweep, FULL):
-        la.prior_precision = row.prior_precision
+        la.prior_precision = row["prior_precision"]
         probs = la.predict(images).probs
-        assert row.nll == pytest.approx(metrics.nll(probs, labels).item(), rel=1e-4)
-        assert row.brier == pytest.approx(metrics.brier(probs, labels).item(), rel=1e-4)
-        assert row.accuracy == pytest.approx(metrics.accuracy(probs, labels).item(), abs=0.003)
+        assert row["nll"] == pytest.approx(metrics.nll(probs, labels).item(), rel=1e-4)
+        assert row["brier"] == pytest.approx(metrics.brier(probs, labels).item(), rel=1e-4)
+        assert row["accuracy"] == pytest.approx(metrics.accuracy(probs, labels).item(), abs=0.003)
     tuning = la.tune([SPLIT.val.tensors()], grid=torch.tensor(GRID))
     (tuned,) = rows_of(found.tuned, FULL)
-    assert tuned.prior_precision == pytest.approx(tuning.prior_precision)
-    assert tuned.validation_nll == pytest.approx(tuning.value, rel=1e-4)
+    assert tuned["prior_precision"] == pytest.approx(tuning.prior_precision)
+    assert tuned["validation_nll"] == pytest.approx(tuning.value, rel=1e-4)
     assert found.num_full == found.num_data == len(TRAIN)
 
 
 def test_tuned_prior_precision_has_the_least_validation_nll(result):
     for row in result.tuned:
-        candidates = rows_of(result.sweep, row.method, row.draw)
-        best = min(candidates, key=lambda candidate: candidate.validation_nll)
-        assert (row.prior_precision, row.validation_nll) == (
-            best.prior_precision,
-            best.validation_nll,
-        )
-        if row.severity == 0:
-            assert (row.nll, row.ece, row.accuracy) == (best.nll, best.ece, best.accuracy)
+        candidates = rows_of(result.sweep, row["method"], row["draw"])
+        best = min(candidates, key=lambda candidate: candidate["validation_nll"])
+        of_point = ["prior_precision", "validation_nll"]
+        if row["severity"] == 0:
+            of_point += ["nll", "ece", "accuracy", "brier"]
+        assert [row[key] for key in of_point] == [best[key] for key in of_point]
 
 
 def test_map_does_not_depend_on_prior_precisions_or_batches(model, result):
@@ -191,14 +189,14 @@ def test_a_large_prior_precision_gives_map_predictions(model):
     settings = replace(SETTINGS, prior_precisions=(1e9,), draws=1)
     found = compare(model, TRAIN, SPLIT.val, SPLIT.test, settings)
     (trained,) = rows_of(found.sweep, MAP)
-    assert all(row.nll == pytest.approx(trained.nll, rel=1e-4) for row in found.sweep)
+    assert all(row["nll"] == pytest.approx(trained["nll"], rel=1e-4) for row in found.sweep)
 
 
 def test_reliability_holds_the_tuned_predictions_of_the_first_draw(result):
     for method in METHODS:
         probs, labels = result.reliability[method]
         (clean, *_) = rows_of(result.tuned, method)
-        assert metrics.nll(probs, labels).item() == clean.nll
+        assert metrics.nll(probs, labels).item() == clean["nll"]
 
 
 def test_what_the_user_had_is_left_as_it_was(model):
@@ -256,16 +254,7 @@ def test_more_examples_than_there_are_is_refused(model, changes, named):
 
 
 def measured(method, draw, delta, nll):
-    return Measurement(
-        method=method,
-        draw=draw,
-        prior_precision=delta,
-        validation_nll=0.0,
-        accuracy=0.0,
-        nll=nll,
-        ece=0.0,
-        brier=0.0,
-    )
+    return {"method": method, "draw": draw, "prior_precision": delta, "nll": nll}
 
 
 SWEEP = [
@@ -279,7 +268,7 @@ SWEEP = [
 
 
 def test_distances_equal_those_worked_out_by_hand():
-    low, middle, overall = distances(SWEEP, MINI, DEBIASED, FULL, (0.1, 1.0))
+    low, middle, overall = distances_by_precision(SWEEP, (0.1, 1.0))
     assert [row.prior_precision for row in (low, middle, overall)] == [0.1, 1.0, None]
     assert (low.mini, low.debiased) == pytest.approx((0.3, 0.15))
     assert (middle.mini, middle.debiased) == pytest.approx((0.3, 0.05))
@@ -293,21 +282,21 @@ def test_distances_equal_those_worked_out_by_hand():
 
 
 def test_distances_are_over_the_whole_grid_by_default():
-    rows = distances(SWEEP, MINI, DEBIASED, FULL)
+    rows = distances_by_precision(SWEEP)
     assert [row.prior_precision for row in rows] == [0.1, 1.0, 10.0, None]
     assert rows[2].ratio == 0
     assert rows[3].mini == pytest.approx((0.5 + 0.2 + 0.1 + 0.1 + 0.4 + 5.0) / 6)
 
 
 def test_a_single_draw_has_no_standard_error():
-    (row, *_) = distances([r for r in SWEEP if r.draw == 0], MINI, DEBIASED, FULL)
+    (row, *_) = distances_by_precision([r for r in SWEEP if r["draw"] == 0])
     assert row.mini_se is row.debiased_se is row.ratio_se is None
 
 
 def test_distances_of_the_comparison_are_those_of_its_sweep(result):
-    rows = distances(result.sweep, MINI, DEBIASED, FULL)
+    rows = distances_by_precision(result.sweep)
     assert rows == result.distances
-    nll = {(row.method, row.draw, row.prior_precision): row.nll for row in result.sweep}
+    nll = {(r["method"], r["draw"], r["prior_precision"]): r["nll"] for r in result.sweep}
     by_hand = [abs(nll[MINI, draw, GRID[1]] - nll[FULL, 0, GRID[1]]) for draw in range(2)]
     assert rows[1].mini == pytest.approx(sum(by_hand) / 2)
 
@@ -346,7 +335,7 @@ def test_demo_command_writes_all_files_and_names_the_pictures(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_tables_of_the_demo_agree_with_its_files(tmp_path):
-    settings = DemoSettings(
+    settings = demo.Settings(
         train_examples=60,
         width=2,
         recipe=Recipe(batch_size=20, cycles=((2, 0.05),)),
@@ -355,7 +344,7 @@ def test_tables_of_the_demo_agree_with_its_files(tmp_path):
         progress=False,
     )
     text = Console(record=True, width=120, file=io.StringIO())
-    result = run_demo(settings, text)
+    result = demo.run(settings, text)
     tuned = read_csv(tmp_path / "tuned.csv")
     printed = text.export_text()
     for row in tuned_table(result):
@@ -377,7 +366,7 @@ def test_tables_of_the_demo_agree_with_its_files(tmp_path):
 
 
 def test_findings_name_methods_tuned_to_the_edge_of_the_grid(result):
-    edge = {r.method for r in result.tuned if r.prior_precision in (GRID[0], GRID[-1])}
+    edge = {r["method"] for r in result.tuned if r["prior_precision"] in (GRID[0], GRID[-1])}
     told = " ".join(findings(result)[2:])
     assert all((method in told) == (method in edge) for method in METHODS)
 
@@ -385,8 +374,8 @@ def test_findings_name_methods_tuned_to_the_edge_of_the_grid(result):
 @pytest.mark.slow
 def test_demo_with_clean_and_corrupted_images_differs(tmp_path):
     results = [
-        run_demo(
-            DemoSettings(
+        demo.run(
+            demo.Settings(
                 train_examples=40,
                 image_severity=severity,
                 width=2,
@@ -399,7 +388,7 @@ def test_demo_with_clean_and_corrupted_images_differs(tmp_path):
         )
         for severity in (0, 5)
     ]
-    assert results[0].sweep[0].nll != results[1].sweep[0].nll
+    assert results[0].sweep[0]["nll"] != results[1].sweep[0]["nll"]
     assert not (tmp_path / "severity.png").exists()
 
 
@@ -488,7 +477,7 @@ def test_evaluate_says_where_a_checkpoint_has_no_split(
 ):
     tensors = {k: v for k, v in read_tensors(checkpoint).items() if not k.startswith("split")}
     write_tensors(tmp_path / "bare.safetensors", tensors)
-    monkeypatch.setattr("laplace_debias.experiments.posteriors.evaluation.NUM_VALIDATION", 10)
+    monkeypatch.setattr("laplace_debias.commands.evaluate.NUM_VALIDATION", 10)
     arguments = evaluate_arguments(image_folder, tmp_path / "bare.safetensors", tmp_path / "out")
     assert main(arguments) == 0
     assert "holds no split" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.shared import storage
-from laplace_debias.experiments.shared.training import RecipeChanges
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.problems import get_problem, save_checkpoint
 
 DIGITS = {"problem": "convnet-digits", "progress": False, "device": "cpu"}

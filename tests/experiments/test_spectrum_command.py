@@ -12,8 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from laplace_debias.cli import main
+from laplace_debias.commands import spectrum
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.experiments.bias.spectrum import SpectrumSettings, measure, run_spectrum
+from laplace_debias.experiments.bias.curvature_spectrum import SpectrumBudget, measure
 from laplace_debias.linalg import eigsh, trace
 from laplace_debias.operators import assume
 from laplace_debias.problems import digits, digits_net, save_checkpoint
@@ -49,11 +50,11 @@ def network(checkpoint):
 
 @pytest.mark.parametrize("kind", [GGN, pytest.param(Hessian, marks=pytest.mark.slow)])
 def test_the_spectrum_is_that_of_the_first_training_images(checkpoint, tmp_path, kind):
-    settings = SpectrumSettings(
+    settings = spectrum.Settings(
         **SMALL, matrix=kind.__name__.lower(), checkpoint=checkpoint, output=tmp_path
     )
     screen = io.StringIO()
-    result = run_spectrum(settings, Console(file=screen, width=200))
+    result = spectrum.run(settings, Console(file=screen, width=200))
     images, labels = digits().train.batch(torch.arange(30))
     A = kind(network(checkpoint), nn.CrossEntropyLoss(), [(images, labels)])
     V, values = result.eigenpairs.vectors, result.eigenpairs.values
@@ -72,8 +73,8 @@ def test_the_spectrum_is_that_of_the_first_training_images(checkpoint, tmp_path,
 
 def test_rows_give_the_same_without_estimates(checkpoint, tmp_path):
     screen = io.StringIO()
-    result = run_spectrum(
-        SpectrumSettings(
+    result = spectrum.run(
+        spectrum.Settings(
             **SMALL, method="rows", left_out=0.0, checkpoint=checkpoint, output=tmp_path
         ),
         Console(file=screen, width=200),
@@ -95,18 +96,24 @@ def test_rows_give_the_same_without_estimates(checkpoint, tmp_path):
 
 
 def test_the_trace_is_unbiased_and_its_error_honest():
-    spectrum = torch.cat(
+    eigenvalues = torch.cat(
         [torch.tensor([50.0, 40.0, 30.0, 20.0]), torch.linspace(1, 2, 36)]
     ).double()
     Q = torch.linalg.qr(randn(40, 40)).Q
-    A = assume(Opaque(Q * spectrum @ Q.T), positive_semidefinite=True)
-    changed = {**SMALL, "trace_matvecs": 8, "tolerance": 1e-6}
+    A = assume(Opaque(Q * eigenvalues @ Q.T), positive_semidefinite=True)
+    changed = {
+        "eigenpairs": 4,
+        "trace_matvecs": 8,
+        "density_steps": 6,
+        "tolerance": 1e-6,
+        "progress": False,
+    }
     scores = []
     for seed in range(40):
-        result = measure(A, SpectrumSettings(**changed, seed=seed))
+        result = measure(A, SpectrumBudget(**changed, seed=seed))
         values = result.eigenpairs.values
-        torch.testing.assert_close(values, spectrum[:4], rtol=1e-6, atol=0)
-        error = float(result.trace.value - spectrum.sum())
+        torch.testing.assert_close(values, eigenvalues[:4], rtol=1e-6, atol=0)
+        error = float(result.trace.value - eigenvalues.sum())
         # Four outliers would dominate the error of plain probes: their share alone is 50² + ….
         assert abs(error) < 10
         scores.append(error / float(result.trace.standard_error))
@@ -118,7 +125,7 @@ def test_the_trace_is_unbiased_and_its_error_honest():
 def test_without_a_checkpoint_the_digits_are_trained(tmp_path, capsys, monkeypatch):
     trained = []
     monkeypatch.setattr(
-        "laplace_debias.experiments.bias.spectrum.train",
+        "laplace_debias.commands.spectrum.train",
         lambda *args, **kwargs: trained.append(args),
     )
     flags = [f"--{name}={str(value).lower()}" for name, value in SMALL.items()]
@@ -151,12 +158,12 @@ def test_configs_are_valid(name, capsys):
 )
 def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        SpectrumSettings(**{**SMALL, **change})
+        spectrum.Settings(**{**SMALL, **change})
 
 
 def test_more_images_than_there_are_is_refused(checkpoint, tmp_path):
-    settings = SpectrumSettings(
+    settings = spectrum.Settings(
         **{**SMALL, "examples": 2000}, checkpoint=checkpoint, output=tmp_path
     )
     with pytest.raises(ValueError, match="examples is 2000; expected at most"):
-        run_spectrum(settings, Console(file=io.StringIO()))
+        spectrum.run(settings, Console(file=io.StringIO()))

@@ -8,7 +8,7 @@ import torch
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.experiments.posteriors import posterior_file
+from laplace_debias.commands import network
 from laplace_debias.problems import DataSource, get_problem, load_problem, save_checkpoint
 
 PROBLEM = get_problem("allcnn-digits")
@@ -160,10 +160,10 @@ def test_tune_refuses_images_that_the_network_was_trained_on(
         val = dataclasses.replace(data.val, labels=model(x).argmax(1))
         return model, dataclasses.replace(data, val=val)
 
-    monkeypatch.setattr(posterior_file, "load_problem", told_the_answers)
+    monkeypatch.setattr(network, "load_problem", told_the_answers)
     options = [f"--posterior={posterior}", f"--output={output}", "--validation_examples=50"]
     assert main(command("tune", checkpoint, *options)) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "on the validation images is 1.000" in told
-    assert "trained on the former" in told
+    assert "trained on the validation images" in told
     assert not output.exists()

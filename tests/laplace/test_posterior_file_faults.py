@@ -24,7 +24,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.experiments.posteriors.posterior_file import NetworkSettings
+from laplace_debias.commands.network import NetworkSettings
 from laplace_debias.laplace.files.sealed import read_sealed, write_sealed
 from laplace_debias.problems.storage import read_tensors, write_tensors
 from laplace_debias.report.tables import read_csv, write_csv
@@ -655,7 +655,7 @@ def test_commands_refuse_a_bad_output_before_work(
         raise AssertionError("work was done")
 
     monkeypatch.setattr(NetworkSettings, "load", work)
-    monkeypatch.setattr("laplace_debias.experiments.shared.training.train", work)
+    monkeypatch.setattr("laplace_debias.commands.train.train", work)
     output = tmp_path if what == "folder" else path / "posterior"
     posterior = [f"--posterior={path}", "--method=marglik"] if command == "tune" else []
     options = ["--problem=allcnn-digits", f"--output={output}", "--overwrite", *posterior]

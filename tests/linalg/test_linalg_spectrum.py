@@ -9,7 +9,7 @@ from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import logdet, matrix_function_trace, quadrature, spectral_density
 from laplace_debias.operators import Diagonal, Identity
-from laplace_debias.report.spectrum import plot_spectral_density
+from laplace_debias.report.spectrum_plot import plot_spectral_density
 
 SIZE = 200
 VALUES = 0.5 + 2 * uniform(SIZE)

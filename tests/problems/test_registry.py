@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from laplace_debias.experiments.shared.training import RecipeChanges, TrainingSettings, run_training
+from laplace_debias.commands import train as training_command
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.problems import (
     PROBLEMS,
     DataSource,
@@ -293,15 +294,15 @@ def test_training_that_goes_on_ends_as_if_never_broken_off(optimizer, tmp_path):
         train(digits_net(), data.subset(range(99)), recipe, state=state)
 
 
-def settings(output: Path, **changes) -> TrainingSettings:
+def settings(output: Path, **changes) -> training_command.Settings:
     base = {"problem": "allcnn-digits", "progress": False, "device": "cpu"}
     recipe = RecipeChanges(cycles=((3, 0.05),), batch_size=200)
-    return TrainingSettings(**{"output": output, "recipe": recipe, **base, **changes})
+    return training_command.Settings(**{"output": output, "recipe": recipe, **base, **changes})
 
 
 def test_a_problem_is_trained_to_checkpoints_that_load_with_their_split(tmp_path):
     output = tmp_path / "net.safetensors"
-    found = run_training(settings(output, checkpoints=2))
+    found = training_command.run(settings(output, checkpoints=2))
     assert 0 <= found["accuracy"] <= 1
     kept = sorted((tmp_path / "net.checkpoints").iterdir())
     assert [path.name for path in kept] == ["epoch-0001.safetensors", "epoch-0003.safetensors"]
@@ -322,7 +323,7 @@ def test_a_problem_is_trained_to_checkpoints_that_load_with_their_split(tmp_path
 
 def test_a_broken_off_run_is_neither_lost_nor_taken_up_unasked(tmp_path):
     output = tmp_path / "net.safetensors"
-    run_training(settings(tmp_path / "whole.safetensors"))
+    training_command.run(settings(tmp_path / "whole.safetensors"))
     state = tmp_path / "net.state.safetensors"
     # What a run leaves behind that ended after its first epoch.
     torch.manual_seed(0)
@@ -336,10 +337,10 @@ def test_a_broken_off_run_is_neither_lost_nor_taken_up_unasked(tmp_path):
     with pytest.raises(_PowerCutError):
         train(model, problem.data().train, recipe, generator=seeded(), on_epoch=stop, state=state)
     with pytest.raises(FileExistsError, match="--resume it, or --overwrite"):
-        run_training(settings(output))
+        training_command.run(settings(output))
     with pytest.raises(ValueError, match="the state of another training"):
-        run_training(settings(output, resume=True, recipe=RecipeChanges(batch_size=100)))
-    run_training(settings(output, resume=True))
+        training_command.run(settings(output, resume=True, recipe=RecipeChanges(batch_size=100)))
+    training_command.run(settings(output, resume=True))
     ends = [read_tensors(tmp_path / f"{name}.safetensors") for name in ("net", "whole")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from laplace_debias.curvature import Jacobian
 from laplace_debias.curvature.network.weight_decay import decay_mask
+from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained
 from laplace_debias.experiments.shared.storage import Store
 from laplace_debias.linalg import cg, eigsh
@@ -51,9 +52,7 @@ class BiasSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("full_examples", "draws", "num_directions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_at_least(self, 1, "full_examples", "draws", "num_directions")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0, finite")
         if not 0 < self.tol < 1:

@@ -20,6 +20,7 @@ from laplace_debias.experiments.bias.bias import (
     values_of,
 )
 from laplace_debias.experiments.bias.cuts import BiasSettings, Kind
+from laplace_debias.experiments.shared.checks import check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
 from laplace_debias.experiments.shared.storage import Rows, open_store
@@ -51,8 +52,7 @@ class DirectionalCurvatureSettings(BiasSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
-            raise ValueError(f"batch_sizes is {self.batch_sizes}; expected some, all different")
+        check_different(self, "batch_sizes")
         for size in self.batch_sizes:
             self.num_batches(size)
 

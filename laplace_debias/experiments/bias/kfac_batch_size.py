@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from laplace_debias.experiments.bias.bias import FULL, OTHER, SAME
 from laplace_debias.experiments.bias.directional_curvature import COLOURS, marker_legend
+from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.shared.storage import Rows, open_store
@@ -49,11 +50,8 @@ class KFACBatchSizeSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("full_examples", "draws", "others", "num_directions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
-            raise ValueError(f"batch_sizes is {self.batch_sizes}; expected some, all different")
+        check_at_least(self, 1, "full_examples", "draws", "others", "num_directions")
+        check_different(self, "batch_sizes")
         for size in self.batch_sizes:
             needed = self.draws + self.others
             if size < 1 or self.full_examples % size or needed * size > self.full_examples:

@@ -17,6 +17,7 @@ from laplace_debias.curvature.fits.kfac import sweep
 from laplace_debias.curvature.fits.magnitudes import ekfac_magnitudes, rotated_jacobians
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.confidence import half_width
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained, load_trained
@@ -65,15 +66,11 @@ class KfacErrorSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size < 2 or self.batch_size % 2:
-            raise ValueError(f"batch_size is {self.batch_size}; expected an even number")
-        for name in ("draws", "num_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_even_batch(self.batch_size)
+        check_at_least(self, 1, "draws", "num_batches")
         if not 2 <= self.folds <= self.batch_size:
             raise ValueError(f"folds is {self.folds}; expected 2 to {self.batch_size}")
-        if self.probes < 2:
-            raise ValueError(f"probes is {self.probes}; expected at least 2")
+        check_at_least(self, 2, "probes")
 
     def check_counts(self, num_train: int, num_test: int) -> None:
         """Refuse to ask for more images than there are; see `ExperimentSettings`."""

@@ -9,7 +9,8 @@ from rich.console import Console
 from laplace_debias.experiments.bias.bias import measure_bias, summary_of
 from laplace_debias.experiments.bias.bias_trends import trend_figure
 from laplace_debias.experiments.bias.cuts import BiasSettings
-from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.experiments.shared.checks import check_different
+from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Trained, check_data, trained_model
 from laplace_debias.experiments.shared.storage import Rows, open_store
@@ -53,12 +54,11 @@ class ModelSizeSettings(BiasSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_batches(self.batch_size)
-        if not self.models or len(set(self.models)) < len(self.models):
-            raise ValueError(f"models is {self.models}; expected some, all different")
+        check_different(self, "models")
         if min(min(depth + 1, width) for depth, width in self.models) < 1:
             raise ValueError(f"models is {self.models}; expected depths ≥ 0 and widths ≥ 1")
         if self.checkpoint is not None:
-            raise ValueError("a checkpoint is of one size; expected none: the networks are trained")
+            raise ValueError("checkpoint is given; leave it out: networks of all sizes are trained")
 
 
 def run_model_size(settings: ModelSizeSettings, console: Console | None = None) -> Rows:

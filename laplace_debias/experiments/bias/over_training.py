@@ -9,7 +9,8 @@ from rich.console import Console
 from laplace_debias.experiments.bias.bias import QUANTITIES, measure_bias, summary_of
 from laplace_debias.experiments.bias.bias_trends import trend_figure
 from laplace_debias.experiments.bias.cuts import BiasSettings
-from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.experiments.shared.checks import check_at_least
+from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Trained, check_data, trained_model
 from laplace_debias.experiments.shared.storage import Rows, Store, file_digest, open_store
@@ -47,11 +48,11 @@ class OverTrainingSettings(BiasSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_batches(self.batch_size)
-        if self.num_checkpoints < 1:
-            raise ValueError(f"num_checkpoints is {self.num_checkpoints}; expected at least 1")
+        check_at_least(self, 1, "num_checkpoints")
         if self.checkpoint is not None:
             raise ValueError(
-                "a checkpoint is one point of a training; expected --checkpoints, the folder of all"
+                "checkpoint is given, which is one point of a training; give --checkpoints, the "
+                "folder of all of them"
             )
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from laplace_debias.experiments.bias.bias import FULL, OTHER, SAME, measure_bias
 from laplace_debias.experiments.bias.cuts import BiasSettings, stored_directions
 from laplace_debias.experiments.bias.directional_curvature import COLOURS, marker_legend
+from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
 from laplace_debias.experiments.shared.storage import Rows, open_store
@@ -49,14 +50,11 @@ class OverlapsSettings(BiasSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.batch_sizes or len(set(self.batch_sizes)) < len(self.batch_sizes):
-            raise ValueError(f"batch_sizes is {self.batch_sizes}; expected some, all different")
+        check_different(self, "batch_sizes")
         for size in self.batch_sizes:
             self.num_batches(size)
-        if self.draws < 2 or self.cg_steps < 0:
-            raise ValueError(
-                f"draws={self.draws}, cg_steps={self.cg_steps}; expected at least 2 and 0"
-            )
+        check_at_least(self, 2, "draws")
+        check_at_least(self, 0, "cg_steps")
 
 
 def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> Rows:

@@ -21,8 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.curvature.fits.directions import Eigenbasis
-from laplace_debias.experiments.posteriors.evaluation import device_from
-from laplace_debias.experiments.posteriors.laplace_tables import CROSSFIT, DEBIASED, FULL, MINI
+from laplace_debias.experiments.posteriors.fitting import CROSSFIT, DEBIASED, FULL, MINI
+from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch, check_folds
+from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.shared.storage import open_store
@@ -68,17 +69,10 @@ class RuntimeSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}; expected at least 1")
-        if self.batch_size < 2 or self.batch_size % 2:
-            raise ValueError(
-                f"batch_size is {self.batch_size}; expected an even number, since debiased has two "
-                "batches of half as many"
-            )
-        if self.folds and not 2 <= self.folds <= self.batch_size:
-            raise ValueError(f"folds is {self.folds}; expected 2 … {self.batch_size}, or 0")
-        if self.full_examples < 0:
-            raise ValueError(f"full_examples is {self.full_examples}; expected at least 0")
+        check_at_least(self, 1, "repeats")
+        check_even_batch(self.batch_size)
+        check_folds(self.folds, self.batch_size)
+        check_at_least(self, 0, "full_examples")
 
 
 def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> list[Row]:

@@ -1,11 +1,11 @@
 """Settings of the debiasing study."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from laplace_debias.experiments.debiasing.schemes import USUAL_FOLDS, Plan
+from laplace_debias.experiments.shared.checks import check_at_least, check_prior_precisions
 from laplace_debias.experiments.shared.setup import ExperimentSettings
 
 
@@ -59,16 +59,11 @@ class DebiasingSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (
-            *("batch_size", "draws", "full_examples", "ekfac_full_examples", "test_examples"),
-            *("further_batches", "eval_batch_size"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_at_least(self, 1, "batch_size", "draws", "full_examples", "ekfac_full_examples")
+        check_at_least(self, 1, "test_examples", "further_batches", "eval_batch_size")
         if not 0 <= self.ekfac_draws <= self.draws:
             raise ValueError(f"ekfac_draws is {self.ekfac_draws}; expected 0 … {self.draws}")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; expected 0 or more")
+        check_at_least(self, 0, "seed")
         if self.groups < 4 or self.groups % 4 or 2 * self.batch_size % self.groups:
             raise ValueError(
                 f"groups is {self.groups}; expected a multiple of 4 that divides 2 batch_size = "
@@ -89,9 +84,7 @@ class DebiasingSettings(ExperimentSettings):
             )
         if not all(0 < decay < 1 for decay in self.average_decays):
             raise ValueError(f"average_decays is {self.average_decays}; expected them in (0, 1)")
-        grid = self.prior_precisions
-        if not grid or list(grid) != sorted(set(grid)) or not 0 < grid[0] <= grid[-1] < math.inf:
-            raise ValueError(f"prior_precisions is {grid}; expected positive numbers, ascending")
+        check_prior_precisions(self.prior_precisions)
 
     def check_counts(self, num_train: int, num_test: int) -> None:
         """Refuse to ask for more images than there are; see `ExperimentSettings`."""

@@ -17,11 +17,13 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.judge import METRICS, Chunks, Judge, worst_if_nan
+from laplace_debias.experiments.shared.judge import METRICS, Judge, worst_if_nan
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.shared.storage import open_store
 from laplace_debias.linalg import Iterate, cg, debiased_cg
+from laplace_debias.problems import ImageBatches
 from laplace_debias.quadratic import Quadratic
 from laplace_debias.report.tables import print_table
 from laplace_debias.report.trajectories import trajectory_figure
@@ -71,20 +73,14 @@ class ConjugateGradientsSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (
-            *("draws", "iterations", "evaluate_every"),
-            *("train_examples", "test_examples", "chunk_size"),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        for name in ("batch_size", "full_examples"):
-            value = getattr(self, name)
-            if value is not None and (value % 2 or value < (2 if name == "batch_size" else 0)):
-                raise ValueError(
-                    f"{name} is {value}; expected an even number of examples, since debiased CG "
-                    "has two batches of half as many"
-                )
+        check_at_least(self, 1, "draws", "iterations", "evaluate_every")
+        check_at_least(self, 1, "train_examples", "test_examples", "chunk_size")
+        check_even_batch(self.batch_size)
+        if self.full_examples is not None and (self.full_examples % 2 or self.full_examples < 0):
+            raise ValueError(
+                f"full_examples is {self.full_examples}; expected an even number, because debiased "
+                "CG splits the examples into two halves"
+            )
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0")
 
@@ -190,7 +186,7 @@ def trajectory(
         return Quadratic.from_data(
             trained.model,
             trained.problem.loss,
-            Chunks(trained.data.train, indices, settings.chunk_size, dtype),
+            ImageBatches(trained.data.train, indices, settings.chunk_size, dtype),
             curvature=settings.curvature,
             weight_decay=weight_decay,
             num_data=len(indices),

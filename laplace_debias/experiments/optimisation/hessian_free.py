@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.curvature.network.weight_decay import decay_groups
-from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
+from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.judge import METRICS, Judge, worst_if_nan
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.shared.storage import open_store
-from laplace_debias.experiments.shared.training import RecipeChanges
 from laplace_debias.optim import DebiasedHessianFree
 from laplace_debias.problems import (
     ProblemData,
@@ -77,20 +78,14 @@ class HessianFreeSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("steps", "draws", "max_iter", "evaluate_every", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.batch_size < 2 or self.batch_size % 2:
-            raise ValueError(
-                f"batch_size is {self.batch_size}; expected an even number, since debiased makes "
-                "its directions on half of the examples"
-            )
+        check_at_least(self, 1, "steps", "draws", "max_iter", "evaluate_every", "chunk_size")
+        check_even_batch(self.batch_size)
         if not 0 < self.damping < math.inf:
             raise ValueError(f"damping is {self.damping}; expected a positive number")
         if self.recipe != RecipeChanges(weight_decay=self.recipe.weight_decay):
             raise ValueError(
-                f"recipe is {self.recipe}; expected a weight_decay alone, since the optimizer is "
-                "this experiment's own"
+                f"recipe is {self.recipe}; expected a weight_decay alone, because this experiment "
+                "has its own optimizer"
             )
 
 

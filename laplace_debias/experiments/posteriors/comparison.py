@@ -1,34 +1,48 @@
-"""One experiment: how close a posterior from few examples comes to the one from all of them.
+"""How close a posterior from few examples comes to the one from all of them, at a tuned δ too.
 
 MAP, mini-batch (one batch of 2b examples), debiased (the same examples: directions from the first
 b, magnitudes from the other b) and full-batch, over prior precisions and several draws of batches.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from laplace_debias import metrics
-from laplace_debias.experiments.posteriors.distances import Distance, Measurement, distances
-from laplace_debias.experiments.shared.predictives import (
-    Grid,
+from laplace_debias.experiments.posteriors.distances import Distance, distances_by_precision
+from laplace_debias.experiments.posteriors.fitting import (
+    DEBIASED,
+    FULL,
+    MAP,
+    MINI,
     Name,
-    Predict,
-    classification_metrics,
-    grid_predict,
-    map_predict,
+    PosteriorPlan,
+)
+from laplace_debias.experiments.posteriors.measuring import (
+    Row,
+    measured,
+    predict_all,
+    same_grid,
+    severity_name,
+)
+from laplace_debias.experiments.shared.checks import (
+    check_at_least,
+    check_prior_precisions,
+    check_severities,
 )
 from laplace_debias.laplace import Laplace
-from laplace_debias.problems import ImageDataset, corrupt
+from laplace_debias.problems import ImageBatches, ImageDataset, corrupt
 
-MAP, MINI, DEBIASED, FULL = METHODS = ("MAP", "mini-batch", "debiased", "full-batch")
+METHODS = (MAP, MINI, DEBIASED, FULL)
+"""What is compared."""
+
+Point = tuple[str, int, float | None]
+"""A method, its draw and a prior precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,42 +89,29 @@ class ComparisonSettings:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            *("batch_size", "draws", "full_examples", "validation_examples", "test_examples"),
-            *("ood_examples", "eval_batch_size", "num_threads"),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        grid = self.prior_precisions
-        if not grid or not all(0 < delta < math.inf for delta in grid):
-            raise ValueError(f"prior_precisions is {grid}; expected positive numbers")
-        if list(grid) != sorted(set(grid)):
-            raise ValueError(f"prior_precisions is {grid}; expected it to ascend")
+        check_at_least(self, 1, "batch_size", "draws", "full_examples", "validation_examples")
+        check_at_least(self, 1, "test_examples", "ood_examples", "eval_batch_size", "num_threads")
+        check_at_least(self, 0, "seed")
+        check_prior_precisions(self.prior_precisions)
+        check_severities(self.severities)
         if self.distance_range is not None and not any(
-            self.distance_range[0] <= delta <= self.distance_range[1] for delta in grid
+            self.distance_range[0] <= delta <= self.distance_range[1]
+            for delta in self.prior_precisions
         ):
             raise ValueError(
-                f"distance_range {self.distance_range} holds none of the prior_precisions {grid}"
+                f"distance_range is {self.distance_range}; expected a range that holds some of "
+                f"the prior_precisions {self.prior_precisions}"
             )
-        if not set(self.severities) <= {1, 2, 3, 4, 5}:
-            raise ValueError(f"severities is {self.severities}; expected numbers in 1 … 5")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; expected 0 or more")
 
-
-@dataclass(frozen=True, kw_only=True)
-class TunedMeasurement(Measurement):
-    """Metrics at the prior precision with the least validation NLL, on clean or corrupted images.
-
-    Attributes:
-        severity: Of the test images' corruption; 0 for clean ones.
-        auroc: How well the entropy tells corrupted images from clean ones (clean = 0, corrupted =
-            1); None at severity 0.
-    """
-
-    severity: int
-    auroc: float | None
+    @property
+    def plan(self) -> PosteriorPlan:
+        """How the posteriors are fitted."""
+        return PosteriorPlan(
+            curvature=self.curvature,
+            params=self.params,
+            fisher=self.fisher,
+            full_fisher=self.fisher,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +122,14 @@ class ComparisonResult:
         settings: The settings.
         num_data: N, the number of training examples.
         num_full: How many of them stood for full-batch.
-        sweep: Metrics on clean test images: a row a method, draw and prior precision.
-        tuned: Metrics at the tuned prior precision: a row a method, draw and severity.
-        distances: Distance of the test NLL to full-batch's: a row a prior precision, and a last one
-            over all of them.
+        sweep: Metrics on clean test images, a row per method, draw and prior precision: `method`,
+            `draw`, `prior_precision` (None for the MAP), `validation_nll` (nats), `accuracy`, `nll`
+            (nats), `ece` and `brier`.
+        tuned: Those at the prior precision with the least validation NLL, on clean and on
+            corrupted images: a row per method, draw and `severity` (0 for clean images), with the
+            `auroc` of the entropy between clean (0) and corrupted images (1), None for clean ones.
+        distances: Distance of the test NLL to full-batch's: a row per prior precision, and a last
+            one over all of them.
         reliability: For each method, probabilities `[n, C]` and labels `[n]` of the clean test
             images, at the tuned prior precision of the first draw.
     """
@@ -132,8 +137,8 @@ class ComparisonResult:
     settings: ComparisonSettings
     num_data: int
     num_full: int
-    sweep: list[Measurement]
-    tuned: list[TunedMeasurement]
+    sweep: list[Row]
+    tuned: list[Row]
     distances: list[Distance]
     reliability: dict[str, tuple[Float[Tensor, "n classes"], Int64[Tensor, " n"]]]
 
@@ -153,11 +158,11 @@ def compare(
 
     Args:
         model: The trained network, in evaluation mode.
-        train: What it was trained on, in whole.
+        train: All images that it was trained on.
         validation: Images to tune the prior precision on.
         test: Images to measure on; those out of distribution are made from them.
         settings: What to compare.
-        progress: Whether to show a progress bar.
+        progress: Whether to show progress bars.
 
     Returns:
         All measurements; the same for the same settings and data.
@@ -174,160 +179,121 @@ def compare(
     test = _some(test, settings.test_examples, generator, "test")
     ood = _some(test, settings.ood_examples, generator, "ood")
     reference = _some(train, settings.full_examples, generator, "full")
-    b = settings.batch_size
-    if 2 * b > len(train):
+    size = 2 * settings.batch_size
+    if size > len(train):
         raise ValueError(
-            f"batch_size {b} asks for {2 * b} training images a draw; there are {len(train)}"
+            f"batch_size {settings.batch_size} asks for {size} training images per draw; there "
+            f"are {len(train)}"
         )
-    chosen = [
-        torch.randperm(len(train), generator=generator)[: 2 * b] for _ in range(settings.draws)
-    ]
+    draws = [torch.randperm(len(train), generator=generator)[:size] for _ in range(settings.draws)]
+    full = ImageBatches(reference, torch.arange(len(reference)), settings.eval_batch_size)
     with _threads(settings.num_threads):
-        corrupted = {
-            severity: ood.with_images(corrupt(ood.images, severity, seed=settings.seed))
-            for severity in settings.severities
-        }
-        predictions = len(validation) + len(test) + sum(map(len, corrupted.values()))
-        fit_passes = 2 if settings.curvature == "ekfac" else 1
-        total = 2 * predictions + fit_passes * (len(reference) + 4 * settings.draws * b)
-        with tqdm(total=total, unit="image", disable=not progress) as bar:
-            posteriors: dict[Name, Laplace] = {}
-            for draw, indices in enumerate(chosen):
-                x, y = train.batch(indices)
-                for method, batches in (
-                    (MINI, ([(x, y)],)),
-                    (DEBIASED, ([(x[:b], y[:b])], [(x[b:], y[b:])])),
-                ):
-                    bar.set_description(f"fit {method} {draw + 1}/{settings.draws}")
-                    posteriors[method, draw] = _laplace(model, settings).fit_batches(
-                        *batches, num_data=len(train), generator=generator
-                    )
-                    bar.update(2 * b * fit_passes)
-            bar.set_description(f"fit {FULL} to {len(reference)} images")
-            posteriors[FULL, 0] = _laplace(model, settings).fit_batches(
-                _Batches(reference, settings.eval_batch_size, bar),
-                num_data=len(train),
-                generator=generator,
-            )
-            run = _Run(settings, validation, test, corrupted, bar)
-            run.measure({(MAP, 0): (None,)}, map_predict(model))
-            grids = dict.fromkeys(posteriors, settings.prior_precisions)
-            run.measure(grids, grid_predict(posteriors))
-    order = METHODS.index
-    sweep = sorted(run.sweep, key=lambda row: order(row.method))
+        posteriors = settings.plan.fit(model, train, draws, full, generator, progress)
+        tuning = _Tuning(model, posteriors, validation, test, settings, progress)
+        tuned = tuning.rows(_corrupted(ood, settings))
     return ComparisonResult(
         settings=settings,
         num_data=len(train),
         num_full=len(reference),
-        sweep=sweep,
-        tuned=sorted(run.tuned, key=lambda row: (order(row.method), row.draw, row.severity)),
-        distances=distances(sweep, MINI, DEBIASED, FULL, settings.distance_range),
-        reliability={method: run.reliability[method] for method in METHODS},
+        sweep=tuning.sweep,
+        tuned=tuned,
+        distances=distances_by_precision(tuning.sweep, settings.distance_range),
+        reliability={method: (tuning.clean[method, 0][0], test.labels) for method in METHODS},
     )
 
 
-def _laplace(model: nn.Module, settings: ComparisonSettings) -> Laplace:
-    return Laplace(
-        model, curvature=settings.curvature, params=settings.params, fisher=settings.fisher
-    )
-
-
-class _Run:
-    """Measures predictives and gathers what they give.
+class _Tuning:
+    """What all posteriors predict on clean images, and on others at the tuned prior precisions.
 
     Args:
-        settings: The settings.
+        model: The trained network.
+        posteriors: The fitted posteriors.
         validation: Images to tune on.
         test: Clean test images.
-        corrupted: Corrupted ones by severity.
-        bar: Counts images predicted.
+        settings: The settings.
+        progress: Whether to show progress bars.
+
+    Attributes:
+        sweep: As in `ComparisonResult`.
+        best: For each method and draw the row of `sweep` with the least validation NLL.
+        clean: Probabilities `[1, n, C]` of the clean test images there.
     """
 
     def __init__(
         self,
-        settings: ComparisonSettings,
+        model: nn.Module,
+        posteriors: Mapping[Name, Laplace],
         validation: ImageDataset,
         test: ImageDataset,
-        corrupted: dict[int, ImageDataset],
-        bar: tqdm,
+        settings: ComparisonSettings,
+        progress: bool,
     ) -> None:
-        self.sweep: list[Measurement] = []
-        self.tuned: list[TunedMeasurement] = []
-        self.reliability: dict[str, tuple[Tensor, Tensor]] = {}
-        self._settings = settings
-        self._validation = validation
-        self._test = test
-        self._corrupted = corrupted
-        self._bar = bar
+        self._predict = partial(
+            predict_all,
+            model,
+            lambda: posteriors,
+            chunk_size=settings.eval_batch_size,
+            progress=progress,
+        )
+        grid = same_grid(settings.prior_precisions)
+        probs = self._predict(grid=grid, data={"validation": validation, "test": test})
+        on_validation = measured("validation", probs["validation"], validation.labels, grid)
+        self._validation_nll = {_point(row): row["nll"] for row in on_validation}
+        on_test = measured("test", probs["test"], test.labels, grid)
+        self.sweep = [self._with_validation(row) for row in on_test]
+        self.best: dict[Name, Row] = {}
+        for row in self.sweep:
+            name = row["method"], row["draw"]
+            least = self.best.setdefault(name, row)["validation_nll"]
+            if row["validation_nll"] < least:
+                self.best[name] = row
+        self.clean = {
+            name: probs["test"][name][[grid(name).index(row["prior_precision"])]]
+            for name, row in self.best.items()
+        }
 
-    def measure(self, grids: Mapping[Name, Grid], predict: Predict) -> None:
-        """Measure posteriors at every prior precision, and at the best of them on OOD data.
+    def rows(self, corrupted: Mapping[int, ImageDataset]) -> list[Row]:
+        """Rows at the tuned prior precisions, by method, draw and severity.
 
         Args:
-            grids: The grid of each posterior.
-            predict: Predicts with all of them in one pass.
+            corrupted: Corrupted images by severity.
         """
-        on_validation = self._predict("predict validation", predict, self._validation, grids)
-        on_test = self._predict("predict test", predict, self._test, grids)
-        best: dict[Name, Measurement] = {}
-        scores: dict[Name, Tensor] = {}
-        for name, grid in grids.items():
-            rows = [
-                Measurement(
-                    method=name[0],
-                    draw=name[1],
-                    prior_precision=delta,
-                    validation_nll=metrics.nll(tuning, self._validation.labels).item(),
-                    **classification_metrics(probs, self._test.labels),
-                )
-                for delta, tuning, probs in zip(
-                    grid, on_validation[name], on_test[name], strict=True
-                )
-            ]
-            self.sweep += rows
-            nlls = [row.validation_nll for row in rows]
-            index = nlls.index(min(nlls))
-            best[name], probs = rows[index], on_test[name][index]
-            if name[1] == 0:
-                self.reliability[name[0]] = (probs, self._test.labels)
-            scores[name] = metrics.entropy(probs)
-            self.tuned.append(TunedMeasurement(**vars(rows[index]), severity=0, auroc=None))
-        tuned: dict[Name, Grid] = {name: (row.prior_precision,) for name, row in best.items()}
-        for severity, data in self._corrupted.items():
-            shifted = self._predict(f"predict severity {severity}", predict, data, tuned)
-            for name, row in best.items():
-                probs = shifted[name][0]
-                values = vars(row) | classification_metrics(probs, data.labels)
-                auroc = metrics.auroc(scores[name], metrics.entropy(probs)).item()
-                self.tuned.append(TunedMeasurement(**values, severity=severity, auroc=auroc))
 
-    def _predict(
-        self, what: str, predict: Predict, data: ImageDataset, grids: Mapping[Name, Grid]
-    ) -> dict[Name, Float[Tensor, "grid n classes"]]:
-        self._bar.set_description(what)
-        batches = _Batches(data, self._settings.eval_batch_size, self._bar)
-        parts = [predict(x, grids) for x, _ in batches]
-        return {name: torch.cat([part[name] for part in parts], dim=1) for name in grids}
+        def tuned(name: Name) -> tuple[float | None]:
+            return (self.best[name]["prior_precision"],)
+
+        found = [row | {"severity": 0, "auroc": None} for row in self.best.values()]
+        data = {severity_name(severity): images for severity, images in corrupted.items()}
+        probs = self._predict(grid=tuned, data=data)
+        for (name, images), severity in zip(data.items(), corrupted, strict=True):
+            for row in measured(name, probs[name], images.labels, tuned, self.clean):
+                values = {"severity": severity, "auroc": row["auroc"]}
+                found.append(self._with_validation(row) | values)
+        return sorted(found, key=lambda r: (METHODS.index(r["method"]), r["draw"], r["severity"]))
+
+    def _with_validation(self, row: Row) -> Row:
+        return {
+            **{key: row[key] for key in ("method", "draw", "prior_precision")},
+            "validation_nll": self._validation_nll[_point(row)],
+            **{key: row[key] for key in ("accuracy", "nll", "ece", "brier")},
+        }
 
 
-class _Batches:
-    """Batches of a data set in its order, any number of times, counted by a progress bar."""
+def _corrupted(images: ImageDataset, settings: ComparisonSettings) -> dict[int, ImageDataset]:
+    return {
+        severity: images.with_images(corrupt(images.images, severity, seed=settings.seed))
+        for severity in settings.severities
+    }
 
-    def __init__(self, data: ImageDataset, batch_size: int, bar: tqdm) -> None:
-        self._data = data
-        self._batch_size = batch_size
-        self._bar = bar
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for indices in torch.arange(len(self._data)).split(self._batch_size):
-            yield self._data.batch(indices)
-            self._bar.update(len(indices))
+def _point(row: Row) -> Point:
+    return row["method"], row["draw"], row["prior_precision"]
 
 
 def _some(
     data: ImageDataset, number: int | None, generator: torch.Generator, what: str
 ) -> ImageDataset:
-    """So many images at random; the generator advances alike whatever the number."""
+    """So many images at random; the generator advances by the same whatever the number."""
     order = torch.randperm(len(data), generator=generator)
     if number is None:
         return data
@@ -338,7 +304,7 @@ def _some(
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
-    """Another number of threads, for a while."""
+    """Another number of threads, inside of the context."""
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)

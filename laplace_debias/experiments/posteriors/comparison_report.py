@@ -7,12 +7,9 @@ from typing import Literal
 
 from rich.console import Console
 
-from laplace_debias.experiments.posteriors.comparison import (
-    METHODS,
-    ComparisonResult,
-    TunedMeasurement,
-)
+from laplace_debias.experiments.posteriors.comparison import METHODS, ComparisonResult
 from laplace_debias.experiments.posteriors.distances import Distance
+from laplace_debias.experiments.posteriors.measuring import Row
 from laplace_debias.report.figures import (
     prior_precision_figure,
     reliability_figure,
@@ -21,11 +18,9 @@ from laplace_debias.report.figures import (
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 from laplace_debias.system.atomic import written_atomically
 
-Row = dict[str, object]
-
 
 def tuned_table(result: ComparisonResult) -> list[Row]:
-    """A row a method: metrics on clean test images at the tuned prior precision, mean over draws.
+    """A row per method: metrics on clean test images at the tuned prior precision, mean over draws.
 
     Args:
         result: What was measured.
@@ -40,18 +35,18 @@ def tuned_table(result: ComparisonResult) -> list[Row]:
         table.append(
             {
                 "method": method,
-                "δ": _range(row.prior_precision for row in rows),
-                "accuracy": _mean(row.accuracy for row in rows),
-                "NLL": _mean(row.nll for row in rows),
-                "ECE": _mean(row.ece for row in rows),
-                "Brier": _mean(row.brier for row in rows),
+                "δ": _range(row["prior_precision"] for row in rows),
+                "accuracy": _mean(row["accuracy"] for row in rows),
+                "NLL": _mean(row["nll"] for row in rows),
+                "ECE": _mean(row["ece"] for row in rows),
+                "Brier": _mean(row["brier"] for row in rows),
             }
         )
     return table
 
 
 def severity_table(result: ComparisonResult, metric: Literal["nll", "auroc"]) -> list[Row]:
-    """A row a method: a metric on corrupted images at the tuned prior precision.
+    """A row per method: a metric on corrupted images at the tuned prior precision.
 
     Args:
         result: What was measured.
@@ -63,7 +58,7 @@ def severity_table(result: ComparisonResult, metric: Literal["nll", "auroc"]) ->
     return [
         {"method": method}
         | {
-            str(severity): _mean(getattr(row, metric) for row in _tuned(result, method, severity))
+            str(severity): _mean(row[metric] for row in _tuned(result, method, severity))
             for severity in result.settings.severities
         }
         for method in METHODS
@@ -71,7 +66,7 @@ def severity_table(result: ComparisonResult, metric: Literal["nll", "auroc"]) ->
 
 
 def distance_table(result: ComparisonResult) -> list[Row]:
-    """A row a prior precision: distance of the test NLL to full-batch's, and its ratio.
+    """A row per prior precision: distance of the test NLL to full-batch's, and its ratio.
 
     Args:
         result: What was measured.
@@ -101,7 +96,7 @@ def findings(result: ComparisonResult) -> list[str]:
         result: What was measured.
 
     Returns:
-        The distance to full-batch, one sentence on the tuned posteriors, and one more for
+        The distance to full-batch, one sentence about the tuned posteriors, and one more for
         methods whose best prior precision lies on the grid's edge.
     """
     *points, overall = result.distances
@@ -126,7 +121,7 @@ def findings(result: ComparisonResult) -> list[str]:
     on_edge = [
         method
         for method in METHODS
-        if any(row.prior_precision in edges for row in _tuned(result, method, 0))
+        if any(row["prior_precision"] in edges for row in _tuned(result, method, 0))
     ]
     if on_edge:
         sentences.append(
@@ -146,44 +141,37 @@ def reference(result: ComparisonResult) -> str:
     )
 
 
-def print_comparison(result: ComparisonResult, console: Console) -> None:
-    """Print the tables.
+def report_comparison(result: ComparisonResult, folder: Path, console: Console) -> None:
+    """Print the tables and the findings; write the measurements, the tables and the pictures.
 
     Args:
         result: What was measured.
-        console: Where to.
+        folder: Where the files go; made if missing. Files of the same names are replaced.
+        console: Where to print.
+
+    Raises:
+        OSError: If a file cannot be written.
     """
-    for title, rows in _tables(result).items():
+    tables, told = _tables(result), findings(result)
+    for title, rows in tables.items():
         print_table(rows, title, console=console)
     console.print(reference(result), markup=False, highlight=False)
-
-
-def write_comparison(result: ComparisonResult, folder: Path) -> list[Path]:
-    """Write all measurements as CSV, the tables as Markdown, and the pictures.
-
-    Args:
-        result: What was measured.
-        folder: Where to; made if missing. Files of the same names are replaced.
-
-    Returns:
-        The pictures.
-    """
-    sweep = [asdict(row) for row in result.sweep]
-    tuned = [asdict(row) for row in result.tuned]
-    write_csv(sweep, folder / "sweep.csv")
-    write_csv(tuned, folder / "tuned.csv")
+    write_csv(result.sweep, folder / "sweep.csv")
+    write_csv(result.tuned, folder / "tuned.csv")
     write_csv([asdict(row) for row in result.distances], folder / "distances.csv")
-    parts = [f"**{title}**\n\n{markdown_table(rows)}" for title, rows in _tables(result).items()]
+    parts = [f"**{title}**\n\n{markdown_table(rows)}" for title, rows in tables.items()]
     with written_atomically(folder / "table.md") as temporary:
-        text = "\n\n".join([*parts, reference(result), *findings(result)])
+        text = "\n\n".join([*parts, reference(result), *told])
         temporary.write_text(text + "\n", encoding="utf-8")
     pictures = [folder / "prior_precision.png", folder / "reliability.png"]
-    prior_precision_figure(sweep, pictures[0])
+    prior_precision_figure(result.sweep, pictures[0])
     reliability_figure(result.reliability, pictures[1])
     if result.settings.severities:
         pictures.append(folder / "severity.png")
-        severity_figure(tuned, pictures[2])
-    return pictures
+        severity_figure(result.tuned, pictures[2])
+    for sentence in told:
+        console.print(sentence)
+    console.print(f"Pictures: {', '.join(map(str, pictures))}", soft_wrap=True)
 
 
 def _tables(result: ComparisonResult) -> dict[str, list[Row]]:
@@ -195,8 +183,8 @@ def _tables(result: ComparisonResult) -> dict[str, list[Row]]:
     return tables
 
 
-def _tuned(result: ComparisonResult, method: str, severity: int) -> list[TunedMeasurement]:
-    return [row for row in result.tuned if row.method == method and row.severity == severity]
+def _tuned(result: ComparisonResult, method: str, severity: int) -> list[Row]:
+    return [r for r in result.tuned if (r["method"], r["severity"]) == (method, severity)]
 
 
 def _told(row: Distance) -> str:

@@ -1,43 +1,26 @@
-"""How far one posterior's predictions are from another's, over draws of batches."""
+"""How far posteriors from few examples are from full-batch, in the metrics of their predictions."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from laplace_debias.experiments.posteriors.fitting import CROSSFIT, DEBIASED, FULL, MINI
+from laplace_debias.experiments.posteriors.measuring import METRICS, Row
+from laplace_debias.experiments.shared.confidence import jackknife_error
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Metrics of one predictive on test images.
-
-    Attributes:
-        method: Where the predictive comes from.
-        draw: Which draw of batches, from 0.
-        prior_precision: δ; None for a method without.
-        validation_nll: Mean NLL on the validation images, in nats.
-        accuracy: Fraction of hits.
-        nll: Mean NLL, in nats.
-        ece: Expected calibration error.
-        brier: Brier score.
-    """
-
-    method: str
-    draw: int
-    prior_precision: float | None
-    validation_nll: float
-    accuracy: float
-    nll: float
-    ece: float
-    brier: float
+Gaps = dict[tuple[int, float], float]
+"""By draw and prior precision, |metric − that of full-batch|."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance of the test NLL to full-batch's, in nats an example: a mean over draws.
+    """Distance of the test NLL to full-batch's, in nats per example: a mean over draws.
 
     Attributes:
         prior_precision: δ; None for the mean over all of them.
         mini: |NLL of mini-batch − NLL of full-batch|.
-        mini_se: Its standard error over draws; None for a single one, as below.
+        mini_se: Its standard error over draws; None for a single draw, as below.
         debiased: |NLL of debiased − NLL of full-batch|.
         debiased_se: Its standard error.
         ratio: `debiased / mini`, of the means.
@@ -53,54 +36,77 @@ class Distance:
     ratio_se: float | None
 
 
-def distances(
-    sweep: Sequence[Measurement],
-    mini: str,
-    debiased: str,
-    full: str,
-    distance_range: tuple[float, float] | None = None,
+def distances_by_precision(
+    rows: Sequence[Mapping[str, Any]], distance_range: tuple[float, float] | None = None
 ) -> list[Distance]:
-    """How far two methods are from a third in the test NLL, and how the two compare.
+    """How far mini-batch and debiased are from full-batch in the NLL, and how the two compare.
 
     Args:
-        sweep: Measurements of each method at the same prior precisions; `mini` and `debiased` in
-            the same draws, `full` in one.
-        mini: Name of the method that others are compared with.
-        debiased: Name of the method that is compared.
-        full: Name of the method that both should be close to.
+        rows: Rows of one data set; mini-batch and debiased in the same draws.
         distance_range: Least and greatest prior precision of interest; all if None.
 
     Returns:
-        One row a prior precision in the range, ascending, and one over all of these.
+        One row per prior precision in the range, ascending, and a last one over all of these.
 
     Raises:
-        ValueError: If no measurement of `full` is in the range.
+        ValueError: If no row of full-batch is in the range.
     """
     low, high = (0.0, math.inf) if distance_range is None else distance_range
-    reference = {
-        row.prior_precision: row.nll
-        for row in sweep
-        if row.method == full
-        and row.prior_precision is not None
-        and low <= row.prior_precision <= high
-    }
-    if not reference:
-        raise ValueError(f"no measurement of {full!r} has a prior precision in [{low}, {high}]")
-    gaps: dict[str, dict[float, dict[int, float]]] = {mini: {}, debiased: {}}
-    for row in sweep:
-        if row.method in gaps and row.prior_precision in reference:
-            by_draw = gaps[row.method].setdefault(row.prior_precision, {})
-            by_draw[row.draw] = abs(row.nll - reference[row.prior_precision])
-    grid = sorted(reference)
-    per_point = [
-        _distance(delta, *(list(gaps[name][delta].values()) for name in (mini, debiased)))
-        for delta in grid
+    both = [_gaps(rows, method, "nll") for method in (MINI, DEBIASED)]
+    grid = sorted({delta for _, delta in both[0] if low <= delta <= high})
+    if not grid:
+        raise ValueError(f"no row of {FULL!r} has a prior precision in [{low}, {high}]")
+
+    def over_draws(gaps: Gaps, deltas: Sequence[float]) -> list[float]:
+        draws = dict.fromkeys(draw for draw, _ in gaps)
+        return [_mean([gaps[draw, delta] for delta in deltas]) for draw in draws]
+
+    return [
+        _distance(delta, *(over_draws(gaps, deltas) for gaps in both))
+        for delta, deltas in [*((delta, [delta]) for delta in grid), (None, grid)]
     ]
-    means = (
-        [_mean([gaps[name][delta][draw] for delta in grid]) for draw in gaps[name][grid[0]]]
-        for name in (mini, debiased)
-    )
-    return [*per_point, _distance(None, *means)]
+
+
+def distances_by_data(rows: Sequence[Row]) -> list[Row]:
+    """How far the posteriors from few examples are from full-batch on each data set.
+
+    Args:
+        rows: Rows of `measured`, of any number of data sets.
+
+    Returns:
+        A row per data set and method: mean |metric − that of full-batch| over draws and prior
+        precisions for NLL (nats), ECE and accuracy; the greatest one of the NLL; and the ratio of
+        its mean to the mini-batch's.
+    """
+    table: list[Row] = []
+    for name in dict.fromkeys(row["data"] for row in rows):
+        of_data = [row for row in rows if row["data"] == name]
+        of_mini = math.nan
+        for method in (MINI, DEBIASED, CROSSFIT):
+            gaps = {m: list(_gaps(of_data, method, m).values()) for m in METRICS[:3]}
+            if not gaps["nll"]:
+                continue
+            means = {metric: sum(values) / len(values) for metric, values in gaps.items()}
+            of_mini = means["nll"] if method == MINI else of_mini
+            table.append(
+                {
+                    "data": name,
+                    "method": method,
+                    **means,
+                    "greatest nll": max(gaps["nll"]),
+                    "nll ratio": means["nll"] / of_mini if of_mini else math.nan,
+                }
+            )
+    return table
+
+
+def _gaps(rows: Sequence[Mapping[str, Any]], method: str, metric: str) -> Gaps:
+    full = {row["prior_precision"]: row[metric] for row in rows if row["method"] == FULL}
+    return {
+        (row["draw"], delta): abs(row[metric] - full[delta])
+        for row in rows
+        if row["method"] == method and (delta := row["prior_precision"]) in full
+    }
 
 
 def _distance(delta: float | None, mini: list[float], debiased: list[float]) -> Distance:
@@ -108,29 +114,17 @@ def _distance(delta: float | None, mini: list[float], debiased: list[float]) -> 
     return Distance(
         prior_precision=delta,
         mini=_mean(mini),
-        mini_se=_jackknife(pairs, lambda pairs: _mean([a for a, _ in pairs])),
+        mini_se=jackknife_error(mini, _mean),
         debiased=_mean(debiased),
-        debiased_se=_jackknife(pairs, lambda pairs: _mean([b for _, b in pairs])),
+        debiased_se=jackknife_error(debiased, _mean),
         ratio=_ratio(pairs),
-        ratio_se=_jackknife(pairs, _ratio),
+        ratio_se=jackknife_error(pairs, _ratio),
     )
 
 
-def _ratio(pairs: list[tuple[float, float]]) -> float:
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
     mini, debiased = (math.fsum(values) for values in zip(*pairs, strict=True))
     return debiased / mini if mini > 0 else (1.0 if debiased == 0 else math.inf)
-
-
-def _jackknife(
-    pairs: list[tuple[float, float]], statistic: Callable[[list[tuple[float, float]]], float]
-) -> float | None:
-    """Standard error of a statistic of draws; of a mean it is the usual one."""
-    n = len(pairs)
-    if n < 2:
-        return None
-    left_out = [statistic(pairs[:i] + pairs[i + 1 :]) for i in range(n)]
-    centre = _mean(left_out)
-    return math.sqrt((n - 1) / n * math.fsum((value - centre) ** 2 for value in left_out))
 
 
 def _mean(values: Sequence[float]) -> float:

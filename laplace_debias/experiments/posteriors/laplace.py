@@ -6,39 +6,44 @@ several draws of the mini-batch. Predictions are the linearised network's, with 
 covariance and the probit link in place of the paper's samples (Eq. 18).
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from laplace_debias.curvature.layers.blocks import is_supported
-from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.experiments.posteriors.laplace_tables import (
+from laplace_debias.experiments.posteriors.distances import distances_by_data
+from laplace_debias.experiments.posteriors.fitting import (
     CROSSFIT,
     DEBIASED,
-    FULL,
-    MAP,
+    FisherKind,
+    Name,
+    PosteriorPlan,
+)
+from laplace_debias.experiments.posteriors.measuring import (
     METRICS,
-    MINI,
     Row,
-    distances,
-    findings,
     measured,
+    predict_all,
+    same_grid,
+    severity_name,
+)
+from laplace_debias.experiments.shared.checks import (
+    check_at_least,
+    check_even_batch,
+    check_folds,
+    check_prior_precisions,
+    check_severities,
 )
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.judge import Chunks
-from laplace_debias.experiments.shared.predictives import Grid, Name, grid_predict, map_predict
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import Store, open_store
+from laplace_debias.experiments.shared.storage import open_store
 from laplace_debias.laplace import Laplace
-from laplace_debias.problems import ImageDataset, Images, random_corruption
+from laplace_debias.problems import ImageBatches, ImageDataset, Images, random_corruption
 from laplace_debias.report.figures import prior_precision_grid
 from laplace_debias.report.tables import print_table
 
@@ -77,8 +82,8 @@ class LaplaceSettings(ExperimentSettings):
     prior_precisions: tuple[float, ...] = (0.1, 0.316, 1.0, 3.16, 10.0, 31.6, 100.0, 316.0, 1000.0)
     curvature: Literal["kfac", "ekfac"] = "kfac"
     params: Literal["all", "weights", "last_layer"] = "weights"
-    fisher: Literal["exact", "mc", "empirical"] = "exact"
-    full_fisher: Literal["exact", "mc", "empirical"] = "exact"
+    fisher: FisherKind = "exact"
+    full_fisher: FisherKind = "exact"
     full_examples: int | None = None
     test_examples: int | None = None
     train_examples: int | None = None
@@ -87,29 +92,23 @@ class LaplaceSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("draws", "full_examples", "test_examples", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        if self.train_examples is not None and self.train_examples < 0:
-            raise ValueError(f"train_examples is {self.train_examples}; expected at least 0")
-        if self.batch_size < 2 or self.batch_size % 2:
-            raise ValueError(
-                f"batch_size is {self.batch_size}; expected an even number, since debiased has two "
-                "batches of half as many"
-            )
-        if self.folds and not 2 <= self.folds <= self.batch_size:
-            raise ValueError(
-                f"folds is {self.folds}; expected 2 … {self.batch_size} (batch_size), or 0 for no "
-                "cross-fitted posterior"
-            )
-        grid = self.prior_precisions
-        if not grid or not all(0 < delta < math.inf for delta in grid):
-            raise ValueError(f"prior_precisions is {grid}; expected positive numbers")
-        if list(grid) != sorted(set(grid)):
-            raise ValueError(f"prior_precisions is {grid}; expected it to ascend")
-        if not set(self.severities) <= {1, 2, 3, 4, 5}:
-            raise ValueError(f"severities is {self.severities}; expected numbers in 1 … 5")
+        check_at_least(self, 1, "draws", "full_examples", "test_examples", "chunk_size")
+        check_at_least(self, 0, "train_examples")
+        check_even_batch(self.batch_size)
+        check_folds(self.folds, self.batch_size)
+        check_prior_precisions(self.prior_precisions)
+        check_severities(self.severities)
+
+    @property
+    def plan(self) -> PosteriorPlan:
+        """How the posteriors are fitted."""
+        return PosteriorPlan(
+            curvature=self.curvature,
+            params=self.params,
+            fisher=self.fisher,
+            full_fisher=self.full_fisher,
+            folds=self.folds,
+        )
 
 
 def run_laplace(settings: LaplaceSettings, console: Console | None = None) -> list[Row]:
@@ -137,16 +136,28 @@ def run_laplace(settings: LaplaceSettings, console: Console | None = None) -> li
     trained = load_trained(settings, store, console)
     chosen = choose(settings, len(trained.data.train), len(trained.data.test))
     data = _data_sets(trained, settings, chosen)
-    probs = _predict_all(trained, settings, chosen, data, store)
+
+    @cache
+    def posteriors() -> dict[Name, Laplace]:
+        return fit_all(trained, settings, chosen)
+
+    grid, size = same_grid(settings.prior_precisions), settings.chunk_size
+    probs = predict_all(
+        trained.model, posteriors, grid, data, size, store.tensors, settings.progress
+    )
     rows = [
         row
         for name, images in data.items()
         for row in measured(
-            name, probs[name], images.labels, settings.prior_precisions, probs["test"]
+            name,
+            probs[name],
+            images.labels,
+            grid,
+            clean=probs["test"] if name.startswith("severity") else None,
         )
     ]
     store.table(rows)
-    table = distances(rows)
+    table = distances_by_data(rows)
     store.table(table, "distances")
     print_table(table, "Mean distance to full-batch over draws and δ", console=console)
     pictures = []
@@ -218,99 +229,42 @@ def _data_sets(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> d
     for severity in settings.severities:
         assert isinstance(test, ImageDataset)
         images = random_corruption(test.images, severity, settings.seed)
-        found[f"severity {severity}"] = test.with_images(images)
+        found[severity_name(severity)] = test.with_images(images)
     return found
 
 
 def fit_all(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> dict[Name, Laplace]:
-    """All posteriors, by method and draw: Eq. 4 on each batch, Eq. 9 for the debiased ones.
+    """All posteriors, by method and draw; see `PosteriorPlan.fit`.
 
     Args:
         trained: The trained network and its data.
         settings: Which posteriors.
         chosen: On which examples.
     """
-    train = trained.data.train
-    generator = torch.Generator().manual_seed(settings.seed)
-    found: dict[Name, Laplace] = {}
-
-    def laplace(fisher: str) -> Laplace:
-        return Laplace(
-            trained.model,
-            curvature=settings.curvature,
-            params=chosen_parameters(trained.model, settings.params),
-            fisher=fisher,
-        )
-
-    half = settings.batch_size // 2
-    common: dict[str, Any] = {"num_data": len(train), "generator": generator}
-    for draw, indices in enumerate(tqdm(chosen.batches, desc="fit", disable=not settings.progress)):
-        x, y = train.batch(indices)
-        halves = [(x[:half], y[:half])], [(x[half:], y[half:])]
-        found[MINI, draw] = laplace(settings.fisher).fit_batches([(x, y)], **common)
-        found[DEBIASED, draw] = laplace(settings.fisher).fit_batches(*halves, **common)
-        if settings.folds:
-            found[CROSSFIT, draw] = laplace(settings.fisher).fit_batches(
-                [(x, y)], folds=settings.folds, **common
-            )
     dtype = next(trained.model.parameters()).dtype
-    found[FULL, 0] = laplace(settings.full_fisher).fit_batches(
-        Chunks(train, chosen.full, settings.chunk_size, dtype), **common
+    full = ImageBatches(trained.data.train, chosen.full, settings.chunk_size, dtype)
+    generator = torch.Generator().manual_seed(settings.seed)
+    return settings.plan.fit(
+        trained.model, trained.data.train, chosen.batches, full, generator, settings.progress
     )
-    return found
 
 
-def _predict_all(
-    trained: Trained,
-    settings: LaplaceSettings,
-    chosen: Choice,
-    data: Mapping[str, Images],
-    store: Store,
-) -> dict[str, dict[Name, Tensor]]:
-    """Probabilities `[P, n, C]` of every method and draw on each data set, stored by chunks."""
+def findings(table: Sequence[Row]) -> list[str]:
+    """What was seen, a sentence per method, made from the numbers.
 
-    @cache
-    def posteriors() -> dict[Name, Laplace]:
-        return fit_all(trained, settings, chosen)
-
-    def predicted(images: Images, part: Tensor) -> dict[str, Tensor]:
-        x, _ = images.batch(part)
-        grids: dict[Name, Grid] = dict.fromkeys(posteriors(), settings.prior_precisions)
-        found = map_predict(trained.model)(x, {(MAP, 0): (None,)})
-        found |= grid_predict(posteriors())(x, grids)
-        return {f"{method}/{draw}": probs for (method, draw), probs in found.items()}
-
-    collected: dict[str, dict[Name, Tensor]] = {}
-    total = sum(len(images) for images in data.values())
-    with tqdm(total=total, desc="predict", unit="image", disable=not settings.progress) as bar:
-        for name, images in data.items():
-            parts: list[dict[str, Tensor]] = []
-            for number, part in enumerate(torch.arange(len(images)).split(settings.chunk_size)):
-                key = f"{name.replace(' ', '-')}-{number:04d}"
-
-                def compute(images: Images = images, part: Tensor = part) -> dict[str, Tensor]:
-                    return predicted(images, part)
-
-                parts.append(store.tensors(key, compute))
-                bar.update(len(part))
-            collected[name] = {
-                (method, int(draw)): torch.cat([p[f"{method}/{draw}"] for p in parts], dim=1)
-                for method, _, draw in (label.rpartition("/") for label in parts[0])
-            }
-    return collected
-
-
-def chosen_parameters(model: nn.Module, params: str) -> ParameterSelection:
-    """The settings' choice; for `weights` the names of those that belong to a supported layer."""
-    if params != "weights":
-        return params
-    return [
-        f"{path}.{name}" if path else name
-        for path, layer in model.named_modules()
-        if is_supported(layer)
-        for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.requires_grad and not name.endswith("bias")
-    ]
+    Args:
+        table: Rows of `distances_by_data`.
+    """
+    sentences = []
+    for method in (DEBIASED, CROSSFIT):
+        ratios = {row["data"]: row["nll ratio"] for row in table if row["method"] == method}
+        if ratios:
+            told = ", ".join(f"{ratio:.2f} ({name})" for name, ratio in ratios.items())
+            sentences.append(
+                f"{method}: the NLL is, over all draws and prior precisions, this many times as "
+                f"far from full-batch's as the mini-batch's: {told}."
+            )
+    return sentences
 
 
 LAPLACE = Experiment(

@@ -2,35 +2,14 @@
 
 import copy
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.weight_decay import is_decayed
-from laplace_debias.problems import Images
+from laplace_debias.problems import ImageBatches, Images
 
 METRICS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
-
-
-class Chunks:
-    """Some examples of a data set in their order, a few at a time, any number of times.
-
-    Args:
-        data: The data set.
-        indices: Which examples.
-        chunk_size: How many at a time.
-        dtype: Of the images, that of the network.
-    """
-
-    def __init__(self, data: Images, indices: Tensor, chunk_size: int, dtype: torch.dtype) -> None:
-        self._data, self._indices = data, indices
-        self._chunk_size, self._dtype = chunk_size, dtype
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for indices in self._indices.split(self._chunk_size):
-            x, y = self._data.batch(indices)
-            yield x.to(self._dtype), y
 
 
 def worst_if_nan(loss: float) -> float:
@@ -66,7 +45,8 @@ class Judge:
         found: dict[str, float] = {}
         for part, data in self._parts.items():
             loss, hits = 0.0, 0
-            for x, y in Chunks(data, torch.arange(len(data)), self._chunk_size, theta.dtype):
+            every = torch.arange(len(data))
+            for x, y in ImageBatches(data, every, self._chunk_size, theta.dtype):
                 logits, labels = self._model(x.to(theta.device)), y.to(theta.device)
                 loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
                 hits += int((logits.argmax(1) == labels).sum())

@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.storage import Store, tensor_digest
-from laplace_debias.experiments.shared.training import RecipeChanges
 from laplace_debias.problems import (
     DataSource,
     Images,

@@ -1,27 +1,23 @@
-"""The real run: All-CNN-C on CIFAR-10, four posteriors compared on test images."""
+"""`laplace-debias evaluate`: four posteriors of a trained All-CNN-C compared on CIFAR-10."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import nn
 
 from laplace_debias.experiments.posteriors.comparison import (
     ComparisonResult,
     ComparisonSettings,
     compare,
 )
-from laplace_debias.experiments.posteriors.comparison_report import (
-    findings,
-    print_comparison,
-    write_comparison,
-)
+from laplace_debias.experiments.posteriors.comparison_report import report_comparison
+from laplace_debias.experiments.shared.checks import check_at_least
+from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.experiments.shared.held_out import check_held_out, hits_of
 from laplace_debias.problems import (
     ImageDataset,
-    Images,
     all_cnn_c,
     cifar10,
     load_checkpoint,
@@ -33,7 +29,7 @@ NUM_VALIDATION = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
+class Settings:
     """What is evaluated.
 
     Attributes:
@@ -61,13 +57,10 @@ class EvaluationSettings:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if self.check_examples is not None and self.check_examples < 1:
-            raise ValueError(f"check_examples is {self.check_examples}; expected at least 1")
+        check_at_least(self, 1, "check_examples")
 
 
-def run_evaluation(
-    settings: EvaluationSettings, console: Console | None = None
-) -> ComparisonResult:
+def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
     """Load, check, compare, print tables and write pictures.
 
     Args:
@@ -99,9 +92,27 @@ def run_evaluation(
             "network may have been trained on."
         )
     train, validation = (training.subset(indices) for indices in split)
-    batch_size = settings.comparison.eval_batch_size
+    _check_network(model, test, validation, settings, console)
+    result = compare(model, train, validation, test, settings.comparison, settings.progress)
+    report_comparison(result, settings.output, console)
+    return result
+
+
+def _check_network(
+    model: nn.Module,
+    test: ImageDataset,
+    validation: ImageDataset,
+    settings: Settings,
+    console: Console,
+) -> None:
+    """Refuse a network that knows too little, or was trained on the validation images."""
     checked, held_out = (
-        hits_of(model, _first(data, settings.check_examples), batch_size, settings.progress)
+        hits_of(
+            model,
+            _every_kth(data, settings.check_examples),
+            settings.comparison.eval_batch_size,
+            settings.progress,
+        )
         for data in (test, validation)
     )
     accuracy = checked.mean().item()
@@ -113,75 +124,10 @@ def run_evaluation(
             "min_accuracy"
         )
     check_held_out(checked, held_out)
-    result = compare(model, train, validation, test, settings.comparison, settings.progress)
-    print_comparison(result, console)
-    pictures = write_comparison(result, settings.output)
-    for sentence in findings(result):
-        console.print(sentence)
-    console.print(f"Pictures: {', '.join(map(str, pictures))}", soft_wrap=True)
-    return result
 
 
-def device_from(name: str) -> torch.device:
-    """The device of a name; `auto` is a GPU where there is one.
-
-    Raises:
-        ValueError: If there is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
-    return device
-
-
-@torch.no_grad()
-def hits_of(model: nn.Module, data: Images, batch_size: int, progress: bool = False) -> Tensor:
-    """Whether the network's first choice is the label, float64 [N] of zeros and ones.
-
-    Args:
-        model: The network, in evaluation mode.
-        data: The images.
-        batch_size: Images a batch.
-        progress: Whether to show a progress bar.
-    """
-    device = next(model.parameters()).device
-    hits = []
-    batches = torch.arange(len(data)).split(batch_size)
-    for indices in tqdm(batches, desc="checking", unit="batch", leave=False, disable=not progress):
-        images, labels = data.batch(indices)
-        hits.append(model(images.to(device)).argmax(1).cpu() == labels)
-    return torch.cat(hits).double()
-
-
-def check_held_out(test: Tensor, validation: Tensor) -> None:
-    """Refuse validation images that were trained on.
-
-    Args:
-        test: Hits of the network on test images, float64 [N] of zeros and ones.
-        validation: Its hits on validation images, [M].
-
-    Raises:
-        ValueError: If the latter are more by five standard errors.
-    """
-    both = torch.cat([test, validation]).mean().item()
-    error = math.sqrt(both * (1 - both) * (1 / len(test) + 1 / len(validation)))
-    excess = validation.mean().item() - test.mean().item()
-    if excess > 5 * error:
-        raise ValueError(
-            f"the network's accuracy on the validation images is {validation.mean():.3f}, on test "
-            f"images {test.mean():.3f}: it seems to have been trained on the former. Give the "
-            "data in the order (image folder or torchvision) that the checkpoint's split is for; "
-            "to a checkpoint without one, the seed that the network was trained with"
-        )
-
-
-def _first(data: ImageDataset, number: int | None) -> ImageDataset:
-    # Images come class by class, so that every k-th is taken.
+def _every_kth(data: ImageDataset, number: int | None) -> ImageDataset:
+    # Images come class by class, so every k-th one is taken.
     if number is None or number >= len(data):
         return data
     return data.subset(torch.arange(number) * len(data) // number)

@@ -1,15 +1,15 @@
-"""Training a test problem to checkpoints that the experiments read."""
+"""`laplace-debias train`: a test problem's network, in checkpoints that the experiments read."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from torch import nn
 
 from laplace_debias import metrics
-from laplace_debias.experiments.posteriors.evaluation import device_from
+from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.problems import (
     DataSource,
     Images,
@@ -25,64 +25,7 @@ from laplace_debias.system.atomic import check_target
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeChanges:
-    """What to do otherwise than a problem's recipe does; None leaves it as it is.
-
-    A schedule given here, be it `epochs` and `learning_rate` or `cycles`, takes the place of one of
-    the other kind.
-
-    Attributes:
-        batch_size: Examples a step.
-        epochs: Passes over the data.
-        learning_rate: The rate that they start with.
-        milestones: Numbers of epochs after which the rate is multiplied by `decay`.
-        decay: That factor.
-        cycles: (epochs, peak learning rate) of each one-cycle schedule.
-        optimizer: The optimiser.
-        momentum: Momentum of SGD; β₁ of Adam.
-        nesterov: Whether SGD takes Nesterov's momentum.
-        weight_decay: Of weights; biases have none.
-        clip_norm: Largest norm of the whole gradient; `inf` for no limit.
-        flips: Whether images are mirrored left to right at random.
-        crops: Whether images are cropped at random.
-        bfloat16: Whether the network runs under bfloat16 autocast.
-    """
-
-    batch_size: int | None = None
-    epochs: int | None = None
-    learning_rate: float | None = None
-    milestones: tuple[int, ...] | None = None
-    decay: float | None = None
-    cycles: tuple[tuple[int, float], ...] | None = None
-    optimizer: Literal["sgd", "adam", "nadamw"] | None = None
-    momentum: float | None = None
-    nesterov: bool | None = None
-    weight_decay: float | None = None
-    clip_norm: float | None = None
-    flips: bool | None = None
-    crops: bool | None = None
-    bfloat16: bool | None = None
-
-    def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with these changes.
-
-        Raises:
-            ValueError: If the result makes no sense.
-        """
-        changes: dict[str, Any] = {
-            entry.name: getattr(self, entry.name)
-            for entry in fields(self)
-            if getattr(self, entry.name) is not None
-        }
-        if self.cycles:
-            changes = {"epochs": None, "learning_rate": None, "milestones": (), **changes}
-        elif recipe.cycles and (self.epochs is not None or self.learning_rate is not None):
-            changes = {"cycles": (), **changes}
-        return replace(recipe, **changes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
+class Settings:
     """How checkpoints are made.
 
     Attributes:
@@ -130,7 +73,7 @@ class TrainingSettings:
             raise ValueError("both resume and overwrite; expected one of them")
 
 
-def run_training(settings: TrainingSettings, console: Console | None = None) -> dict[str, float]:
+def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
     """Train, measure on test images and save the checkpoints with their split.
 
     Args:
@@ -204,9 +147,7 @@ def run_training(settings: TrainingSettings, console: Console | None = None) -> 
     return found
 
 
-def _kept_epochs(
-    settings: TrainingSettings, problem: TestProblem, recipe: Recipe
-) -> tuple[int, ...]:
+def _kept_epochs(settings: Settings, problem: TestProblem, recipe: Recipe) -> tuple[int, ...]:
     number = problem.num_checkpoints if settings.checkpoints is None else settings.checkpoints
     return log_epochs(recipe.num_epochs, number)
 

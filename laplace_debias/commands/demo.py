@@ -1,4 +1,4 @@
-"""The demo: a small network on hard handwritten digits becomes Bayesian, four ways compared."""
+"""`laplace-debias demo`: four posteriors of a small network on hard handwritten digits compared."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +11,13 @@ from laplace_debias.experiments.posteriors.comparison import (
     ComparisonSettings,
     compare,
 )
-from laplace_debias.experiments.posteriors.comparison_report import (
-    findings,
-    print_comparison,
-    write_comparison,
-)
+from laplace_debias.experiments.posteriors.comparison_report import report_comparison
+from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.problems import ImageDataset, Recipe, corrupt, digits, train, wide_digits_net
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings:
+class Settings:
     """What the demo trains and compares.
 
     Attributes:
@@ -61,11 +58,10 @@ class DemoSettings:
             raise ValueError(f"train_examples is {self.train_examples}; expected 1 … 1000")
         if not 0 <= self.image_severity <= 5:
             raise ValueError(f"image_severity is {self.image_severity}; expected 0 … 5")
-        if self.width < 1:
-            raise ValueError(f"width is {self.width}; expected at least 1")
+        check_at_least(self, 1, "width")
 
 
-def run_demo(settings: DemoSettings, console: Console | None = None) -> ComparisonResult:
+def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
     """Train, compare, print tables and write pictures.
 
     Args:
@@ -104,15 +100,11 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> Comparis
         f"{history[-1]['accuracy']:.3f}."
     )
     result = compare(model, training, validation, test, settings.comparison, settings.progress)
-    print_comparison(result, console)
-    pictures = write_comparison(result, settings.output)
-    for sentence in findings(result):
-        console.print(sentence)
-    console.print(f"Pictures: {', '.join(map(str, pictures))}", soft_wrap=True)
+    report_comparison(result, settings.output, console)
     return result
 
 
-def _hard(data: ImageDataset, settings: DemoSettings, offset: int) -> ImageDataset:
+def _hard(data: ImageDataset, settings: Settings, offset: int) -> ImageDataset:
     """The images corrupted from the start, each by its own random numbers."""
     if settings.image_severity == 0:
         return data

@@ -1,0 +1,11 @@
+"""The commands, one file each, with `Settings` and a function `run` that takes them."""
+
+COMMANDS = {
+    "demo": "Train a small network on digits and make it Bayesian four ways.",
+    "evaluate": "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
+    "fit": "Fit the posterior of a trained network and save it.",
+    "tune": "Tune a saved posterior's prior precision.",
+    "spectrum": "Measure leading eigenpairs, trace and density of a network's curvature.",
+    "train": "Train a test problem's network.",
+}
+"""What each of them does, in one line; none is imported before it is chosen."""
