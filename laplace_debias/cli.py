@@ -178,8 +178,10 @@ def _explained(message: str, options: Iterable[str]) -> str:
     known = list(options)
     if message.startswith("unrecognized arguments"):
         unknown, known = re.findall(r"--[\w.-]+", message), [f"--{option}" for option in known]
-    elif key := re.search(r"does not accept option '([^']*)'", message):
+    elif key := re.search(r"Option '([^']*)' is not accepted", message):
         unknown = [key[1]]
+    elif key := re.search(r"Group '([^']*)' does not accept option '([^']*)'", message):
+        unknown = [f"{key[1]}.{key[2]}"]
     near = [close for name in unknown for close in difflib.get_close_matches(name, known, n=1)]
     return f"{message}; did you mean {' '.join(near)}?" if near else message
 

@@ -1,6 +1,5 @@
 """Test problems: networks, data sets, corruptions, and the recipes that train them."""
 
-from laplace_debias.problems.cifar_c import cifar_c
 from laplace_debias.problems.corruptions import (
     ALL_KINDS,
     BENCHMARK_KINDS,
@@ -15,13 +14,11 @@ from laplace_debias.problems.models import (
     all_cnn_c,
     conv_net,
     digits_net,
-    gpt,
     load_checkpoint,
     resnet50,
     vit_little,
     wide_digits_net,
     wide_resnet,
-    with_lora,
 )
 from laplace_debias.problems.problem import DataSource, ProblemData, TestProblem, load_problem
 from laplace_debias.problems.registry import (
@@ -60,13 +57,11 @@ __all__ = [
     "all_cnn_c",
     "cifar10",
     "cifar100",
-    "cifar_c",
     "conv_net",
     "corrupt",
     "digits",
     "digits_net",
     "get_problem",
-    "gpt",
     "imagenet",
     "load_checkpoint",
     "load_problem",
@@ -79,5 +74,4 @@ __all__ = [
     "vit_little",
     "wide_digits_net",
     "wide_resnet",
-    "with_lora",
 ]

@@ -25,6 +25,8 @@ from numpy.random import Generator
 from scipy import ndimage
 from torch import Tensor
 
+from laplace_debias.problems.pillow import pillow
+
 Image = Float[np.ndarray, "height width channels"]
 
 
@@ -318,34 +320,24 @@ def _elastic_transform(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def _pixelate(x: Image, severity: int, rng: Generator) -> Image:
-    pillow = _pillow()
+    imaging = pillow()
     scale = (0.95, 0.9, 0.85, 0.75, 0.65)[severity - 1]
     height, width = x.shape[:2]
     coarse = max(1, int(scale * width)), max(1, int(scale * height))
-    box = pillow.Resampling.BOX
+    box = imaging.Resampling.BOX
     return _from_pillow(_to_pillow(x).resize(coarse, box).resize((width, height), box), x)
 
 
 def _jpeg_compression(x: Image, severity: int, rng: Generator) -> Image:
-    pillow = _pillow()
+    imaging = pillow()
     buffer = io.BytesIO()
     _to_pillow(x).save(buffer, "JPEG", quality=(80, 65, 58, 50, 40)[severity - 1])
-    return _from_pillow(pillow.open(buffer), x)
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image as pillow  # noqa: N813
-    except ImportError as error:
-        raise ImportError(
-            "this corruption needs Pillow: pip install 'laplace-debias[cli]'"
-        ) from error
-    return pillow
+    return _from_pillow(imaging.open(buffer), x)
 
 
 def _to_pillow(x: Image) -> Any:
     pixels = np.rint(255.0 * x).astype(np.uint8)
-    return _pillow().fromarray(pixels[:, :, 0] if x.shape[2] == 1 else pixels)
+    return pillow().fromarray(pixels[:, :, 0] if x.shape[2] == 1 else pixels)
 
 
 def _from_pillow(picture: Any, like: Image) -> Image:

@@ -15,6 +15,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_debias.problems.pillow import pillow
 from laplace_debias.problems.storage import read_tensors, write_tensors
 
 SPLITS = ("train", "test")
@@ -184,12 +185,7 @@ def _decode(
     progress: bool,
 ) -> dict[str, Tensor]:
     """Images and labels of each split that there is, by name."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "decoding images needs Pillow: pip install 'laplace-debias[cli]'"
-        ) from error
+    imaging = pillow()
     tensors: dict[str, Tensor] = {}
     with tqdm(total=len(members), desc="decoding", unit="images", disable=not progress) as bar:
         for split in sorted({split for split, _, _ in members}):
@@ -200,7 +196,7 @@ def _decode(
             images = np.empty((len(keys), *size, 3), dtype=np.uint8)
             for image, key in zip(images, keys, strict=True):
                 try:
-                    with Image.open(io.BytesIO(members[key])) as picture:
+                    with imaging.open(io.BytesIO(members[key])) as picture:
                         pixels = np.asarray(picture.convert("RGB"))
                 # Pillow's decoders raise whatever the broken bytes lead them to.
                 except Exception as error:

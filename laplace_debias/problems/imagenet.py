@@ -4,13 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from laplace_debias.problems.pillow import pillow
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -123,15 +125,15 @@ class FolderImages(Dataset[tuple[Tensor, Tensor]]):
 
     def _read(self, file: Path) -> Tensor:
         """An image's pixels, uint8 [3, size, size]."""
-        pillow = _pillow()
+        imaging = pillow()
         try:
-            with pillow.open(file) as picture:
+            with imaging.open(file) as picture:
                 image = picture.convert("RGB")
         # Pillow's decoders raise whatever the broken bytes lead them to.
         except Exception as error:
             raise ValueError(f"{file} is no readable image ({error}); replace it") from error
         width, height = image.size
-        method = getattr(pillow.Resampling, self.interpolation.upper())
+        method = getattr(imaging.Resampling, self.interpolation.upper())
         if self.crops:
             box = self._random_box(width, height)
             image = image.resize((self.size, self.size), method, box=box)
@@ -250,13 +252,3 @@ def _missing(root: Path, folder: Path, classes: tuple[str, ...]) -> str:
         if missing
         else ""
     )
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image as pillow  # noqa: N813
-    except ImportError as error:
-        raise ImportError(
-            "decoding images needs Pillow: pip install 'laplace-debias[cli]'"
-        ) from error
-    return pillow

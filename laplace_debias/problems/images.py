@@ -181,10 +181,6 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         """The data set with other pixels, e.g. corrupted ones, all else the same."""
         return replace(self, images=images)
 
-    def with_flips(self, generator: torch.Generator | None = None) -> "ImageDataset":
-        """The data set with each image mirrored at random when fetched."""
-        return replace(self, flips=True, generator=generator)
-
     def augmented(
         self, flips: bool, crops: bool, generator: torch.Generator | None = None
     ) -> "ImageDataset":

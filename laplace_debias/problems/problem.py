@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laplace_debias.problems.data import random_split
 from laplace_debias.problems.images import Images
 from laplace_debias.problems.models import load_checkpoint
-from laplace_debias.problems.training import Recipe, log_epochs
+from laplace_debias.problems.training import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,6 @@ class TestProblem:
     def likelihood(self) -> str:
         """What `Laplace` calls that loss."""
         return "classification"
-
-    @property
-    def checkpoint_epochs(self) -> tuple[int, ...]:
-        """Epochs after which a checkpoint is stored."""
-        return log_epochs(self.recipe.num_epochs, self.num_checkpoints)
 
     def data(
         self,

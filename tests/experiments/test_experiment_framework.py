@@ -124,7 +124,7 @@ def test_a_config_that_makes_no_sense_is_seen(tmp_path, monkeypatch, capsys):
         (["directional_curvature", "--tol=0"], "tol is 0"),
         (["directional_curvature", "--weight_decay=-1"], "weight_decay is -1"),
         (["contours", "--num_directions=3"], "expected 2"),
-        (["overlaps", "--draws=1"], "draws=1"),
+        (["overlaps", "--draws=1"], "draws is 1"),
         (["kfac_batch_size", "--batch_sizes=[1024]"], "1024"),
         (["over_training", "--checkpoint=x.safetensors"], "--checkpoints"),
         (["model_size", "--models=[[1, 0]]"], "widths"),

@@ -3,17 +3,16 @@
 import oracle
 import pytest
 import torch
+from language import GPT, with_lora
 from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.problems.models import (
     all_cnn_c,
     conv_net,
-    gpt,
     resnet50,
     vit_little,
     wide_resnet,
-    with_lora,
 )
 
 BATCH = 6
@@ -51,9 +50,9 @@ CASES = {
         lambda: images(32),
         layers_of_torch,
     ),
-    "gpt": (lambda: gpt(11, context=8, depth=1, width=16, heads=2), tokens, "all"),
+    "gpt": (lambda: GPT(11, context=8, depth=1, width=16, heads=2), tokens, "all"),
     "lora": (
-        lambda: with_lora(gpt(11, context=8, depth=1, width=16, heads=2), rank=2),
+        lambda: with_lora(GPT(11, context=8, depth=1, width=16, heads=2), rank=2),
         tokens,
         "all",
     ),
@@ -112,7 +111,7 @@ class Flat(nn.Module):
 def test_frozen_parameters_cost_nothing():
     """A LoRA-adapted network's base is neither in the posterior nor differentiated."""
     torch.manual_seed(0)
-    model = with_lora(gpt(11, context=8, depth=2, width=16, heads=2), rank=2).eval()
+    model = with_lora(GPT(11, context=8, depth=2, width=16, heads=2), rank=2).eval()
     la = Laplace(model, fisher="mc").fit_batches([tokens()])
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert la.param_names == trainable

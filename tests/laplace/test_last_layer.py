@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from language import with_lora
 from networks import Net, dense_ggn
 from timm.models import create_model
 from torch import nn
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC
 from laplace_debias.curvature.network.last_layer import last_layer_parameters
-from laplace_debias.problems.models.lora import with_lora
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 

@@ -1,6 +1,5 @@
-"""Properties of the test problems' networks: sizes, shapes, gradients, weights from files, LoRA."""
+"""Properties of the test problems' networks: sizes, shapes, gradients, weights from files."""
 
-import copy
 from urllib.error import URLError
 
 import pytest
@@ -9,15 +8,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from laplace_debias.problems.models import (
-    LoRALinear,
     all_cnn_c,
     conv_net,
     digits_net,
-    gpt,
     resnet50,
     vit_little,
     wide_resnet,
-    with_lora,
 )
 
 CLASSES = 5
@@ -36,10 +32,6 @@ def small_vit(**changes) -> nn.Module:
     return vit_little(CLASSES, image_size=16, **sizes, **changes)
 
 
-def small_gpt() -> nn.Module:
-    return gpt(vocabulary=CLASSES, context=6, depth=2, width=8, heads=2)
-
-
 IMAGES = (3, 3, 16, 16)
 SMALL = {
     "all_cnn_c": (lambda: all_cnn_c(CLASSES), (3, 3, 32, 32)),
@@ -48,8 +40,6 @@ SMALL = {
     "wide_resnet": (lambda: wide_resnet(10, 1, CLASSES), IMAGES),
     "resnet50": (small_resnet, (3, 3, 64, 64)),
     "vit_little": (small_vit, IMAGES),
-    "gpt": (small_gpt, (3, 6)),
-    "lora": (lambda: with_lora(small_vit(), 2), IMAGES),
 }
 
 
@@ -60,8 +50,7 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
-    inputs = torch.randint(CLASSES, shape) if name == "gpt" else torch.randn(shape).double()
-    return model, inputs
+    return model, torch.randn(shape).double()
 
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -75,7 +64,7 @@ def test_logits_of_an_example_depend_on_it_alone_in_evaluation_mode(name):
         whole = model(inputs)
         again = model(inputs)
         singles = torch.cat([model(one[None]) for one in inputs])
-    assert whole.shape == ((3, 6, CLASSES) if name == "gpt" else (3, CLASSES))
+    assert whole.shape == (3, CLASSES)
     assert torch.equal(whole, again)
     assert torch.allclose(whole, singles, atol=1e-10)
     assert (whole[0] - whole[1]).abs().max() > 1e-6
@@ -253,139 +242,3 @@ def test_vits_that_cannot_be_are_refused():
         vit_little(pretrained=True, weights="a.pth")
     with pytest.raises(ValueError, match="image_size 30 with patches of 16"):
         vit_little(image_size=30)
-
-
-# --- GPT -----------------------------------------------------------------------------------------
-
-
-def test_gpt_sees_no_later_token():
-    model, tokens = made("gpt")
-    changed = tokens.clone()
-    changed[:, 3] = (changed[:, 3] + 1) % CLASSES
-    with torch.no_grad():
-        difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
-    assert torch.equal(difference[:3], torch.zeros(3).double())
-    assert (difference[3:] > 1e-6).all()
-
-
-def test_gpt_computes_what_a_loop_over_heads_and_positions_does():
-    model, tokens = made("gpt")
-    state = dict(model.named_parameters())
-
-    def linear(x, path):
-        out = x @ state[f"{path}.weight"].T
-        return out + state[f"{path}.bias"] if f"{path}.bias" in state else out
-
-    def norm(x, path):
-        mean = x.mean(-1, keepdim=True)
-        variance = (x - mean).square().mean(-1, keepdim=True)
-        return (x - mean) / (variance + 1e-5).sqrt() * state[f"{path}.weight"] + state[
-            f"{path}.bias"
-        ]
-
-    x = state["token.weight"][tokens[0]] + state["position.weight"][:6]
-    for block in ("blocks.0", "blocks.1"):
-        q, k, v = linear(norm(x, f"{block}.norm1"), f"{block}.attention.qkv").split(8, dim=1)
-        mixed = torch.zeros_like(x)
-        for head in (slice(0, 4), slice(4, 8)):
-            for t in range(6):
-                scores = (k[: t + 1, head] @ q[t, head]) / 4**0.5
-                mixed[t, head] = scores.softmax(0) @ v[: t + 1, head]
-        x = x + linear(mixed, f"{block}.attention.out")
-        hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.0")
-        gelu = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-        x = x + linear(gelu, f"{block}.mlp.2")
-    expected = linear(norm(x, "norm"), "head")
-    assert torch.allclose(model(tokens[:1])[0], expected, atol=1e-12)
-
-
-def test_gpt_head_is_untied_and_its_context_is_kept():
-    model = gpt()
-    assert size_of(model) == (65 + 64) * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128 + 65 * 128
-    with pytest.raises(ValueError, match="65 tokens; expected at most the context of 64"):
-        model(torch.zeros(1, 65, dtype=torch.int64))
-    with pytest.raises(ValueError, match="width 10 with 4 heads"):
-        gpt(width=10)
-    with pytest.raises(ValueError, match="depth 0"):
-        gpt(depth=0)
-
-
-# --- LoRA ----------------------------------------------------------------------------------------
-
-
-def test_lora_computes_what_the_model_does_until_it_is_trained():
-    model, tokens = made("gpt")
-    before = copy.deepcopy(model.state_dict())
-    adapted = with_lora(model, 2, "attention.qkv").eval()
-    assert torch.equal(adapted(tokens), model(tokens))
-    names = {name for name, p in adapted.named_parameters() if p.requires_grad}
-    assert names == {f"blocks.{n}.attention.qkv.lora_{ab}.weight" for n in range(2) for ab in "ab"}
-    assert {n for n in dict(adapted.named_parameters()) if ".qkv.base." in n} == {
-        f"blocks.{n}.attention.qkv.base.{part}" for n in range(2) for part in ("weight", "bias")
-    }
-    # The model itself is as it was, trainable too.
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_lora_adds_a_scaled_product_of_low_rank():
-    model = nn.Sequential(nn.Linear(5, 4)).double()
-    adapted = with_lora(model, 2, alpha=6.0)
-    layer = adapted[0]
-    nn.init.normal_(layer.lora_b.weight)
-    weight = model[0].weight + 6.0 / 2 * layer.lora_b.weight @ layer.lora_a.weight
-    x = torch.randn(3, 7, 5).double()
-    assert torch.allclose(adapted(x), x @ weight.T + model[0].bias, atol=1e-12)
-    assert layer.lora_a.weight.dtype == torch.float64
-
-
-def test_training_moves_the_adaptation_alone():
-    adapted = with_lora(small_gpt(), 2, ["qkv", "out"])
-    before = copy.deepcopy(adapted.state_dict())
-    trainable = [p for p in adapted.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.1)
-    tokens = torch.randint(CLASSES, (3, 6))
-    for _ in range(2):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(adapted(tokens).flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-    moved = {n for n, v in adapted.state_dict().items() if not torch.equal(before[n], v)}
-    assert moved == {n for n in before if ".lora_" in n}
-
-
-def test_lora_targets_names_predicates_or_all_linear_layers():
-    def adapted(target) -> list[str]:
-        model = with_lora(small_gpt(), 1, target)
-        return [n for n, m in model.named_modules() if isinstance(m, LoRALinear)]
-
-    assert adapted("blocks.1.mlp.0") == ["blocks.1.mlp.0"]
-    assert adapted(lambda path, layer: layer.out_features == CLASSES) == ["head"]
-    assert len(adapted(None)) == 2 * 4 + 1
-
-
-def test_lora_adapts_a_shared_layer_once_and_leaves_attentions_own_alone():
-    shared = nn.Linear(4, 4)
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
-    adapted = with_lora(model, 1)
-    assert adapted["a"] is adapted["b"][0]
-    assert isinstance(adapted["a"], LoRALinear)
-    group = nn.Sequential(nn.Linear(4, 4))
-    adapted = with_lora(nn.ModuleDict({"a": group, "b": group}), 1)
-    assert adapted["a"][0] is adapted["b"][0]
-    assert isinstance(adapted["a"][0].base, nn.Linear)
-    encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    paths = [n for n, m in with_lora(encoder, 1).named_modules() if isinstance(m, LoRALinear)]
-    assert paths == ["linear1", "linear2"]
-
-
-def test_lora_refuses_what_it_cannot_adapt():
-    with pytest.raises(ValueError, match="'qvk'; did you mean 'qkv'"):
-        with_lora(small_gpt(), 1, "qvk")
-    with pytest.raises(ValueError, match="rank 0"):
-        with_lora(small_gpt(), 0)
-    with pytest.raises(ValueError, match=r"alpha 0\.0"):
-        with_lora(small_gpt(), 1, alpha=0.0)
-    with pytest.raises(ValueError, match="no layer of Sequential fits the target"):
-        with_lora(digits_net(), 1)
-    with pytest.raises(ValueError, match=r"wrap it in nn\.Sequential"):
-        with_lora(nn.Linear(2, 2), 1)

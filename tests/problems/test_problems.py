@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_debias.problems.cifar_c import cifar_c
 from laplace_debias.problems.corruptions import (
     ALL_KINDS,
     BENCHMARK_KINDS,
@@ -226,59 +225,6 @@ def test_severity_raises_a_real_classifiers_error():
     assert all(b > a for a, b in pairwise([error(data.images), *errors]))
 
 
-# --- the published CIFAR-10-C --------------------------------------------------------------------
-
-
-@pytest.fixture
-def published(tmp_path: Path) -> Path:
-    """A tiny CIFAR-10-C: 30 images; a pixel says kind, severity and number."""
-    numbers = np.arange(150)
-    np.save(tmp_path / "labels.npy", (numbers % 30) % 10)
-    for code, kind in enumerate(("fog", "snow")):
-        pixels = np.zeros((150, 32, 32, 3), dtype=np.uint8)
-        pixels[:, 0, 0] = np.stack([np.full(150, code), numbers // 30, numbers % 30], axis=1)
-        np.save(tmp_path / f"{kind}.npy", pixels)
-    return tmp_path
-
-
-def test_published_corruptions_are_read_at_their_severity(published):
-    data = cifar_c(published, 4, "snow")
-    assert data.labels.tolist() == [n % 10 for n in range(30)]
-    assert data.images[:, :, 0, 0].tolist() == [[1, 3, n] for n in range(30)]
-    assert data.mean == CIFAR10_MEAN
-
-
-def test_published_corruptions_are_mixed_alike_at_every_severity(published):
-    mild, strong, other = (
-        cifar_c(published, severity, seed=seed).images[:, :, 0, 0]
-        for severity, seed in ((1, 0), (5, 0), (1, 1))
-    )
-    assert torch.equal(mild[:, 0], strong[:, 0])
-    assert 5 < mild[:, 0].sum() < 25
-    assert not torch.equal(mild, other)
-    assert mild[:, 1:].tolist() == [[0, n] for n in range(30)]
-    assert strong[:, 1:].tolist() == [[4, n] for n in range(30)]
-    fog = cifar_c(published, 1, kinds=["fog"])
-    assert torch.equal(fog.images, cifar_c(published, 1, "fog").images)
-
-
-def test_published_corruptions_that_are_not_there_or_damaged_are_named(published, tmp_path):
-    with pytest.raises(ValueError, match=r"no fogg\.npy .* did you mean 'fog'"):
-        cifar_c(published, 1, "fogg")
-    with pytest.raises(ValueError, match="severity 0"):
-        cifar_c(published, 0)
-    with pytest.raises(ValueError, match="no CIFAR-100-C at"):
-        cifar_c(tmp_path / "nowhere", 1, num_classes=100)
-    with pytest.raises(ValueError, match="num_classes 7"):
-        cifar_c(published, 1, num_classes=7)
-    np.save(published / "fog.npy", np.zeros((10, 32, 32, 3), dtype=np.uint8))
-    with pytest.raises(ValueError, match=r"fog\.npy is uint8 \[10, .*expected uint8 \[150"):
-        cifar_c(published, 1)
-    (published / "snow.npy").write_bytes(b"broken")
-    with pytest.raises(ValueError, match=r"snow\.npy is damaged"):
-        cifar_c(published, 1, "snow")
-
-
 # --- data sets in memory -------------------------------------------------------------------------
 
 
@@ -318,14 +264,14 @@ def test_items_batches_loaders_and_tensors_agree():
 def test_flips_mirror_about_half_of_the_images_and_repeat_with_the_seed():
     plain = colour_dataset()
     originals, _ = plain.tensors()
-    fetched, _ = plain.with_flips(seeded(3)).batch(range(40))
+    fetched, _ = plain.augmented(True, False, seeded(3)).batch(range(40))
     mirrored = (fetched == originals.flip(3)).flatten(1).all(1)
     kept = (fetched == originals).flatten(1).all(1)
     assert torch.equal(mirrored, ~kept)
     assert 10 < mirrored.sum() < 30
-    again, _ = plain.with_flips(seeded(3)).batch(range(40))
+    again, _ = plain.augmented(True, False, seeded(3)).batch(range(40))
     assert torch.equal(fetched, again)
-    assert torch.equal(plain.with_flips(seeded(3)).tensors()[0], originals)
+    assert torch.equal(plain.augmented(True, False, seeded(3)).tensors()[0], originals)
 
 
 def test_subset_keeps_the_order_and_refuses_what_is_not_there():

@@ -1,7 +1,9 @@
-"""A small GPT-like decoder."""
+"""A small GPT-like decoder, and low-rank adaptation of any network's linear layers."""
+
+import copy
+import math
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,7 +17,7 @@ class _Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Each position's mixture of itself and those before it."""
         batch, time, width = x.shape
         split = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
@@ -36,18 +38,17 @@ class _Block(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+    def forward(self, x: Tensor) -> Tensor:
         """The residual stream after the block."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
-    """A decoder with pre-layer-norm blocks and an untied head; see `gpt`."""
+    """Token and position embeddings, causal blocks, an untied head; GPT-2's initialisation."""
 
     def __init__(self, vocabulary: int, context: int, depth: int, width: int, heads: int) -> None:
         super().__init__()
-        self.context = context
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
@@ -61,52 +62,39 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time vocabulary"]:
-        """Logits of each position's next token, given it and those before it.
-
-        Raises:
-            ValueError: If there are more tokens than the context holds.
-        """
-        time = tokens.shape[1]
-        if time > self.context:
-            raise ValueError(
-                f"{time} tokens; expected at most the context of {self.context}: shorten the "
-                "input, or build the model with a longer context"
-            )
-        positions = torch.arange(time, device=tokens.device)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of each position's next token, from `tokens [B, T <= context]`."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.norm(self.blocks(self.token(tokens) + self.position(positions))))
 
 
-def gpt(
-    vocabulary: int = 65, context: int = 64, depth: int = 4, width: int = 128, heads: int = 4
-) -> GPT:
-    """A small GPT-like decoder: token and position embeddings, causal attention, an untied head.
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus a trainable product of low rank, `base(x) + B A x`."""
 
-    All it is made of are `nn.Embedding`, `nn.Linear` and `nn.LayerNorm`; it has no dropout. Weights
-    start from GPT-2's initialisation. The loss of an example is the sum over its tokens of the
-    cross-entropy, with targets [B, T] and −100 where a position does not count.
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        where = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False, **where)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False, **where)
+        nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+def with_lora(model: nn.Module, rank: int, target: str | None = None) -> nn.Module:
+    """A frozen copy of a model with low-rank additions to its linear layers.
 
     Args:
-        vocabulary: Number of tokens, V.
-        context: Most tokens of an input.
-        depth: Number of blocks.
-        width: Features of the residual stream.
-        heads: Attention heads, a divisor of the width.
-
-    Returns:
-        A network from integer tokens [B, T ≤ context] to logits [B, T, V].
-
-    Raises:
-        ValueError: If a number is below 1 or the heads do not divide the width.
-
-    Reference:
-        Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
+        model: The model; it is left as it is.
+        rank: Rank of the additions.
+        target: Path of the layer that is adapted; all `nn.Linear` if None.
     """
-    if min(vocabulary, context, depth, width, heads) < 1:
-        raise ValueError(
-            f"vocabulary {vocabulary}, context {context}, depth {depth}, width {width}, heads "
-            f"{heads}; expected at least 1 each"
-        )
-    if width % heads:
-        raise ValueError(f"width {width} with {heads} heads; expected a multiple of the heads")
-    return GPT(vocabulary, context, depth, width, heads)
+    adapted = copy.deepcopy(model).requires_grad_(False)
+    for path, layer in list(adapted.named_modules()):
+        if type(layer) is nn.Linear and target in (None, path):
+            parent, _, child = path.rpartition(".")
+            setattr(adapted.get_submodule(parent), child, LoRALinear(layer, rank))
+    return adapted
