@@ -21,20 +21,19 @@ from laplace_debias.problems.models import (
     wide_resnet,
 )
 from laplace_debias.problems.problem import DataSource, ProblemData, TestProblem, load_problem
+from laplace_debias.problems.recipe import (
+    ALLCNNC_CIFAR10_RECIPE,
+    DIGITS_RECIPE,
+    Recipe,
+    log_epochs,
+)
 from laplace_debias.problems.registry import (
     CONVNET_DEPTHS,
     CONVNET_WIDTHS,
     PROBLEMS,
     get_problem,
 )
-from laplace_debias.problems.training import (
-    ALLCNNC_CIFAR10_RECIPE,
-    DIGITS_RECIPE,
-    Recipe,
-    log_epochs,
-    save_checkpoint,
-    train,
-)
+from laplace_debias.problems.training import save_checkpoint, train
 
 __all__ = [
     "ALLCNNC_CIFAR10_RECIPE",

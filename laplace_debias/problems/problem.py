@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laplace_debias.problems.data import random_split
 from laplace_debias.problems.images import Images
 from laplace_debias.problems.models import load_checkpoint
-from laplace_debias.problems.training import Recipe
+from laplace_debias.problems.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

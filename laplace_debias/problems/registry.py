@@ -8,16 +8,8 @@ Reference:
 """
 
 import difflib
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import torch
-
-from laplace_debias.problems.corruptions import corrupt
-from laplace_debias.problems.data import cifar10, cifar100, digits
-from laplace_debias.problems.imagenet import imagenet
-from laplace_debias.problems.images import ImageDataset, Images
 from laplace_debias.problems.models import (
     all_cnn_c,
     conv_net,
@@ -27,8 +19,16 @@ from laplace_debias.problems.models import (
     wide_digits_net,
     wide_resnet,
 )
-from laplace_debias.problems.problem import DataSource, TestProblem
-from laplace_debias.problems.training import ALLCNNC_CIFAR10_RECIPE, DIGITS_RECIPE, Recipe
+from laplace_debias.problems.problem import TestProblem
+from laplace_debias.problems.readers import (
+    read_cifar10,
+    read_cifar100,
+    read_corrupted_digits,
+    read_digits,
+    read_imagenet,
+    read_imagenet_vit,
+)
+from laplace_debias.problems.recipe import ALLCNNC_CIFAR10_RECIPE, DIGITS_RECIPE, Recipe
 
 CONVNET_DEPTHS = (1, 2, 4)
 """Depths of problem (D); the source lost them."""
@@ -37,74 +37,13 @@ CONVNET_WIDTHS = (16, 32, 64)
 """Widths of problem (D); the source lost them."""
 
 
-def _digits() -> tuple[ImageDataset, ImageDataset]:
-    parts = digits()
-    training = ImageDataset(
-        torch.cat([parts.train.images, parts.val.images]),
-        torch.cat([parts.train.labels, parts.val.labels]),
-        parts.train.mean,
-        parts.train.std,
-        parts.train.classes,
-    )
-    return training, parts.test
-
-
-def _read_digits(source: DataSource) -> tuple[Images, Images]:
-    return _digits()
-
-
-def _read_corrupted_digits(source: DataSource) -> tuple[Images, Images]:
-    """The digits at severity 5, each image with random numbers of its own."""
-    training, test = (
-        data.with_images(corrupt(data.images, 5, seed=0, offset=offset))
-        for data, offset in zip(_digits(), (0, 2000), strict=True)
-    )
-    return training, test
-
-
-def _read_cifar(
-    load: Callable[..., ImageDataset], name: str, source: DataSource
-) -> tuple[Images, Images]:
-    root = _root(source, name)
-    training, test = (
-        load(root, part, source.cache, source.download, source.progress) for part in (True, False)
-    )
-    return training, test
-
-
-def _read_imagenet(source: DataSource) -> tuple[Images, Images]:
-    root = _root(source, "ImageNet")
-    return imagenet(root, True), imagenet(root, False)
-
-
-def _read_imagenet_vit(source: DataSource) -> tuple[Images, Images]:
-    root = _root(source, "ImageNet")
-    half = (0.5, 0.5, 0.5)
-    # 256 / 0.95: what the published weights are evaluated with.
-    training, test = (
-        imagenet(root, part, size=256, resize=269, interpolation="bicubic", mean=half, std=half)
-        for part in (True, False)
-    )
-    return training, test
-
-
-def _root(source: DataSource, name: str) -> Path:
-    if source.root is None:
-        raise ValueError(f"no place of {name}; expected the path of its folder as data")
-    return source.root
-
-
-_CIFAR10 = partial(_read_cifar, cifar10, "CIFAR-10")
-_CIFAR100 = partial(_read_cifar, cifar100, "CIFAR-100")
-
-
 def _conv_net_problem(depth: int, width: int) -> TestProblem:
     return TestProblem(
         name=f"convnet-{depth}-{width}-cifar10",
         letter="D",
         summary=f"ConvNet of depth {depth} and width {width} on CIFAR-10",
         model=partial(conv_net, depth, width),
-        read=_CIFAR10,
+        read=read_cifar10,
         # Adam as published; batch size and number of epochs are ours.
         recipe=Recipe(batch_size=128, epochs=100, learning_rate=1e-3, optimizer="adam"),
         num_validation=10_000,
@@ -117,7 +56,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         letter="A",
         summary="All-CNN-C on CIFAR-100",
         model=partial(all_cnn_c, 100),
-        read=_CIFAR100,
+        read=read_cifar100,
         # Batch size, epochs and weight decay are DeepOBS's; the learning rate is about the one that
         # Schmidt et al. (2021) tuned.
         recipe=Recipe(
@@ -130,7 +69,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         letter="B",
         summary="All-CNN-C on CIFAR-10",
         model=partial(all_cnn_c, 10),
-        read=_CIFAR10,
+        read=read_cifar10,
         # Springenberg et al. (2015); the batch size is ours.
         recipe=Recipe(
             batch_size=128,
@@ -146,7 +85,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         letter="C",
         summary="WideResNet 40-4 on CIFAR-100",
         model=partial(wide_resnet, 40, 4, 100),
-        read=_CIFAR100,
+        read=read_cifar100,
         # Zagoruyko & Komodakis (2016), over DeepOBS's 160 epochs, hence two of its three drops.
         recipe=Recipe(
             batch_size=128,
@@ -167,7 +106,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="ResNet-50 on ImageNet",
         model=resnet50,
         published=partial(resnet50, weights="IMAGENET1K_V1"),
-        read=_read_imagenet,
+        read=read_imagenet,
         # Torchvision's recipe of these weights: 8 × 32 images a step.
         recipe=Recipe(
             batch_size=256,
@@ -187,7 +126,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="ViT Little on ImageNet",
         model=vit_little,
         published=partial(vit_little, pretrained=True),
-        read=_read_imagenet_vit,
+        read=read_imagenet_vit,
         # The optimiser of the model card (NAdamW; 8e-4 for 512 images a step, 600 epochs, clipped
         # at 5). Its augmentation (RandAugment, mixup, CutMix, stochastic depth) is not repeated
         # here, so the published weights are what to use.
@@ -210,7 +149,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="All-CNN-C on CIFAR-10, trained in 44 epochs",
         is_reduced=True,
         model=partial(all_cnn_c, 10),
-        read=_CIFAR10,
+        read=read_cifar10,
         recipe=ALLCNNC_CIFAR10_RECIPE,
         num_validation=5_000,
     ),
@@ -220,7 +159,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="a small all-convolutional network on the digits",
         is_reduced=True,
         model=digits_net,
-        read=_read_digits,
+        read=read_digits,
         recipe=DIGITS_RECIPE,
         num_validation=297,
     ),
@@ -230,7 +169,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="a wider all-convolutional network on corrupted digits, soon over-confident",
         is_reduced=True,
         model=wide_digits_net,
-        read=_read_corrupted_digits,
+        read=read_corrupted_digits,
         recipe=Recipe(batch_size=50, cycles=((10, 0.05),), clip_norm=5.0),
         num_validation=297,
     ),
@@ -240,7 +179,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="WideResNet 10-1 on CIFAR-10",
         is_reduced=True,
         model=partial(wide_resnet, 10, 1, 10),
-        read=_CIFAR10,
+        read=read_cifar10,
         recipe=Recipe(
             batch_size=128, cycles=((15, 0.1),), weight_decay=5e-4, flips=True, crops=True
         ),
@@ -252,7 +191,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="WideResNet 10-1 on the digits",
         is_reduced=True,
         model=partial(wide_resnet, 10, 1, 10, in_channels=1),
-        read=_read_digits,
+        read=read_digits,
         recipe=Recipe(batch_size=50, cycles=((10, 0.1),), weight_decay=5e-4),
         num_validation=297,
     ),
@@ -262,7 +201,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="ConvNet of depth 1 and width 16 on the digits",
         is_reduced=True,
         model=partial(conv_net, 1, 16, 10, in_channels=1, image_size=8),
-        read=_read_digits,
+        read=read_digits,
         recipe=Recipe(batch_size=50, epochs=20, learning_rate=1e-3, optimizer="adam"),
         num_validation=297,
     ),
@@ -272,7 +211,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="a ResNet of one thin bottleneck a group on CIFAR-10",
         is_reduced=True,
         model=partial(resnet50, 10, blocks=(1, 1, 1, 1), width_per_group=8, expansion=1),
-        read=_CIFAR10,
+        read=read_cifar10,
         recipe=Recipe(batch_size=128, cycles=((10, 0.1),), weight_decay=1e-4, flips=True),
         num_validation=5_000,
     ),
@@ -284,7 +223,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         model=partial(
             vit_little, 10, image_size=32, patch_size=4, depth=4, embed_dim=96, num_heads=3
         ),
-        read=_CIFAR10,
+        read=read_cifar10,
         recipe=Recipe(
             batch_size=128,
             cycles=((15, 2e-3),),

@@ -31,13 +31,8 @@ from laplace_debias.problems.data import (
     digits,
 )
 from laplace_debias.problems.models import all_cnn_c, digits_net, load_checkpoint
-from laplace_debias.problems.training import (
-    ALLCNNC_CIFAR10_RECIPE,
-    DIGITS_RECIPE,
-    Recipe,
-    save_checkpoint,
-    train,
-)
+from laplace_debias.problems.recipe import ALLCNNC_CIFAR10_RECIPE, DIGITS_RECIPE, Recipe
+from laplace_debias.problems.training import save_checkpoint, train
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -122,7 +122,7 @@ def test_digits_problem_splits_its_pool_as_asked():
 
 
 def test_problems_that_need_data_say_so():
-    with pytest.raises(ValueError, match="no place of CIFAR-100"):
+    with pytest.raises(ValueError, match="no path to CIFAR-100"):
         get_problem("A").data()
     with pytest.raises(ValueError, match="nothing at nowhere"):
         get_problem("A").data(DataSource(root=Path("nowhere")))

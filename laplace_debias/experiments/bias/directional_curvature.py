@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from rich.console import Console
 
-from laplace_debias.experiments.bias.bias import (
+from laplace_debias.experiments.bias.cuts import BiasSettings, Kind
+from laplace_debias.experiments.bias.figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.measurements import (
     FULL,
     OTHER,
     QUANTITIES,
@@ -19,15 +20,13 @@ from laplace_debias.experiments.bias.bias import (
     summary_of,
     values_of,
 )
-from laplace_debias.experiments.bias.cuts import BiasSettings, Kind
 from laplace_debias.experiments.shared.checks import check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
 from laplace_debias.experiments.shared.storage import Rows, open_store
-from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
+from laplace_debias.report.style import FONT_SIZE, style_axes
 from laplace_debias.report.tables import print_table
 
-COLOURS = {SAME: OKABE_ITO["orange"], OTHER: OKABE_ITO["sky blue"], FULL: OKABE_ITO["black"]}
 _X_LABEL = {"eigenvectors": "Index of eigenvector", "cg": "CG iteration"}
 
 
@@ -169,23 +168,8 @@ def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str
         panels[-1, column].set_xlabel(_X_LABEL[directions])
     for ax, quantity in zip(panels[:, 0], QUANTITIES, strict=True):
         ax.set_ylabel(f"Directional {quantity}")
-    figure.legend(
-        handles=marker_legend(),
-        loc="outside upper center",
-        ncols=3,
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
+    add_marker_legend(figure)
     return figure
-
-
-def marker_legend() -> list[Line2D]:
-    """What the markers stand for."""
-    markers = {SAME: "o", OTHER: ".", FULL: "x"}
-    return [
-        Line2D([], [], linestyle="", marker=markers[name], color=colour, label=name)
-        for name, colour in COLOURS.items()
-    ]
 
 
 DIRECTIONAL_CURVATURE = Experiment(

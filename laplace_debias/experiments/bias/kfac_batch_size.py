@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.experiments.bias.bias import FULL, OTHER, SAME
-from laplace_debias.experiments.bias.directional_curvature import COLOURS, marker_legend
+from laplace_debias.experiments.bias.figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.measurements import FULL, OTHER, SAME
 from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained, load_trained
@@ -191,13 +191,7 @@ def kfac_figure(table: Sequence[dict[str, Any]]) -> Figure:
         ax.set_xlabel("Index of eigenvector")
         style_axes(ax)
     panels[0].set_ylabel("Directional curvature (K-FAC)")
-    figure.legend(
-        handles=marker_legend(),
-        loc="outside upper center",
-        ncols=3,
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
+    add_marker_legend(figure)
     return figure
 
 

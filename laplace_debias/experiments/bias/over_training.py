@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from laplace_debias.experiments.bias.bias import QUANTITIES, measure_bias, summary_of
-from laplace_debias.experiments.bias.bias_trends import trend_figure
 from laplace_debias.experiments.bias.cuts import BiasSettings
+from laplace_debias.experiments.bias.figures import trend_figure
+from laplace_debias.experiments.bias.measurements import QUANTITIES, measure_bias, summary_of
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment

@@ -11,9 +11,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from laplace_debias.experiments.bias.bias import FULL, OTHER, SAME, measure_bias
 from laplace_debias.experiments.bias.cuts import BiasSettings, stored_directions
-from laplace_debias.experiments.bias.directional_curvature import COLOURS, marker_legend
+from laplace_debias.experiments.bias.figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.measurements import FULL, OTHER, SAME, measure_bias
 from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
@@ -203,13 +203,7 @@ def step_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     ax.set_xlabel("CG iteration")
     ax.set_ylabel("Step size τ")
     style_axes(ax)
-    figure.legend(
-        handles=marker_legend(),
-        loc="outside upper center",
-        ncols=3,
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
+    add_marker_legend(figure)
     return figure
 
 

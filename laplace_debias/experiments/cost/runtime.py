@@ -5,10 +5,6 @@ by block: two blocks' factors at a time are enough. The naive way, two entire K-
 side and then projected, is measured beside it; it comes to the same posterior.
 """
 
-import ctypes
-import gc
-import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.curvature.fits.directions import Eigenbasis
+from laplace_debias.experiments.cost.measurement import cost, machine_of
 from laplace_debias.experiments.posteriors.fitting import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch, check_folds
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import open_store
+from laplace_debias.experiments.shared.storage import Row, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.report.costs import costs_figure
@@ -34,10 +31,7 @@ from laplace_debias.report.tables import print_table
 
 NAME = "runtime"
 NAIVE = "debiased, naive"
-_MB = 2**20
-_CPU = Path("/proc/cpuinfo")
 
-Row = dict[str, Any]
 # Fits a posterior and gives its curvature.
 Fit = Callable[[], BlockDiagonal]
 
@@ -136,22 +130,6 @@ def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> li
     return rows
 
 
-def machine_of(device: torch.device) -> Row:
-    """What times depend on: the name of the device's model, and torch's number of threads.
-
-    Args:
-        device: Where the fits run.
-    """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        # Linux knows the processor's model, other systems the family.
-        lines = _CPU.read_text().splitlines() if _CPU.exists() else []
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = next(iter(models), platform.processor() or platform.machine())
-    return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads()}
-
-
 def timed_fits(trained: Trained, settings: RuntimeSettings) -> dict[str, Fit]:
     """What is timed, by name.
 
@@ -227,73 +205,6 @@ def _weigh(U: Tensor | None, V: Tensor | None, magnitudes: Tensor) -> Tensor:
         # Both are the coordinate axes.
         return magnitudes
     return (U.T @ V).square() @ magnitudes
-
-
-def cost(fit: Fit, device: torch.device) -> Row:
-    """What one fit costs.
-
-    Args:
-        fit: The fit.
-        device: Where it runs.
-
-    Returns:
-        `seconds`, and `peak`: memory above that before, in MB; None where it cannot be measured.
-    """
-    gc.collect()
-    peak = _PeakMemory(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    kept = fit()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
-    found = {"seconds": seconds, "peak": peak.megabytes()}
-    del kept
-    return found
-
-
-class _PeakMemory:
-    """The greatest memory held from now on, above that held now: the GPU's, or the process's."""
-
-    _FORGET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before: float | None = None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device) / _MB
-        elif device.type == "cpu" and self._FORGET.exists():
-            _give_back_freed_memory()
-            try:
-                # 5: the peak so far is forgotten (Linux, proc(5)).
-                self._FORGET.write_text("5")
-            except OSError:
-                return
-            self._before = self._status("VmRSS")
-
-    def megabytes(self) -> float | None:
-        """That memory; None where it cannot be measured."""
-        if self._before is None:
-            return None
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) / _MB - self._before
-        return self._status("VmHWM") - self._before
-
-    def _status(self, key: str) -> float:
-        lines = self._STATUS.read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
-
-
-def _give_back_freed_memory() -> None:
-    """Has glibc return what was freed: kept, it would be counted as held before, and hide a peak.
-
-    Other C libraries have no such call, and keep less.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def factor_sizes(curvature: BlockDiagonal) -> Row:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,7 +28,7 @@ from laplace_debias.experiments.debiasing.schemes import (
     split_name,
 )
 from laplace_debias.experiments.debiasing.settings import DebiasingSettings
-from laplace_debias.experiments.shared.storage import Store
+from laplace_debias.experiments.shared.storage import Row, Store
 from laplace_debias.laplace.functional.moments import Wanted, functional_moments
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -38,7 +37,6 @@ from laplace_debias.problems import Images
 MEMORY_BOUND = 2**28
 """Bytes of working memory for output gradients."""
 
-Row = dict[str, Any]
 # U_G and U_A of every block; None for the coordinate axes.
 Directions = dict[Block, tuple[Tensor | None, Tensor | None]]
 

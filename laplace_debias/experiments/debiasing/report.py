@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from laplace_debias.experiments.debiasing.schemes import EKFAC, FULL, MINI
 from laplace_debias.experiments.shared.confidence import half_width
+from laplace_debias.experiments.shared.storage import Row
 from laplace_debias.report.intervals import interval_figure
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 from laplace_debias.system.atomic import written_atomically
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

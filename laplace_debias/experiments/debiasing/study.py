@@ -16,12 +16,12 @@ from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.losses.cotangents import Fisher, LikelihoodCotangents
 from laplace_debias.curvature.losses.likelihood import likelihood_from
 from laplace_debias.curvature.network.selection import select_parameters
-from laplace_debias.experiments.debiasing.fits import MEMORY_BOUND, Row, StudyFits
+from laplace_debias.experiments.debiasing.fits import MEMORY_BOUND, StudyFits
 from laplace_debias.experiments.debiasing.report import StudyResult, report
 from laplace_debias.experiments.debiasing.settings import DebiasingSettings
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.storage import Store, open_store
+from laplace_debias.experiments.shared.storage import Row, Store, open_store
 from laplace_debias.problems import Images
 
 

@@ -6,10 +6,9 @@ network's real loss and accuracy, on training and test images, tell what the ste
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Int64
@@ -17,11 +16,15 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_debias.experiments.optimisation.conjugate_gradients_report import (
+    findings,
+    stability,
+)
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.judge import METRICS, Judge, worst_if_nan
+from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import open_store
+from laplace_debias.experiments.shared.storage import Row, open_store
 from laplace_debias.linalg import Iterate, cg, debiased_cg
 from laplace_debias.problems import ImageBatches
 from laplace_debias.quadratic import Quadratic
@@ -32,8 +35,6 @@ SINGLE, DEBIASED = "single-batch", "debiased"
 FULL, FULL_DEBIASED = "full-batch", "full-batch, debiased"
 
 NAME = "conjugate_gradients"
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,65 +286,6 @@ def run_conjugate_gradients(
         console.print(sentence)
     console.print(f"Pictures: {', '.join(map(str, pictures))}", soft_wrap=True)
     return rows
-
-
-def stability(rows: Sequence[Row]) -> list[Row]:
-    """How each run's losses end, beside their start and their best.
-
-    Args:
-        rows: Rows of `trajectory`, of any number of runs.
-
-    Returns:
-        A row a run: for training (`train`) and test loss the start, the least one, the iteration
-        that it is met at, and the last one.
-    """
-    table = []
-    for of_run in _by_run(rows):
-        found: Row = {"method": of_run[0]["method"], "draw": of_run[0]["draw"]}
-        for part in ("train", "test"):
-            values = [worst_if_nan(row[f"{part}_loss"]) for row in of_run]
-            best = min(range(len(values)), key=values.__getitem__)
-            found |= {
-                f"{part} start": values[0],
-                f"{part} best": values[best],
-                f"{part} best at": of_run[best]["iteration"],
-                f"{part} end": values[-1],
-            }
-        table.append(found)
-    return table
-
-
-def findings(rows: Sequence[Row]) -> list[str]:
-    """What was seen, a sentence a method, made from the numbers.
-
-    Args:
-        rows: Rows of `trajectory`, of any number of runs.
-    """
-    table = stability(rows)
-    sentences = []
-    for method in dict.fromkeys(row["method"] for row in table):
-        of_method = [row for row in table if row["method"] == method]
-        told = []
-        for part, name in (("train", "training"), ("test", "test")):
-            start, best, end = (
-                sum(row[f"{part} {when}"] for row in of_method) / len(of_method)
-                for when in ("start", "best", "end")
-            )
-            rise = max(row[f"{part} end"] - row[f"{part} best"] for row in of_method)
-            told.append(
-                f"the {name} loss goes from {start:.3f} to {best:.3f} at its best and {end:.3f} at "
-                f"the end (at most {rise:.3f} above a run's best)"
-            )
-        count = f", mean of {len(of_method)} runs" if len(of_method) > 1 else ""
-        sentences.append(f"{method}{count}: {'; '.join(told)}.")
-    return sentences
-
-
-def _by_run(rows: Sequence[Row]) -> list[list[Row]]:
-    found: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["method"], row["draw"]), []).append(row)
-    return list(found.values())
 
 
 CONJUGATE_GRADIENTS = Experiment(

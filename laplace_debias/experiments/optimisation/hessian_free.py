@@ -7,10 +7,9 @@ step sizes keeps them from diverging.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,13 +17,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.curvature.network.weight_decay import decay_groups
+from laplace_debias.experiments.optimisation.hessian_free_report import ends, findings
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.judge import METRICS, Judge, worst_if_nan
+from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
-from laplace_debias.experiments.shared.storage import open_store
+from laplace_debias.experiments.shared.storage import Row, open_store
 from laplace_debias.optim import DebiasedHessianFree
 from laplace_debias.problems import (
     ProblemData,
@@ -39,8 +39,6 @@ from laplace_debias.report.trajectories import trajectory_figure
 NAME = "hessian_free"
 SINGLE, DEBIASED = "single-batch", "debiased"
 DAMPED, BARE = "damped", "bare"
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,67 +246,6 @@ def _start(problem: TestProblem, settings: HessianFreeSettings, draw: int) -> nn
     if settings.checkpoint is not None:
         load_checkpoint(model, settings.checkpoint)
     return model.train()
-
-
-def ends(rows: Sequence[Row]) -> list[Row]:
-    """Where the runs end: means over draws.
-
-    Args:
-        rows: Rows of `train_run`, of any number of runs.
-
-    Returns:
-        A row a variant and method: the metrics at the last measured step and the greatest training
-        loss on the way, relative to the start's (a loss that is not a number counts as infinite);
-        the share of steps that were refused (step size 0); and the mean reduction ratio.
-    """
-    table = []
-    for variant, method in dict.fromkeys((row["variant"], row["method"]) for row in rows):
-        of_kind = [r for r in rows if (r["variant"], r["method"]) == (variant, method)]
-        runs = [
-            [r for r in of_kind if r["draw"] == draw]
-            for draw in dict.fromkeys(r["draw"] for r in of_kind)
-        ]
-        taken = [row for run in runs for row in run[1:] if row["step_size"] is not None]
-        means = {m: sum(worst_if_nan(run[-1][m]) for run in runs) / len(runs) for m in METRICS}
-        worst = max(
-            worst_if_nan(row["train_loss"] / run[0]["train_loss"]) for run in runs for row in run
-        )
-        table.append(
-            {
-                "variant": variant,
-                "method": method,
-                "runs": len(runs),
-                **means,
-                "greatest loss": worst,
-                "refused": _mean([float(row["step_size"] == 0) for row in taken]),
-                "reduction ratio": _mean([row["reduction_ratio"] for row in taken]),
-            }
-        )
-    return table
-
-
-def findings(table: Sequence[Row]) -> list[str]:
-    """What was seen, a sentence a variant, made from the numbers.
-
-    Args:
-        table: Rows of `ends`.
-    """
-    return [
-        f"{variant}: "
-        + "; ".join(
-            f"{row['method']} ends at a training loss of {row['train_loss']:.4g} and a test "
-            f"accuracy of {row['test_accuracy']:.3f}; its loss was at most "
-            f"{row['greatest loss']:.3g} times that of the start"
-            for row in table
-            if row["variant"] == variant
-        )
-        + "."
-        for variant in dict.fromkeys(row["variant"] for row in table)
-    ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
 
 
 HESSIAN_FREE = Experiment(

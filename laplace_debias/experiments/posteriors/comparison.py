@@ -4,10 +4,9 @@ MAP, mini-batch (one batch of 2b examples), debiased (the same examples: directi
 b, magnitudes from the other b) and full-batch, over prior precisions and several draws of batches.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -20,29 +19,19 @@ from laplace_debias.experiments.posteriors.fitting import (
     FULL,
     MAP,
     MINI,
-    Name,
     PosteriorPlan,
 )
-from laplace_debias.experiments.posteriors.measuring import (
-    Row,
-    measured,
-    predict_all,
-    same_grid,
-    severity_name,
-)
+from laplace_debias.experiments.posteriors.tuned import TunedPredictions
 from laplace_debias.experiments.shared.checks import (
     check_at_least,
     check_prior_precisions,
     check_severities,
 )
-from laplace_debias.laplace import Laplace
+from laplace_debias.experiments.shared.storage import Row
 from laplace_debias.problems import ImageBatches, ImageDataset, corrupt
 
 METHODS = (MAP, MINI, DEBIASED, FULL)
 """What is compared."""
-
-Point = tuple[str, int, float | None]
-"""A method, its draw and a prior precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +178,15 @@ def compare(
     full = ImageBatches(reference, torch.arange(len(reference)), settings.eval_batch_size)
     with _threads(settings.num_threads):
         posteriors = settings.plan.fit(model, train, draws, full, generator, progress)
-        tuning = _Tuning(model, posteriors, validation, test, settings, progress)
+        tuning = TunedPredictions(
+            model,
+            posteriors,
+            validation,
+            test,
+            settings.prior_precisions,
+            settings.eval_batch_size,
+            progress,
+        )
         tuned = tuning.rows(_corrupted(ood, settings))
     return ComparisonResult(
         settings=settings,
@@ -202,92 +199,11 @@ def compare(
     )
 
 
-class _Tuning:
-    """What all posteriors predict on clean images, and on others at the tuned prior precisions.
-
-    Args:
-        model: The trained network.
-        posteriors: The fitted posteriors.
-        validation: Images to tune on.
-        test: Clean test images.
-        settings: The settings.
-        progress: Whether to show progress bars.
-
-    Attributes:
-        sweep: As in `ComparisonResult`.
-        best: For each method and draw the row of `sweep` with the least validation NLL.
-        clean: Probabilities `[1, n, C]` of the clean test images there.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        posteriors: Mapping[Name, Laplace],
-        validation: ImageDataset,
-        test: ImageDataset,
-        settings: ComparisonSettings,
-        progress: bool,
-    ) -> None:
-        self._predict = partial(
-            predict_all,
-            model,
-            lambda: posteriors,
-            chunk_size=settings.eval_batch_size,
-            progress=progress,
-        )
-        grid = same_grid(settings.prior_precisions)
-        probs = self._predict(grid=grid, data={"validation": validation, "test": test})
-        on_validation = measured("validation", probs["validation"], validation.labels, grid)
-        self._validation_nll = {_point(row): row["nll"] for row in on_validation}
-        on_test = measured("test", probs["test"], test.labels, grid)
-        self.sweep = [self._with_validation(row) for row in on_test]
-        self.best: dict[Name, Row] = {}
-        for row in self.sweep:
-            name = row["method"], row["draw"]
-            least = self.best.setdefault(name, row)["validation_nll"]
-            if row["validation_nll"] < least:
-                self.best[name] = row
-        self.clean = {
-            name: probs["test"][name][[grid(name).index(row["prior_precision"])]]
-            for name, row in self.best.items()
-        }
-
-    def rows(self, corrupted: Mapping[int, ImageDataset]) -> list[Row]:
-        """Rows at the tuned prior precisions, by method, draw and severity.
-
-        Args:
-            corrupted: Corrupted images by severity.
-        """
-
-        def tuned(name: Name) -> tuple[float | None]:
-            return (self.best[name]["prior_precision"],)
-
-        found = [row | {"severity": 0, "auroc": None} for row in self.best.values()]
-        data = {severity_name(severity): images for severity, images in corrupted.items()}
-        probs = self._predict(grid=tuned, data=data)
-        for (name, images), severity in zip(data.items(), corrupted, strict=True):
-            for row in measured(name, probs[name], images.labels, tuned, self.clean):
-                values = {"severity": severity, "auroc": row["auroc"]}
-                found.append(self._with_validation(row) | values)
-        return sorted(found, key=lambda r: (METHODS.index(r["method"]), r["draw"], r["severity"]))
-
-    def _with_validation(self, row: Row) -> Row:
-        return {
-            **{key: row[key] for key in ("method", "draw", "prior_precision")},
-            "validation_nll": self._validation_nll[_point(row)],
-            **{key: row[key] for key in ("accuracy", "nll", "ece", "brier")},
-        }
-
-
 def _corrupted(images: ImageDataset, settings: ComparisonSettings) -> dict[int, ImageDataset]:
     return {
         severity: images.with_images(corrupt(images.images, severity, seed=settings.seed))
         for severity in settings.severities
     }
-
-
-def _point(row: Row) -> Point:
-    return row["method"], row["draw"], row["prior_precision"]
 
 
 def _some(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from laplace_debias.experiments.posteriors.comparison import METHODS, ComparisonResult
 from laplace_debias.experiments.posteriors.distances import Distance
-from laplace_debias.experiments.posteriors.measuring import Row
+from laplace_debias.experiments.shared.storage import Row
 from laplace_debias.report.figures import (
     prior_precision_figure,
     reliability_figure,

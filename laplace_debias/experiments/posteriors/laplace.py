@@ -26,7 +26,6 @@ from laplace_debias.experiments.posteriors.fitting import (
 )
 from laplace_debias.experiments.posteriors.measuring import (
     METRICS,
-    Row,
     measured,
     predict_all,
     same_grid,
@@ -41,7 +40,7 @@ from laplace_debias.experiments.shared.checks import (
 )
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import open_store
+from laplace_debias.experiments.shared.storage import Row, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import ImageBatches, ImageDataset, Images, random_corruption
 from laplace_debias.report.figures import prior_precision_grid

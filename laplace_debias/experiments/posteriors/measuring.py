@@ -1,7 +1,6 @@
 """What posteriors predict over a grid of prior precisions, and the metrics of it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -10,12 +9,11 @@ from tqdm import tqdm
 
 from laplace_debias import metrics
 from laplace_debias.experiments.posteriors.fitting import MAP, METHODS, Name
+from laplace_debias.experiments.shared.storage import Row
 from laplace_debias.laplace import Laplace, predict_grids
 from laplace_debias.problems import Images
 
 METRICS = ("nll", "ece", "accuracy", "auroc")
-
-Row = dict[str, Any]
 
 Grid = Callable[[Name], Sequence[float | None]]
 """From a method and its draw to the prior precisions δ; the MAP has the single one None."""

@@ -16,7 +16,8 @@ from laplace_debias.report.style import save
 from laplace_debias.report.tables import read_csv, write_csv
 from laplace_debias.system.atomic import written_atomically
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 _SETTINGS = "settings.json"
 _INPUTS = ("data", "machine", "checkpoints")

@@ -1,15 +1,34 @@
-"""How the bias changes with something: distributions of relative errors, as Figures 21 and 22."""
+"""What pictures of the bias share: markers with their legend; trends (Figures 21 and 22)."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from laplace_debias.experiments.bias.bias import PERCENTILES
-from laplace_debias.report.style import OKABE_ITO, style_axes
+from laplace_debias.experiments.bias.measurements import FULL, OTHER, PERCENTILES, SAME
+from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
 
+COLOURS = {SAME: OKABE_ITO["orange"], OTHER: OKABE_ITO["sky blue"], FULL: OKABE_ITO["black"]}
+"""By what a slope or curvature was measured on."""
+
+_MARKERS = {SAME: "o", OTHER: ".", FULL: "x"}
 _DODGE = 0.06
+
+
+def add_marker_legend(figure: Figure) -> None:
+    """Adds a legend above the panels: what the markers stand for."""
+    figure.legend(
+        handles=[
+            Line2D([], [], linestyle="", marker=_MARKERS[name], color=colour, label=name)
+            for name, colour in COLOURS.items()
+        ],
+        loc="outside upper center",
+        ncols=3,
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
 
 
 def trend_figure(
