@@ -66,7 +66,7 @@ def _experiments() -> dict[str, "Experiment"]:
 
 
 def _list() -> None:
-    """Prints the experiments, one a line."""
+    """Prints the experiments, one per line."""
     rows = [(entry.name, entry.figure, entry.help) for entry in _experiments().values()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, figure, help_ in rows:

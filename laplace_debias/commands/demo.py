@@ -1,4 +1,4 @@
-"""`laplace-debias demo`: four posteriors of a small network on hard handwritten digits compared."""
+"""`laplace-debias demo`: four posteriors of a small network on corrupted digits, compared."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,8 @@ class Settings:
     Attributes:
         train_examples: How many of the 1,000 training images are used.
         image_severity: Severity at which all images are corrupted from the start, which makes the
-            digits hard enough for an over-confident network; 0 for clean ones. Severities of the
-            comparison come on top.
+            digits hard enough for an over-confident network; 0 for clean ones. The severities of
+            the comparison are applied in addition.
         width: Channels of the network's first convolution.
         recipe: How it is trained.
         comparison: What is compared.

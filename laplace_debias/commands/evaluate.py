@@ -1,4 +1,4 @@
-"""`laplace-debias evaluate`: four posteriors of a trained All-CNN-C compared on CIFAR-10."""
+"""`laplace-debias evaluate`: four posteriors of a trained All-CNN-C on CIFAR-10, compared."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ class Settings:
         output: Folder of the tables and pictures.
         cache: Folder for decoded images; see `problems.cifar10`.
         check_examples: How many test images the checkpoint is checked on first; all if None.
-        min_accuracy: The accuracy of the trained network that is the least expected there.
+        min_accuracy: The least accuracy of the trained network that is accepted there.
         device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
         comparison: What is compared.
         progress: Whether to show progress bars.

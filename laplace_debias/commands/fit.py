@@ -19,7 +19,7 @@ class Settings(NetworkSettings):
 
     Attributes:
         output: The posterior, a `.safetensors` file.
-        mode: What it is fitted to, as `Laplace.fit` takes it: `full`, all training images; `mini`,
+        mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training images; `mini`,
             one batch of them; `debiased`, two; `crossfit`, one in folds.
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
         params: Which parameters are Bayesian.
@@ -29,13 +29,13 @@ class Settings(NetworkSettings):
         prior_precision: δ, before it is tuned.
         full_examples: How many training images, chosen at random, stand for all of them with
             `mode=full`; all if None.
-        scale: Whether what few images tell is scaled by a forward pass over all of them; not with
-            `mode=full`.
+        scale: Whether the curvature of few images is scaled by forward passes over all of them; not
+            with `mode=full`.
         overwrite: Whether an existing file is replaced.
 
     Raises:
-        ValueError: If the problem is unknown, a number out of range, or an option is of another
-            mode.
+        ValueError: If the problem is unknown, a number out of range, or an option does not belong
+            to the mode.
     """
 
     output: Path

@@ -91,4 +91,4 @@ def check_output(path: Path, overwrite: bool) -> None:
     """
     check_target(path, make_folders=True)
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; choose another --output, or --overwrite")
+        raise FileExistsError(f"{path} exists; choose another --output, or give --overwrite")

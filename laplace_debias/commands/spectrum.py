@@ -26,13 +26,13 @@ from laplace_debias.report.tables import write_csv
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SpectrumBudget):
-    """What spectrum is measured, and how many products each part of it may cost.
+    """Which spectrum is measured, and how.
 
     Attributes:
         problem: Name of the test problem, or its letter in the paper.
         data: Its data, as `laplace-debias train` takes it; nothing for the digits.
-        checkpoint: A file of `laplace-debias train`. Without one a problem of the digits is trained
-            first, another takes its published weights.
+        checkpoint: A file of `laplace-debias train`. If None, a problem of the digits is trained
+            first, and other problems use published weights.
         cache: Folder for decoded images; see `problems.cifar10`.
         matrix: `ggn` or `hessian`, of the mean cross-entropy.
         method: `lanczos`: iterations, estimates of trace and density. `rows`, for the GGN of some

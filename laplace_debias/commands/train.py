@@ -1,4 +1,4 @@
-"""`laplace-debias train`: a test problem's network, in checkpoints that the experiments read."""
+"""`laplace-debias train`: train a test problem's network to checkpoints."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +39,12 @@ class Settings:
         validation_examples: How many images are held out; the problem's own number if None.
         checkpoints: How many checkpoints are kept, at log-equidistant epochs; the problem's own
             number if None.
-        recipe: What to do otherwise than the problem's recipe does.
+        recipe: What differs from the problem's recipe.
         seed: Seed of the split, the initialisation, the order and the flips.
         device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        resume: Whether to go on where a training of the same settings was broken off.
-        overwrite: Whether an existing checkpoint, or the state of a training that was broken off,
-            is replaced.
+        resume: Whether to continue an interrupted training of the same settings.
+        overwrite: Whether an existing checkpoint, or the state of an interrupted training, is
+            replaced.
         progress: Whether to show progress bars.
 
     Raises:
@@ -70,23 +70,23 @@ class Settings:
         if self.checkpoints is not None and self.checkpoints < 0:
             raise ValueError(f"checkpoints is {self.checkpoints}; expected at least 0")
         if self.resume and self.overwrite:
-            raise ValueError("both resume and overwrite; expected one of them")
+            raise ValueError("resume and overwrite are both given; expected one of them")
 
 
 def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
     """Train, measure on test images and save the checkpoints with their split.
 
     Args:
-        settings: How.
+        settings: What to train, and how.
         console: Where to print; the standard output if None.
 
     Returns:
         Accuracy, NLL (nats), ECE and Brier score on the test images.
 
     Raises:
-        ValueError: If the data is missing or damaged, or too small for the split, or the state to
-            go on from is that of another training.
-        FileExistsError: If there is a checkpoint, or the state of a broken-off training, already.
+        ValueError: If the data is missing, damaged or too small for the split, or the state belongs
+            to another training.
+        FileExistsError: If there is a checkpoint, or the state of an interrupted training, already.
         ConnectionError: If the download fails.
         FloatingPointError: If training diverges.
         OSError: If a file cannot be written.
@@ -96,11 +96,11 @@ def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
     check_target(output, make_folders=True)
     state = output.with_name(f"{output.stem}.state.safetensors")
     if output.exists() and not settings.overwrite:
-        raise FileExistsError(f"{output} exists; choose another output, or --overwrite")
+        raise FileExistsError(f"{output} exists; choose another --output, or give --overwrite")
     if state.exists() and not settings.resume:
         if not settings.overwrite:
             raise FileExistsError(
-                f"{state} is left of a training that was broken off; --resume it, or --overwrite"
+                f"{state} is the state of an interrupted training; give --resume, or --overwrite"
             )
         state.unlink()
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -32,8 +32,8 @@ class Settings(NetworkSettings):
         validation_examples: How many validation images, chosen at random; all if None.
 
     Raises:
-        ValueError: If the problem is unknown, a number out of range, or an option is of the other
-            method.
+        ValueError: If the problem is unknown, a number out of range, or an option does not belong
+            to the method.
     """
 
     posterior: Path
@@ -59,7 +59,7 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     """Tune a saved posterior's prior precision and save it again.
 
     Args:
-        settings: Which, and how.
+        settings: Which posterior, and how.
         console: Where to print; the standard output if None.
 
     Returns:
@@ -80,7 +80,7 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     output = settings.output or settings.posterior
     # Without an output the posterior is meant to go back into its own file.
     check_output(output, overwrite=settings.overwrite or settings.output is None)
-    # Data can take minutes: a damaged posterior is refused before it is read.
+    # Reading data can take minutes, so a damaged posterior is refused before.
     posterior_file.load(settings.posterior)
     model, data = settings.load()
     la = Laplace.load(settings.posterior, model)

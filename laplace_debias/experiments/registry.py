@@ -14,7 +14,7 @@ from laplace_debias.experiments.cost.runtime import RUNTIME
 from laplace_debias.experiments.debiasing.study import DEBIASING
 from laplace_debias.experiments.optimisation.conjugate_gradients import CONJUGATE_GRADIENTS
 from laplace_debias.experiments.optimisation.hessian_free import HESSIAN_FREE
-from laplace_debias.experiments.posteriors.laplace import LAPLACE
+from laplace_debias.experiments.posteriors.laplace_experiment import LAPLACE
 from laplace_debias.experiments.shared.experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (

@@ -1,11 +1,11 @@
 """Deterministic image corruptions at five severities, after CIFAR-10-C.
 
 Eighteen of the benchmark's nineteen kinds, with the severity constants of CIFAR-10-C; lengths are
-in pixels, whatever the image's size, but for the elastic transform, whose lengths go with the size.
-Where they differ from the published files: `frost` is a made-up texture, since the benchmark's is
-cut from photographs; `fog` is value noise instead of the diamond-square fractal; the random numbers
-are others. `spatter` is missing: its drops follow OpenCV's Canny edges, distance transform and
-histogram equalisation, which no dependency has.
+in pixels for images of any size, except in the elastic transform, whose lengths scale with the
+size. Where they differ from the published files: `frost` is a made-up texture, since the
+benchmark's is cut from photographs; `fog` is value noise instead of the diamond-square fractal; the
+random numbers are others. `spatter` is missing: its drops follow OpenCV's Canny edges, distance
+transform and histogram equalisation, which none of the dependencies offers.
 
 Reference:
     Hendrycks & Dietterich (2019), Benchmarking Neural Network Robustness to Common Corruptions and
@@ -39,10 +39,10 @@ def corrupt(
 ) -> UInt8[Tensor, "n channels height width"]:
     """Corrupt images, each by its own random numbers.
 
-    Image n of the call is number `offset + n`; what becomes of it depends on that number, its
-    pixels, `seed`, `severity` and `kind` alone, so a set may be corrupted in batches of any size.
-    The random numbers of an image are the same at every severity, so severities are compared on
-    the same draw.
+    Image n of the call is number `offset + n`; the result depends on that number, its pixels,
+    `seed`, `severity` and `kind` alone, so a set may be corrupted in batches of any size. The
+    random numbers of an image are the same at every severity, so severities are compared on the
+    same draw.
 
     Args:
         images: Grey or RGB images, 0 … 255.
@@ -73,7 +73,7 @@ def random_corruption(
     """Corrupt images as the paper makes CIFAR-10-C: each by one kind, chosen uniformly at random.
 
     Image n of the call is number `offset + n`; its kind and its random numbers depend on that
-    number and `seed` alone, so the result is the same whatever the batch size, and an image has the
+    number and `seed` alone, so the result does not depend on the batch size, and an image has the
     same kind at every severity.
 
     Args:
@@ -256,7 +256,7 @@ def _fog(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def _value_noise(height: int, width: int, octave: int, rng: Generator) -> np.ndarray:
-    """Uniform random numbers on a grid of 2^octave cells a side, interpolated to pixels."""
+    """Uniform random numbers on a grid of 2^octave cells per side, interpolated to pixels."""
     cells = 2**octave
     grid = rng.uniform(size=(cells + 1, cells + 1))
     where = np.ix_(np.linspace(0, cells, height), np.linspace(0, cells, width))

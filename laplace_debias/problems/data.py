@@ -117,7 +117,7 @@ def cifar10(
         The images, normalised by `CIFAR10_MEAN` and `CIFAR10_STD`.
 
     Raises:
-        ValueError: If nothing is at `root`, if it is laid out otherwise, if a class is missing or
+        ValueError: If nothing is at `root`, if it has another layout, if a class is missing or
             empty, or if an image is broken or of another size.
         ConnectionError: If the download fails.
         ImportError: If Pillow is missing and images must be decoded.
@@ -152,7 +152,7 @@ def cifar100(
         The images, normalised by `CIFAR100_MEAN` and `CIFAR100_STD`.
 
     Raises:
-        ValueError: If nothing is at `root`, if it is laid out otherwise, if a class is missing or
+        ValueError: If nothing is at `root`, if it has another layout, if a class is missing or
             empty, or if an image is broken or of another size.
         ConnectionError: If the download fails.
         ImportError: If Pillow or torchvision is missing and needed.
@@ -196,13 +196,13 @@ def _cifar(
     download: bool,
     progress: bool,
 ) -> tuple[UInt8[Tensor, "n 3 32 32"], Int64[Tensor, " n"]]:
-    """Images and labels of CIFAR-10 or CIFAR-100, from wherever they are."""
+    """Images and labels of CIFAR-10 or CIFAR-100 from any of the sources."""
     name, archive = f"CIFAR-{number}", f"cifar{number}"
     batches = "cifar-10-batches-py" if number == 10 else "cifar-100-python"
     if not root.exists() and not download:
         raise ValueError(
-            f"nothing at {root}; expected an image folder, an archive of one or a torchvision "
-            f"{name} root: check the path, or download (needs a network)"
+            f"nothing is at {root}; expected an image folder, an archive of one or a torchvision "
+            f"{name} root: check the path, or allow the download"
         )
     source = find_archive(root, archive) or (root if is_image_folder(root) else None)
     if source is not None:
@@ -210,7 +210,7 @@ def _cifar(
     if download or (root / batches).is_dir():
         return _torchvision_cifar(number, root, train, download)
     raise ValueError(
-        f"{root} is no {name}; expected train/<class>/<name>.jpg and test/…, an archive "
+        f"{root} does not hold {name}; expected train/<class>/<name>.jpg and test/…, an archive "
         f"{archive}.tar.xz of these, or {batches}: check the path, or download"
     )
 

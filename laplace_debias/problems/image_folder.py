@@ -55,8 +55,8 @@ def read_cached(
 ) -> tuple[UInt8[Tensor, "n 3 height width"], Int64[Tensor, " n"]]:
     """Images of one split in the order of classes, then of file names.
 
-    The first call decodes all splits and keeps them in a file of the cache, which is found again as
-    long as the path, the sizes and the times of the source's files are the same.
+    The first call decodes all splits and writes them to a file of the cache. Later calls read it,
+    as long as the path, the sizes and the times of the source's files are the same.
 
     Args:
         source: Image folder, or tar archive of one (compressed or not; folders above the splits do
@@ -93,7 +93,7 @@ def read_cached(
 
 
 def _read_cache(file: Path) -> dict[str, Tensor] | None:
-    """What the cache holds; a damaged file costs no more than decoding again."""
+    """Content of the cache; None if it is missing or damaged, which means decoding again."""
     try:
         return read_tensors(file)
     except ValueError:
@@ -184,7 +184,7 @@ def _decode(
     size: tuple[int, int],
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Images and labels of each split that there is, by name."""
+    """Images and labels of each split, by name."""
     imaging = pillow()
     tensors: dict[str, Tensor] = {}
     with tqdm(total=len(members), desc="decoding", unit="images", disable=not progress) as bar:
@@ -198,7 +198,7 @@ def _decode(
                 try:
                     with imaging.open(io.BytesIO(members[key])) as picture:
                         pixels = np.asarray(picture.convert("RGB"))
-                # Pillow's decoders raise whatever the broken bytes lead them to.
+                # On broken bytes Pillow's decoders raise errors of any type.
                 except Exception as error:
                     raise ValueError(
                         f"{source}: {'/'.join(key)} is no readable image ({error}); replace it"

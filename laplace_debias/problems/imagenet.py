@@ -30,7 +30,7 @@ class FolderImages(Dataset[tuple[Tensor, Tensor]]):
         std: Standard deviation of each channel, of pixel / 255.
         classes: Name of each class.
         size: Height and width of what is returned, in pixels.
-        resize: Length to which the shorter side is brought before the centre is cropped.
+        resize: Length of the shorter side before the centre is cropped.
         interpolation: How images are resized.
         flips: Whether each image is mirrored left to right with probability 1/2.
         crops: Whether a random part (8 … 100 % of the area, aspect 3/4 … 4/3) is resized to `size`
@@ -129,7 +129,7 @@ class FolderImages(Dataset[tuple[Tensor, Tensor]]):
         try:
             with imaging.open(file) as picture:
                 image = picture.convert("RGB")
-        # Pillow's decoders raise whatever the broken bytes lead them to.
+        # On broken bytes Pillow's decoders raise errors of any type.
         except Exception as error:
             raise ValueError(f"{file} is no readable image ({error}); replace it") from error
         width, height = image.size
@@ -175,15 +175,15 @@ def imagenet(
 
     ImageNet cannot be downloaded without an account. The class folders, in the order of the
     alphabet, give the labels: with the usual `n01440764`, … that is the order of the published
-    networks. Any other image folder of this layout is read likewise. Images are ordered by class,
+    networks. Any other image folder of this layout can be read too. Images are ordered by class,
     then by file name.
 
     Args:
-        root: The folder; `test/` stands in for `val/` where there is no `val/`.
+        root: The folder; `test/` is read where there is no `val/`.
         train: Whether the training images are wanted, else the validation images.
         num_classes: How many class folders there must be; any number if None.
         size: Height and width of what is returned, in pixels.
-        resize: Length to which the shorter side is brought before the centre is cropped.
+        resize: Length of the shorter side before the centre is cropped.
         interpolation: How images are resized.
         mean: Mean of each channel, of pixel / 255.
         std: Standard deviation of each channel, of pixel / 255.

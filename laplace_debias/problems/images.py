@@ -1,4 +1,4 @@
-"""Images in memory: pixels as bytes, normalised when asked for."""
+"""Images in memory: pixels as bytes, normalised when fetched."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ _CROP_PADDING = 4
 
 @runtime_checkable
 class Images(Protocol):
-    """What training and the experiments ask of a data set, in memory or on disk."""
+    """A data set of images, in memory or on disk."""
 
     @property
     def labels(self) -> Tensor:
@@ -68,7 +68,8 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
     """Images held as bytes and returned as normalised floats, (pixel / 255 − mean) / std.
 
     It works with a plain `DataLoader`, which fetches a batch in one go. With several workers each
-    has a copy of `generator`, so they flip alike; leave `num_workers` at 0, since nothing is read.
+    has a copy of `generator`, so all flip in the same way; leave `num_workers` at 0, because
+    nothing is read.
 
     Attributes:
         images: Pixels, uint8 [N, C, H, W].
@@ -103,7 +104,7 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         if not len(self.mean) == len(self.std) == self.images.shape[1]:
             raise ValueError(
                 f"{self.images.shape[1]} channels, mean {self.mean}, std {self.std}; "
-                "expected one mean and one std a channel"
+                "expected one mean and one std per channel"
             )
         if not 0 <= self.crop_padding < max(1, *self.images.shape[2:]):
             raise ValueError(
@@ -130,13 +131,13 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         return image[0], label[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Normalised images and their labels, what `DataLoader` fetches a batch by."""
+        """Normalised images and their labels; `DataLoader` calls it for a batch."""
         return list(zip(*self.batch(indices), strict=True))
 
     def batch(
         self, indices: Sequence[int] | Int64[Tensor, " batch"]
     ) -> tuple[Float[Tensor, "batch channels height width"], Int64[Tensor, " batch"]]:
-        """Normalised, and where asked for randomly mirrored and cropped, images and their labels.
+        """Normalised images, mirrored and cropped at random if so set, and their labels.
 
         Args:
             indices: Which images, in −N … N − 1.

@@ -38,8 +38,8 @@ class ProblemData:
         train: Images to train on and to fit with; never mirrored or cropped at random.
         val: Images to tune on.
         test: Images to report on.
-        train_indices: Which images of the source's pool are `train`, int64. The pool is what
-            the validation images are taken from: the training images, for ImageNet `val/`.
+        train_indices: Which images of the source's pool are `train`, int64. Validation images are
+            taken from the pool: the training images, or `val/` for ImageNet.
         val_indices: Which of them are `val`. A checkpoint keeps both.
     """
 
@@ -91,7 +91,7 @@ class TestProblem:
 
     @property
     def likelihood(self) -> str:
-        """What `Laplace` calls that loss."""
+        """Name of that loss for `Laplace`."""
         return "classification"
 
     def data(
@@ -105,7 +105,7 @@ class TestProblem:
         """The problem's data: 40,000, 10,000 and 10,000 images where CIFAR is whole.
 
         Args:
-            source: Where the data is; nowhere by default, which is enough for the digits.
+            source: Where the data is; not needed for the digits.
             num_validation: How many images are held out; `num_validation` by default, or a fifth of
                 a pool of less than twice as many.
             seed: Seed of the split.

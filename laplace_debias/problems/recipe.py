@@ -11,14 +11,14 @@ from typing import Literal
 class Recipe:
     """How to train a classifier with the cross-entropy loss.
 
-    The learning rate is either `learning_rate` over `epochs`, constant but for the factor `decay`
-    after each of the `milestones`, or it goes through one or more `cycles`. A cycle rises along a
-    cosine from a 25th of its peak over its first 30 %, then falls along a cosine to (almost) zero.
+    The learning rate is either `learning_rate` over `epochs`, multiplied by `decay` after each of
+    the `milestones`; or it follows one or more `cycles`. A cycle rises along a cosine from a 25th
+    of its peak over its first 30 %, then falls along a cosine to (almost) zero.
 
     Attributes:
-        batch_size: Examples a step.
+        batch_size: Examples per step.
         epochs: Passes over the data.
-        learning_rate: The rate that they start with.
+        learning_rate: The initial learning rate.
         milestones: Numbers of epochs, increasing, after which the rate is multiplied by `decay`.
         decay: That factor.
         cycles: (epochs, peak learning rate) of each one-cycle schedule, in their order.
@@ -28,10 +28,10 @@ class Recipe:
         nesterov: Whether SGD takes Nesterov's momentum.
         weight_decay: L2 penalty ½ · weight_decay · ‖W‖² on weights (parameters of more than one
             dimension); biases and the scales of normalisations have none. For `"nadamw"` the
-            weights shrink by learning rate · weight_decay a step instead.
+            weights shrink by learning rate · weight_decay per step instead.
         clip_norm: Largest norm of the whole gradient; `None` for no limit.
         flips: Whether images are mirrored left to right at random.
-        crops: Whether images are cropped at random; how depends on the data set.
+        crops: Whether images are cropped at random; the data set says how.
         bfloat16: Whether the network runs under bfloat16 autocast.
 
     Raises:
@@ -92,12 +92,12 @@ class Recipe:
 
     @property
     def penalty(self) -> float:
-        """β of the loss that is trained on (Eq. 1); 0 for decoupled decay, which is of no loss."""
+        """β of the loss that is trained on (Eq. 1); 0 for decoupled decay, which has no loss."""
         return 0.0 if self.optimizer == "nadamw" else self.weight_decay
 
     @property
     def schedule(self) -> tuple[tuple[int, float], ...]:
-        """(epochs, learning rate) of each stretch, the rate being the first, or a cycle's peak."""
+        """(epochs, learning rate) of each part: the initial rate, or a cycle's peak."""
         if self.epochs is not None and self.learning_rate is not None:
             return ((self.epochs, self.learning_rate),)
         return self.cycles
@@ -114,7 +114,7 @@ class Recipe:
             steps_per_epoch: Optimiser steps in an epoch.
 
         Yields:
-            One rate a step, over all epochs.
+            One rate per step, over all epochs.
         """
         for epochs, rate in self.schedule:
             steps = epochs * steps_per_epoch
@@ -127,7 +127,7 @@ class Recipe:
 
 
 def _one_cycle(done: float) -> float:
-    """Learning rate over its peak, at a fraction 0 … 1 of the cycle."""
+    """Learning rate relative to its peak, at a fraction 0 … 1 of the cycle."""
     if done < 0.3:
         return 0.04 + 0.96 * (1 - math.cos(math.pi * done / 0.3)) / 2
     return 4e-6 + (1 - 4e-6) * (1 + math.cos(math.pi * (done - 0.3) / 0.7)) / 2
@@ -145,7 +145,7 @@ ALLCNNC_CIFAR10_RECIPE = Recipe(
 """All-CNN-C on CIFAR-10."""
 
 DIGITS_RECIPE = Recipe(batch_size=50, cycles=((40, 0.1),), clip_norm=5.0)
-"""`digits_net` on the digits: no regularisation, hence over-confident."""
+"""`digits_net` on the digits: no regularisation, so it is over-confident."""
 
 
 def log_epochs(num_epochs: int, count: int) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def log_epochs(num_epochs: int, count: int) -> tuple[int, ...]:
 
     Args:
         num_epochs: The last epoch.
-        count: How many are wanted; with 1 it is the last, with 0 none.
+        count: How many epochs; 1 gives the last, 0 none.
 
     Returns:
         Increasing numbers from 1 to `num_epochs`; fewer than `count` where neighbours round to the
@@ -163,7 +163,9 @@ def log_epochs(num_epochs: int, count: int) -> tuple[int, ...]:
         ValueError: If there is no epoch or the count is negative.
     """
     if num_epochs < 1 or count < 0:
-        raise ValueError(f"{count} of {num_epochs} epochs; expected at least 0 of at least 1")
+        raise ValueError(
+            f"{count} of {num_epochs} epochs; expected a count of at least 0 and at least 1 epoch"
+        )
     if count < 2:
         return (num_epochs,) * count
     steps = (n / (count - 1) for n in range(count))

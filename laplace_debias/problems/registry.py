@@ -1,7 +1,7 @@
 """The paper's test problems (A) to (F), and small relatives that run on data at hand.
 
-Where the source lost a hyper-parameter, it is the published one of the model's own paper or of the
-benchmark that the problem comes from; comments say which.
+Where the paper's source does not give a hyper-parameter, it is that of the model's own paper or of
+the benchmark that the problem comes from; comments say which.
 
 Reference:
     Debiasing Mini-Batch Quadratics for Applications in Deep Learning, Appendix B.1.
@@ -31,10 +31,10 @@ from laplace_debias.problems.readers import (
 from laplace_debias.problems.recipe import ALLCNNC_CIFAR10_RECIPE, DIGITS_RECIPE, Recipe
 
 CONVNET_DEPTHS = (1, 2, 4)
-"""Depths of problem (D); the source lost them."""
+"""Depths of problem (D). The paper's are not known."""
 
 CONVNET_WIDTHS = (16, 32, 64)
-"""Widths of problem (D); the source lost them."""
+"""Widths of problem (D). The paper's are not known."""
 
 
 def _conv_net_problem(depth: int, width: int) -> TestProblem:
@@ -86,7 +86,8 @@ PROBLEMS: tuple[TestProblem, ...] = (
         summary="WideResNet 40-4 on CIFAR-100",
         model=partial(wide_resnet, 40, 4, 100),
         read=read_cifar100,
-        # Zagoruyko & Komodakis (2016), over DeepOBS's 160 epochs, hence two of its three drops.
+        # Zagoruyko & Komodakis (2016), over DeepOBS's 160 epochs, so there are two of its three
+        # drops.
         recipe=Recipe(
             batch_size=128,
             epochs=160,
@@ -107,7 +108,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         model=resnet50,
         published=partial(resnet50, weights="IMAGENET1K_V1"),
         read=read_imagenet,
-        # Torchvision's recipe of these weights: 8 × 32 images a step.
+        # Torchvision's recipe of these weights: 8 × 32 images per step.
         recipe=Recipe(
             batch_size=256,
             epochs=90,
@@ -127,7 +128,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
         model=vit_little,
         published=partial(vit_little, pretrained=True),
         read=read_imagenet_vit,
-        # The optimiser of the model card (NAdamW; 8e-4 for 512 images a step, 600 epochs, clipped
+        # The optimiser of the model card (NAdamW; 8e-4 for 512 images per step, 600 epochs, clipped
         # at 5). Its augmentation (RandAugment, mixup, CutMix, stochastic depth) is not repeated
         # here, so the published weights are what to use.
         recipe=Recipe(
@@ -208,7 +209,7 @@ PROBLEMS: tuple[TestProblem, ...] = (
     TestProblem(
         name="resnet-cifar10",
         letter="E",
-        summary="a ResNet of one thin bottleneck a group on CIFAR-10",
+        summary="a ResNet of one thin bottleneck per group on CIFAR-10",
         is_reduced=True,
         model=partial(resnet50, 10, blocks=(1, 1, 1, 1), width_per_group=8, expansion=1),
         read=read_cifar10,
@@ -248,7 +249,7 @@ def get_problem(name: str) -> TestProblem:
         The problem.
 
     Raises:
-        ValueError: If there is none of that name, or several.
+        ValueError: If no problem, or several, have that name.
     """
     by_name = {problem.name: problem for problem in PROBLEMS}
     if name in by_name:

@@ -1,4 +1,4 @@
-"""The state of a training that may be broken off, in one safetensors file."""
+"""The state of a training that may be interrupted, in one safetensors file."""
 
 from pathlib import Path
 
@@ -26,8 +26,8 @@ def store_state(
         model: The model.
         optimizer: Its optimiser.
         generator: Source of the order; torch's global one where None.
-        described: What is trained how, which `restore_state` compares.
-        history: What `train` returns, up to now.
+        described: Description of the training, which `restore_state` compares.
+        history: The result of `train` up to now.
 
     Raises:
         ValueError: If the file cannot be written.
@@ -60,20 +60,20 @@ def restore_state(
         model: The model, in place.
         optimizer: Its optimiser, in place.
         generator: Source of the order, in place; torch's global one where None.
-        described: What is trained how.
+        described: Description of the training.
 
     Returns:
-        The history up to then.
+        The history up to that point.
 
     Raises:
-        ValueError: If the file is damaged or the state is that of another training.
+        ValueError: If the file is damaged or the state belongs to another training.
     """
     tensors = read_tensors(path)
     found = bytes(tensors.get("described", torch.empty(0, dtype=torch.uint8)).tolist()).decode()
     if found != described:
         raise ValueError(
-            f"{path} is the state of another training ({found or 'none at all'}); this one is "
-            f"{described}: go on with the settings of that one, or remove the file"
+            f"{path} is the state of another training ({found or 'not described'}); this one is "
+            f"{described}: continue with the earlier settings, or remove the file"
         )
     weights = {
         name.removeprefix("model."): value

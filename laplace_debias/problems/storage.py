@@ -48,7 +48,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
         ValueError: If the folder cannot be made or written to.
     """
     try:
-        # Copies, since safetensors refuses tensors that share memory.
+        # Copies, because safetensors refuses tensors that share memory.
         data = save(
             {
                 k: v.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -42,25 +42,27 @@ def train(
         device: Where to train; the model is moved there and stays. Where it is, by default.
         progress: Whether to show a progress bar.
         on_epoch: Called after each epoch with its number and the model, e.g. to save a checkpoint.
-        state: A `.safetensors` file that holds all that is needed to go on. It is written after
-            every epoch; where there is one, training goes on after the epoch that it was written
-            in, as if it had never been broken off (dropout's random numbers excepted).
+        state: A `.safetensors` file that holds all that is needed to continue. It is written after
+            every epoch. Where the file exists, training continues after its epoch as if it had not
+            been interrupted (except for dropout's random numbers).
 
     Returns:
-        For each epoch its number (`epoch`, from 1), the mean training loss (`loss`, nats an
-        example) and accuracy (`accuracy`, 0 … 1) as they were when each batch was met, and the last
+        For each epoch its number (`epoch`, from 1), the mean training loss (`loss`, nats per
+        example) and accuracy (`accuracy`, 0 … 1) as of the time of each batch, and the last
         `learning_rate`.
 
     Raises:
         ValueError: If the data set is empty, the model has nothing to train, or the state is
-            damaged or that of another training.
+            damaged or belongs to another training.
         FloatingPointError: If the loss becomes infinite or not a number.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise ValueError(f"{type(model).__name__} has no trainable parameters; expected some")
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameters; set requires_grad=True for some"
+        )
     if len(dataset) == 0:
-        raise ValueError("an empty data set; expected at least one image")
+        raise ValueError("the data set is empty; expected at least one image")
     device = torch.device(device) if device is not None else parameters[0].device
     model.to(device)
     data: Images = dataset
@@ -158,6 +160,6 @@ def save_checkpoint(
     if taken:
         raise ValueError(
             f"extra tensors {taken} could be parameters of {type(model).__name__}; "
-            "give them names that end otherwise"
+            "give them names with other endings"
         )
     write_tensors(path, {**model.state_dict(), **extra})

@@ -1,4 +1,4 @@
-"""Costs as bars: one panel a cost, one bar a method."""
+"""Costs as bars: one panel per cost, one bar per method."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -15,8 +15,8 @@ def costs_figure(rows: Sequence[Mapping[str, object]], costs: Sequence[str]) -> 
     """Draws costs of methods: a bar to the median over repeats, a whisker from least to greatest.
 
     Args:
-        rows: One row a method and repeat, with the keys `method` and the costs. A cost that is None
-            anywhere has no panel.
+        rows: One row per method and repeat, with the keys `method` and the costs. A cost that is
+            None in any row has no panel.
         costs: Which costs, one panel each: `"seconds"`, `"peak"` (MB).
 
     Returns:
@@ -27,7 +27,9 @@ def costs_figure(rows: Sequence[Mapping[str, object]], costs: Sequence[str]) -> 
     """
     known = [cost for cost in costs if rows and all(row[cost] is not None for row in rows)]
     if not known:
-        raise ValueError(f"no row has all of {list(costs)}; expected at least one cost to draw")
+        raise ValueError(
+            f"none of the costs {list(costs)} is known in all rows; expected at least one cost"
+        )
     methods = list(dict.fromkeys(str(row["method"]) for row in rows))
     colours = method_colours(methods)
     figure = Figure(

@@ -1,4 +1,4 @@
-"""Metrics against prior precision and against severity: one panel a metric, one line a method."""
+"""Metrics against prior precision and severity: one panel per metric, one line per method."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def prior_precision_figure(
     logarithmic axis where it spans more than a decade.
 
     Args:
-        rows: One row a method, prior precision and draw, with the keys `method`, `draw` (both
+        rows: One row per method, prior precision and draw, with the keys `method`, `draw` (both
             anything), `prior_precision` (δ > 0, or None for a method without) and the metrics.
         path: Where to write the picture, PNG or PDF by its suffix.
         metrics: Which metrics, one panel each.
@@ -84,7 +84,7 @@ def severity_figure(
     Dots, bars and axes are those of `prior_precision_figure`.
 
     Args:
-        rows: One row a method, severity and draw, with the keys `method`, `draw` (both anything),
+        rows: One row per method, severity and draw, with the keys `method`, `draw` (both anything),
             `severity` (0 for clean inputs, usually up to 5) and the metrics.
         path: Where to write the picture, PNG or PDF by its suffix.
         metrics: Which metrics, one panel each.

@@ -1,4 +1,4 @@
-"""Reliability diagrams: accuracy against confidence, one panel a method."""
+"""Reliability diagrams: accuracy against confidence, one panel per method."""
 
 import os
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def reliability_figure(
     path: str | os.PathLike[str],
     num_bins: int = 15,
 ) -> Figure:
-    """Draws a reliability diagram a method, and below it how many examples have which confidence.
+    """Draws a reliability diagram per method, and below it how many examples have which confidence.
 
     A bar is the accuracy of the examples in one bin of the confidence; the hatched part is its gap
     to their mean confidence, which the bar meets if the method is calibrated. The ECE is the mean
@@ -53,8 +53,8 @@ def reliability_figure(
 
     Raises:
         TypeError: Probabilities or labels are no tensor.
-        ValueError: There are no panels, probabilities are none, labels do not fit them, `num_bins`
-            < 1 or the suffix is unknown.
+        ValueError: There are no panels, probabilities are outside of 0 … 1, labels do not fit them,
+            `num_bins` < 1, or the suffix is unknown.
 
     Reference:
         Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML, 2017, figure

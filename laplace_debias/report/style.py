@@ -1,6 +1,6 @@
-"""How pictures look: one colour a method, names of metrics, and how they are saved.
+"""How pictures look: one colour per method, names of metrics, and how they are saved.
 
-Nothing here or in the pictures goes through pyplot, so that no state of the user's is touched.
+Neither this file nor the pictures use pyplot, so the user's state is untouched.
 """
 
 import itertools
@@ -23,7 +23,7 @@ OKABE_ITO = {
     "purple": "#CC79A7",
     "black": "#000000",
 }
-"""The palette of Okabe and Ito (2008), told apart by readers with any colour vision."""
+"""The palette of Okabe and Ito (2008), which readers with any colour vision can tell apart."""
 
 INK = "#333333"
 """Colour of text and axes."""
@@ -127,7 +127,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
     Args:
         figure: The picture.
-        path: The file, PNG (150 dots an inch) or PDF by its suffix.
+        path: The file, PNG (150 dots per inch) or PDF by its suffix.
 
     Raises:
         ValueError: The suffix is neither `.png` nor `.pdf`.

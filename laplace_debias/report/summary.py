@@ -16,7 +16,7 @@ class Curve:
 
     Attributes:
         x: Ascending; empty for a method that does not depend on x.
-        mean: Mean over the draws, one a value of x, or a single one.
+        mean: Mean over the draws, one per value of x, or a single one.
         low: Least draw.
         high: Greatest draw.
     """
@@ -41,13 +41,13 @@ def summarise(rows: Sequence[Row], x_key: str, metric: str) -> dict[str, Curve]:
     """Mean, least and greatest draw of a metric, by method and x.
 
     Args:
-        rows: One row a method, x and draw, with the keys `method`, `draw`, `x_key` and `metric`.
+        rows: One row per method, x and draw, with the keys `method`, `draw`, `x_key` and `metric`.
             None at `x_key` means that the method does not depend on it.
         x_key: Name of the column with x.
         metric: Name of the column with the metric.
 
     Returns:
-        A curve a method, in order of appearance.
+        A curve per method, in order of appearance.
 
     Raises:
         ValueError: There are no rows, a row lacks a key or holds no finite number where one is due,
@@ -68,7 +68,7 @@ def summarise(rows: Sequence[Row], x_key: str, metric: str) -> dict[str, Curve]:
         if row["draw"] in draws:
             raise ValueError(
                 f"draw {row['draw']!r} of {row['method']!r} at {x_key} = {row[x_key]} appears "
-                "twice; expected one row a draw. Number the draws."
+                "twice; expected one row per draw. Number the draws."
             )
         draws[row["draw"]] = _number(row[metric], metric)
     return {method: _curve(method, x_key, by_x) for method, by_x in grouped.items()}

@@ -1,4 +1,4 @@
-"""Metrics along the steps of several runs: one panel a metric, one thin line a run."""
+"""Metrics along the steps of several runs: one panel per metric, one thin line per run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def trajectory_figure(
     hundred times the start.
 
     Args:
-        rows: One row a step of a run, in order, with the keys `method`, `draw`, `x_key` and the
+        rows: One row per step of a run, in order, with the keys `method`, `draw`, `x_key` and the
             metrics. NaN counts as a loss beyond all bounds.
         metrics: Which metrics, one panel each; of names that end in `loss` less is better.
         x_key: What to draw them against.
@@ -43,7 +43,7 @@ def trajectory_figure(
         ValueError: There are no rows or no metrics.
     """
     if not rows or not metrics:
-        raise ValueError("a picture of trajectories needs rows and metrics; expected some of both")
+        raise ValueError("there are no rows or metrics; expected at least one of each")
     runs: dict[tuple[str, object], list[Mapping[str, object]]] = {}
     for row in rows:
         runs.setdefault((str(row["method"]), row["draw"]), []).append(row)

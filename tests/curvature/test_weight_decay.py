@@ -14,7 +14,7 @@ from laplace_debias.experiments.shared import setup
 from laplace_debias.experiments.shared.judge import Judge
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import Trained, load_trained
-from laplace_debias.experiments.shared.storage import Store
+from laplace_debias.experiments.shared.store import Store
 from laplace_debias.problems import get_problem, training, wide_resnet
 from laplace_debias.quadratic import Quadratic
 

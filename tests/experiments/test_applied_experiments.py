@@ -15,7 +15,7 @@ from laplace_debias.cli import main
 from laplace_debias.experiments.cost import runtime
 from laplace_debias.experiments.optimisation import conjugate_gradients as cgs
 from laplace_debias.experiments.optimisation import hessian_free as hf
-from laplace_debias.experiments.posteriors import laplace as lap
+from laplace_debias.experiments.posteriors import laplace_experiment as lap
 from laplace_debias.experiments.posteriors.distances import distances_by_data
 from laplace_debias.experiments.posteriors.fitting import (
     CROSSFIT,
@@ -689,7 +689,7 @@ def test_trajectories_have_a_panel_a_metric_and_cut_off_what_diverges():
     assert loss.get_yscale() == "log"
     assert loss.get_ylim()[1] <= 100
     assert accuracy.get_ylim()[1] >= 0.2
-    with pytest.raises(ValueError, match="rows and metrics"):
+    with pytest.raises(ValueError, match="no rows or metrics"):
         trajectory_figure([], ("train_loss",))
 
 

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacrev
 
 from laplace_debias.curvature.network.weight_decay import decay_mask
 from laplace_debias.experiments.bias import contours, cuts, overlaps
+from laplace_debias.experiments.bias.bias_rows import FULL, OTHER, SAME, bias_rows, summary_of
 from laplace_debias.experiments.bias.contours import ContoursSettings, run_contours
 from laplace_debias.experiments.bias.cuts import (
     BiasSettings,
@@ -32,7 +33,6 @@ from laplace_debias.experiments.bias.kfac_batch_size import (
     kfac_magnitudes,
     run_kfac_batch_size,
 )
-from laplace_debias.experiments.bias.measurements import FULL, OTHER, SAME, bias_rows, summary_of
 from laplace_debias.experiments.bias.model_size import ModelSizeSettings, run_model_size
 from laplace_debias.experiments.bias.over_training import OverTrainingSettings, run_over_training
 from laplace_debias.experiments.bias.overlaps import OverlapsSettings, run_overlaps, step_finding

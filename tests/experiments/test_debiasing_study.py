@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 
 from laplace_debias import Laplace, metrics
 from laplace_debias.experiments.debiasing import study as debiasing_study
-from laplace_debias.experiments.debiasing.report import report, summarise_study
 from laplace_debias.experiments.debiasing.schemes import Factors, magnitudes_of
-from laplace_debias.experiments.debiasing.settings import DebiasingSettings
 from laplace_debias.experiments.debiasing.study import run_debiasing, study
+from laplace_debias.experiments.debiasing.study_report import report, summarise_study
+from laplace_debias.experiments.debiasing.study_settings import DebiasingSettings
 from laplace_debias.experiments.shared.setup import Trained
-from laplace_debias.experiments.shared.storage import Store
+from laplace_debias.experiments.shared.store import Store
 from laplace_debias.problems import ProblemData, digits, get_problem
-from laplace_debias.report.intervals import interval_figure
+from laplace_debias.report.interval_plot import interval_figure
 from laplace_debias.report.tables import read_csv
 
 GRID = (0.1, 1.0, 10.0)

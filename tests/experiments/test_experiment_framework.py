@@ -19,7 +19,7 @@ from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.shared import setup
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
-from laplace_debias.experiments.shared.storage import Store, open_store
+from laplace_debias.experiments.shared.store import Store, open_store
 from laplace_debias.problems import ImageDataset, ProblemData, get_problem
 from laplace_debias.report.tables import read_csv, write_csv
 

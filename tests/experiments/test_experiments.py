@@ -536,7 +536,7 @@ def test_smoke_run_on_the_real_network(tmp_path):
         (["demo", "--config=missing.yaml"], "missing.yaml"),
         (["evaluate"], "--data, --checkpoint"),
         (["evaluate", "--data=nowhere", "--checkpoint=nowhere.safetensors"], "nowhere.safetensors"),
-        (["train", "--data=nowhere", "--output=x.safetensors"], "nothing at nowhere"),
+        (["train", "--data=nowhere", "--output=x.safetensors"], "nothing is at nowhere"),
         (["improve"], "improve"),
         ([], "command"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from laplace_debias.experiments.registry import EXPERIMENTS
-from laplace_debias.experiments.shared import storage
+from laplace_debias.experiments.shared import store
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.problems import get_problem, save_checkpoint
 
@@ -64,14 +64,14 @@ def test_a_run_broken_off_in_the_middle_comes_to_the_same(entry, tmp_path, monke
         options["checkpoint"] = tmp_path / "network.safetensors"
         save_checkpoint(get_problem(options["problem"]).model(), options["checkpoint"])
     # What is drawn is in the tables, and drawing takes the most time here.
-    monkeypatch.setattr(storage, "save", lambda figure, path: None)
+    monkeypatch.setattr(store, "save", lambda figure, path: None)
     written: list[str] = []
     limit = 10**6
 
     def counting(write):
         def counted(content, path):
             paths = [arg for arg in (content, path) if isinstance(arg, Path)]
-            if paths[0].parent.name == "parts" and paths[0].stem not in storage._INPUTS:
+            if paths[0].parent.name == "parts" and paths[0].stem not in store._INPUTS:
                 if len(written) == limit:
                     raise KeyboardInterrupt
                 written.append(paths[0].name)
@@ -80,7 +80,7 @@ def test_a_run_broken_off_in_the_middle_comes_to_the_same(entry, tmp_path, monke
         return counted
 
     for name in ("write_csv", "write_tensors"):
-        monkeypatch.setattr(storage, name, counting(getattr(storage, name)))
+        monkeypatch.setattr(store, name, counting(getattr(store, name)))
 
     def run(folder: str, resume: bool = False) -> dict[str, bytes]:
         settings = entry.settings(**options, output=tmp_path / folder, resume=resume)

@@ -363,10 +363,10 @@ def test_cache_is_used_refreshed_and_survives_damage(folder, tmp_path, monkeypat
 
 def test_missing_and_unexpected_places_are_named(folder, tmp_path):
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"nothing at .*nowhere"):
+    with pytest.raises(ValueError, match=r"nothing is at .*nowhere"):
         cifar10(tmp_path / "nowhere", train=True, cache=cache)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="is no CIFAR-10; expected train/"):
+    with pytest.raises(ValueError, match="does not hold CIFAR-10; expected train/"):
         cifar10(tmp_path / "empty", train=True, cache=cache)
     (tmp_path / "empty" / "train").mkdir()
     with pytest.raises(ValueError, match="no images in"):

@@ -124,7 +124,7 @@ def test_digits_problem_splits_its_pool_as_asked():
 def test_problems_that_need_data_say_so():
     with pytest.raises(ValueError, match="no path to CIFAR-100"):
         get_problem("A").data()
-    with pytest.raises(ValueError, match="nothing at nowhere"):
+    with pytest.raises(ValueError, match="nothing is at nowhere"):
         get_problem("A").data(DataSource(root=Path("nowhere")))
 
 
@@ -350,7 +350,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path):
         settings(tmp_path / "a", problem="digits-cnn")
     with pytest.raises(ValueError, match="batch_size 0"):
         settings(tmp_path / "a", recipe=RecipeChanges(batch_size=0))
-    with pytest.raises(ValueError, match="expected one of them"):
+    with pytest.raises(ValueError, match="both given; expected one of them"):
         settings(tmp_path / "a", resume=True, overwrite=True)
     with pytest.raises(ValueError, match="checkpoints is -1"):
         settings(tmp_path / "a", checkpoints=-1)

@@ -17,7 +17,7 @@ from laplace_debias.experiments.bias.cuts import (
 )
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.experiments.shared.store import Rows, open_store
 from laplace_debias.operators.eigh import eigvalsh
 from laplace_debias.quadratic import Cut
 from laplace_debias.report.style import FONT_SIZE, method_colours, style_axes
@@ -25,7 +25,7 @@ from laplace_debias.report.tables import print_table
 
 _LEVELS = 6
 _REACH = 2.0
-"""How many times as far as the minimum the picture shows."""
+"""Radius of the picture, in multiples of the distance to the minimum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class ContoursSettings(BiasSettings):
     """What is drawn.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         batch_size: Examples of a mini-batch.
         draws: How many mini-batches, a panel each.
 
@@ -51,11 +51,13 @@ class ContoursSettings(BiasSettings):
         super().__post_init__()
         self.num_batches(self.batch_size)
         if self.num_directions != 2:
-            raise ValueError(f"num_directions is {self.num_directions}; expected 2, a plane")
+            raise ValueError(
+                f"num_directions is {self.num_directions}; expected 2, because a plane is drawn"
+            )
 
 
 def run_contours(settings: ContoursSettings, console: Console | None = None) -> Rows:
-    """Find each mini-batch's plane, measure all batches in it, draw and tell the six numbers.
+    """Find each mini-batch's plane, measure all batches in it, draw, and print the numbers.
 
     Args:
         settings: What to draw.
@@ -113,7 +115,7 @@ def run_contours(settings: ContoursSettings, console: Console | None = None) -> 
 
 
 def _row(draw: int, name: str, cut: Cut) -> dict[str, object]:
-    """The six numbers that are a quadratic in a plane (Eq. 2, Figure 1), and its Newton step."""
+    """The six numbers that determine a quadratic in a plane (Eq. 2, Figure 1); its Newton step."""
     step = _minimizer(cut)
     return {
         "draw": draw,
@@ -137,7 +139,7 @@ def _minimizer(cut: Cut) -> torch.Tensor | None:
 
 
 def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
-    """Contours of the mini-batch's and the full-batch quadratic, a panel a mini-batch.
+    """Contours of the mini-batch's and the full-batch quadratic, a panel per mini-batch.
 
     Both have the same levels above their own minimum, so that the narrower contours are those of
     the larger curvature; a cross marks each minimum, a dot θ₀.
@@ -180,7 +182,7 @@ def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
 def _heights(
     cut: Cut, minimizer: Float[Tensor, " k"] | None, values: Float[Tensor, "rows columns"]
 ) -> Float[Tensor, "rows columns"]:
-    """Values above the quadratic's minimum, which no grid meets; their least if there is none."""
+    """Values above the quadratic's minimum, or above their least where there is no minimum."""
     return values - (values.min() if minimizer is None else cut(*minimizer))
 
 

@@ -70,7 +70,7 @@ class SpectrumBudget:
         check_at_least(self, 2, "trace_matvecs")
         check_at_least(self, 0, "memory_bound")
         if not 0 <= self.left_out < 1:
-            raise ValueError(f"left_out is {self.left_out}; expected a share, from 0 to below 1")
+            raise ValueError(f"left_out is {self.left_out}; expected at least 0 and less than 1")
         for name in ("tolerance", "density_width", "density_floor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
@@ -100,16 +100,16 @@ class SpectrumResult:
 def measure(
     A: LinearOperator, settings: SpectrumBudget, seconds: dict[str, float] | None = None
 ) -> SpectrumResult:
-    r"""Eigenpairs, trace and density of a symmetric operator, each from what is left by the others.
+    r"""Leading eigenpairs of a symmetric operator, its trace, and the density of the rest.
 
     With the eigenpairs $V\Lambda V^\top$ taken out, $A - V\Lambda V^\top$ has a trace and a density
-    without outliers, which few products tell well: the deflation of Hutch++, with the eigenvectors
-    that are wanted anyway in the place of a sketch.
+    without outliers, which few products estimate well. This is the deflation of Hutch++, with the
+    eigenvectors in place of a sketch.
 
     Args:
         A: Symmetric operator, `[D, D]`.
         settings: Numbers of eigenpairs, products, probes and steps.
-        seconds: What was spent before, by name.
+        seconds: Seconds spent before, by name.
 
     Returns:
         What was measured.
@@ -165,13 +165,13 @@ def decompose(
     settings: SpectrumBudget,
     seconds: dict[str, float] | None = None,
 ) -> SpectrumResult:
-    """The same of the GGN of few examples, through the products of its rows: no estimates.
+    """The spectrum of the GGN of few examples, exactly, from the products of its rows.
 
     Args:
         model: The network, in evaluation mode.
         batches: Images and labels.
-        settings: How many eigenpairs, what may be left out, and the density's width and floor.
-        seconds: What was spent before, by name.
+        settings: Number of eigenpairs, share left out, and the density's width and floor.
+        seconds: Seconds spent before, by name.
 
     Returns:
         What was measured. Residuals are their bound by what was left out.
@@ -222,7 +222,7 @@ def draw(result: SpectrumResult, matrix: str) -> Figure:
 
     Args:
         result: What was measured.
-        matrix: What it is called.
+        matrix: Name of the matrix.
     """
     figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
     by_rank, by_value = figure.subplots(1, 2)

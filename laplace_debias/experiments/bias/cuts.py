@@ -1,8 +1,8 @@
 """Mini-batch quadratics along one batch's directions: what the experiments on the bias measure.
 
-Along the columns of V a quadratic is a polynomial (`Cut`): its slopes Vᵀg and its curvatures VᵀHV
-hold all that is asked of it, at θ₀ and anywhere in the span of V. By Eq. 5 the full set's is the
-mean of those of a partition into equal batches.
+Along the columns of V a quadratic is a polynomial (`Cut`). Its slopes Vᵀg and curvatures VᵀHV
+determine it at θ₀ and anywhere in the span of V. By Eq. 5 the full set's quadratic is the mean of
+the quadratics of a partition into equal batches.
 """
 
 import math
@@ -19,7 +19,7 @@ from laplace_debias.curvature import Jacobian
 from laplace_debias.curvature.network.weight_decay import decay_mask
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained
-from laplace_debias.experiments.shared.storage import Store
+from laplace_debias.experiments.shared.store import Store
 from laplace_debias.linalg import cg, eigsh
 from laplace_debias.quadratic import Cut, Quadratic
 
@@ -28,15 +28,15 @@ Kind = Literal["eigenvectors", "cg"]
 
 @dataclass(frozen=True, kw_only=True)
 class BiasSettings(ExperimentSettings):
-    """What the experiments on the bias of mini-batches are told beside that.
+    """Settings of the experiments on the bias of mini-batches.
 
     Attributes:
         full_examples: How many training images, chosen at random, are the full set.
         draws: On how many mini-batches directions are computed, the first ones of the full set.
         num_directions: How many directions each.
         curvature: `ggn` or `hessian`.
-        weight_decay: β of the regulariser, which acts on weights alone, as in training; that of
-            the training if None (see `Trained`).
+        weight_decay: β of the regulariser, which acts on weights alone, as in training; the
+            training's β if None (see `Trained`).
         tol: Greatest residual of an eigenpair, relative to the largest eigenvalue.
 
     Raises:
@@ -54,30 +54,32 @@ class BiasSettings(ExperimentSettings):
         super().__post_init__()
         check_at_least(self, 1, "full_examples", "draws", "num_directions")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0, finite")
+            raise ValueError(
+                f"weight_decay is {self.weight_decay}; expected a finite number of at least 0"
+            )
         if not 0 < self.tol < 1:
             raise ValueError(f"tol is {self.tol}; expected a number between 0 and 1")
 
     def decay(self, trained: Trained) -> float:
-        """β, the one given or that of the training."""
+        """β: the given one, or that of the training."""
         return trained.weight_decay if self.weight_decay is None else self.weight_decay
 
     def num_batches(self, batch_size: int) -> int:
-        """How many batches the full set is cut into.
+        """Number of batches of the full set.
 
         Raises:
             ValueError: If they would not be equal, or too few to draw from.
         """
         if batch_size < 1 or self.full_examples % batch_size:
             raise ValueError(
-                f"batches of {batch_size} of full_examples={self.full_examples}; expected a "
-                "divisor: their mean is the full set only where all are equal (Eq. 5)"
+                f"full_examples is {self.full_examples}, batches have {batch_size} examples; "
+                "expected a divisor: only the mean over equal batches is the full set's (Eq. 5)"
             )
         number = self.full_examples // batch_size
         if number <= self.draws:
             raise ValueError(
-                f"full_examples={self.full_examples} are {number} batches of {batch_size}; "
-                f"expected more than draws={self.draws}, to measure on others"
+                f"full_examples is {self.full_examples}, which is {number} batches of "
+                f"{batch_size}; expected more than draws = {self.draws}, to measure on others"
             )
         return number
 
@@ -156,7 +158,8 @@ def cut_along(
     r"""The regularised quadratic of one mini-batch in the span of V.
 
     For the GGN of the cross-entropy $V^\top G V = \tfrac1N \sum_n (J_n V)^\top (\mathrm{diag}(p_n)
-    - p_n p_n^\top) J_n V$ takes products with the Jacobian alone, less than half of those with G.
+    - p_n p_n^\top) J_n V$ takes products with the Jacobian alone, less than half the cost of
+    products with G.
     """
     quadratic = quadratic_on(trained, batch, curvature, decay=0.0)
     if curvature == "ggn":
@@ -193,11 +196,11 @@ def stored_directions(
     settings: BiasSettings,
     number: int | None = None,
 ) -> Directions:
-    """Directions of a mini-batch's quadratic, computed once for a run.
+    """Directions of a mini-batch's quadratic, computed once per run.
 
     Args:
         store: The run's store.
-        name: Name of the part under which they are kept.
+        name: Name of the part under which they are stored.
         trained: The network.
         batch: The mini-batch.
         kind: Which directions.
@@ -228,7 +231,7 @@ def stored_cuts(
     directions: Sequence[Directions],
     settings: BiasSettings,
 ) -> list[list[Cut]]:
-    """Every batch's quadratic along every set of directions, each batch measured once for a run.
+    """Every batch's quadratic along every set of directions, each batch measured once per run.
 
     Args:
         store: The run's store.

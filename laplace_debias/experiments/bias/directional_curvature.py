@@ -9,9 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from laplace_debias.experiments.bias.cuts import BiasSettings, Kind
-from laplace_debias.experiments.bias.figures import COLOURS, add_marker_legend
-from laplace_debias.experiments.bias.measurements import (
+from laplace_debias.experiments.bias.bias_figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.bias_rows import (
     FULL,
     OTHER,
     QUANTITIES,
@@ -20,10 +19,11 @@ from laplace_debias.experiments.bias.measurements import (
     summary_of,
     values_of,
 )
+from laplace_debias.experiments.bias.cuts import BiasSettings, Kind
 from laplace_debias.experiments.shared.checks import check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.experiments.shared.store import Rows, open_store
 from laplace_debias.report.style import FONT_SIZE, style_axes
 from laplace_debias.report.tables import print_table
 
@@ -35,8 +35,8 @@ class DirectionalCurvatureSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         batch_sizes: Examples of a mini-batch, one picture for each.
         directions: `eigenvectors`, the top ones of the mini-batch's curvature matrix, or `cg`, the
             search directions of CG on its quadratic, at whose iterates slopes are measured.
@@ -61,8 +61,8 @@ class WideResNetSettings(DirectionalCurvatureSettings):
     """What is measured on a WideResNet.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         problem: Name of the test problem, or its letter in the paper.
 
     Raises:
@@ -141,13 +141,13 @@ def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str
     Args:
         rows: Those of `bias_rows`.
         batch_size: For the titles.
-        directions: What the directions are.
+        directions: Kind of the directions.
     """
     draws = sorted({row["draw"] for row in rows})
     figure = Figure(
         figsize=(max(5.6, 3.4 * len(draws)), 5.4), layout="constrained", facecolor="white"
     )
-    # The panels of a row share their axis: a negative curvature in any is to be seen.
+    # The panels of a row share their axis, so one negative curvature makes all of them linear.
     is_log = min(row["curvature"] for row in rows) > 0
     panels = figure.subplots(len(QUANTITIES), len(draws), squeeze=False, sharex=True, sharey="row")
     for column, draw in enumerate(draws):

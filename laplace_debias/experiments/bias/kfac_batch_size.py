@@ -12,12 +12,12 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.experiments.bias.figures import COLOURS, add_marker_legend
-from laplace_debias.experiments.bias.measurements import FULL, OTHER, SAME
+from laplace_debias.experiments.bias.bias_figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.bias_rows import FULL, OTHER, SAME
 from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.experiments.shared.store import Rows, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.report.style import FONT_SIZE, style_axes
@@ -29,8 +29,8 @@ class KFACBatchSizeSettings(ExperimentSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         full_examples: How many training images, chosen at random, are the full set.
         batch_sizes: Examples of a mini-batch, a panel each.
         draws: On how many mini-batches of each size K-FAC's eigenvectors are computed.
@@ -56,8 +56,8 @@ class KFACBatchSizeSettings(ExperimentSettings):
             needed = self.draws + self.others
             if size < 1 or self.full_examples % size or needed * size > self.full_examples:
                 raise ValueError(
-                    f"{needed} batches of {size} of full_examples={self.full_examples}; expected "
-                    f"a divisor that gives at least {needed} batches (draws and others)"
+                    f"full_examples is {self.full_examples}, batches have {size} examples; "
+                    f"expected a divisor that gives at least {needed} batches (draws + others)"
                 )
 
 
@@ -99,10 +99,10 @@ def run_kfac_batch_size(settings: KFACBatchSizeSettings, console: Console | None
 
 
 def kfac_rows(trained: Trained, settings: KFACBatchSizeSettings, size: int, draw: int) -> Rows:
-    """K-FAC's curvature along the top eigenvectors of that of one mini-batch.
+    """K-FAC's curvature along the top eigenvectors of one mini-batch's K-FAC.
 
-    Unlike a GGN's, the full set's is not the mean of the mini-batches' (Eq. 5 fails): it is
-    measured on the factors of all the images.
+    The full set's K-FAC is not the mean of the mini-batches' (Eq. 5 holds for the GGN alone), so it
+    is measured on the factors of all images.
     """
     images = trained.data.train
     number = settings.full_examples // size
@@ -163,7 +163,7 @@ def _ratios(table: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:
 
 
 def kfac_figure(table: Sequence[dict[str, Any]]) -> Figure:
-    """Directional curvatures of the first draw, a panel a batch size.
+    """Directional curvatures of the first draw, a panel per batch size.
 
     Args:
         table: Rows of all batch sizes.

@@ -21,7 +21,7 @@ from laplace_debias.experiments.shared.checks import check_at_least, check_even_
 from laplace_debias.experiments.shared.confidence import half_width
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.experiments.shared.store import Rows, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
@@ -44,7 +44,7 @@ class KfacErrorSettings(ExperimentSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the picture and what is kept to go on from.
+        output: Folder of the table, the picture and the parts that a resumed run reads.
         batch_size: Examples of a mini-batch, even: all of them for mini-batch and cross-fitted
             fits, halves for debiased ones.
         draws: How many mini-batches are fitted, each in every way.

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from laplace_debias.experiments.bias.bias_figures import trend_figure
+from laplace_debias.experiments.bias.bias_rows import measure_bias, summary_of
 from laplace_debias.experiments.bias.cuts import BiasSettings
-from laplace_debias.experiments.bias.figures import trend_figure
-from laplace_debias.experiments.bias.measurements import measure_bias, summary_of
 from laplace_debias.experiments.shared.checks import check_different
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Trained, check_data, trained_model
-from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.experiments.shared.store import Rows, open_store
 from laplace_debias.problems import (
     CONVNET_DEPTHS,
     CONVNET_WIDTHS,
@@ -31,8 +31,8 @@ class ModelSizeSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         problem: A test problem, whose data and recipe serve ConvNets of all sizes.
         checkpoint: None: every network is trained first.
         models: (depth, width) of each ConvNet.
@@ -112,12 +112,13 @@ def sized(base: TestProblem, data: ProblemData, depth: int, width: int) -> TestP
     """A test problem with a ConvNet of some depth and width.
 
     Raises:
-        ValueError: If its images are none that fit into memory, or not square.
+        ValueError: If its images are not held in memory, or have sizes that a ConvNet cannot halve
+            twice.
     """
     if not isinstance(data.train, ImageDataset) or data.train.images[0, 0].shape[0] % 4:
         raise ValueError(
-            f"{base.name} has no images for a ConvNet; expected the digits or CIFAR, for example "
-            "problem: convnet-digits"
+            f"the images of {base.name} do not fit a ConvNet; choose a problem of the digits or "
+            "CIFAR, for example convnet-digits"
         )
     channels, size = data.train.images.shape[1:3]
     network = partial(conv_net, depth, width, len(data.train.classes), channels, size)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from laplace_debias.experiments.bias.bias_figures import trend_figure
+from laplace_debias.experiments.bias.bias_rows import QUANTITIES, measure_bias, summary_of
 from laplace_debias.experiments.bias.cuts import BiasSettings
-from laplace_debias.experiments.bias.figures import trend_figure
-from laplace_debias.experiments.bias.measurements import QUANTITIES, measure_bias, summary_of
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import Trained, check_data, trained_model
-from laplace_debias.experiments.shared.storage import Rows, Store, file_digest, open_store
+from laplace_debias.experiments.shared.store import Rows, Store, file_digest, open_store
 from laplace_debias.problems import ProblemData, get_problem, load_checkpoint, log_epochs
 from laplace_debias.report.tables import print_table
 
@@ -25,8 +25,8 @@ class OverTrainingSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         checkpoint: None; see `checkpoints`.
         checkpoints: Folder of `epoch-<number>.safetensors`, as `laplace-debias train` writes it;
             the network is trained first where none is given.
@@ -82,7 +82,7 @@ def run_over_training(settings: OverTrainingSettings, console: Console | None = 
         check_data(data, settings, store)
         networks = _trained_here(settings, store, data, console)
     else:
-        # Their data is known when they are read, since they hold its split.
+        # The checkpoints hold the split, so the data is checked when they are read.
         networks = given
     digests = [{"epoch": epoch, "file": file_digest(networks[epoch])} for epoch in networks]
     if not store.matches("checkpoints", digests):

@@ -11,13 +11,13 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from laplace_debias.experiments.bias.bias_figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.bias_rows import FULL, OTHER, SAME, measure_bias
 from laplace_debias.experiments.bias.cuts import BiasSettings, stored_directions
-from laplace_debias.experiments.bias.figures import COLOURS, add_marker_legend
-from laplace_debias.experiments.bias.measurements import FULL, OTHER, SAME, measure_bias
 from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.storage import Rows, open_store
+from laplace_debias.experiments.shared.store import Rows, open_store
 from laplace_debias.linalg import overlaps
 from laplace_debias.report.style import FONT_SIZE, style_axes
 from laplace_debias.report.tables import print_table
@@ -31,10 +31,10 @@ class OverlapsSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         batch_sizes: Examples of a mini-batch.
-        draws: How many mini-batches; the first two's overlaps are drawn, all pairs' told.
+        draws: How many mini-batches. All pairs' overlaps are written, the first pair's are drawn.
         num_directions: How many eigenvectors.
         cg_steps: How many iterations of CG on the first mini-batch of the first size, whose step
             sizes are compared with those that other mini-batches ask for; 0 for none.
@@ -121,7 +121,7 @@ def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> 
 
 
 def _step_sizes(rows: Sequence[dict[str, Any]]) -> Rows:
-    """τ = −s / c (Eq. 3) along every direction, on whatever it was measured; None where c is 0."""
+    """τ = −s / c (Eq. 3) along every direction, for every row; None where c is 0."""
     return [
         {key: row[key] for key in ("index", "measured_on", "batch")}
         | {"step_size": -row["slope"] / row["curvature"] if row["curvature"] else None}
@@ -130,7 +130,7 @@ def _step_sizes(rows: Sequence[dict[str, Any]]) -> Rows:
 
 
 def step_finding(steps: Sequence[dict[str, Any]]) -> str:
-    """What was seen of CG's step sizes, a sentence made from the numbers.
+    """One sentence on CG's step sizes, made from the numbers.
 
     Args:
         steps: Step sizes; None for those along directions of no curvature, which are left out.
@@ -152,7 +152,7 @@ def step_finding(steps: Sequence[dict[str, Any]]) -> str:
 
 
 def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
-    """Overlaps of two mini-batches' eigenvectors as pixels, a panel a batch size.
+    """Overlaps of two mini-batches' eigenvectors as pixels, a panel per batch size.
 
     Args:
         by_size: Overlaps `[k, k]` by batch size.

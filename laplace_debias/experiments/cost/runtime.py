@@ -1,8 +1,9 @@
-"""Run time and memory of debiasing: what fits of K-FAC posteriors cost beside the mini-batch's.
+"""Run time and memory of fits: debiased K-FAC posteriors against the mini-batch's.
 
-Debiased at half the mini-batch's size sees as many examples, and projects the second factors block
-by block: two blocks' factors at a time are enough. The naive way, two entire K-FACs held side by
-side and then projected, is measured beside it; it comes to the same posterior.
+A debiased fit with two batches of half the mini-batch's size sees as many examples. It projects the
+second factors block by block, so it holds the factors of two blocks at a time. The naive way holds
+two entire K-FACs side by side and then projects one; it gives the same posterior and is measured
+too.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.curvature.fits.directions import Eigenbasis
-from laplace_debias.experiments.cost.measurement import cost, machine_of
+from laplace_debias.experiments.cost.resources import cost, machine_of
 from laplace_debias.experiments.posteriors.fitting import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch, check_folds
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import Row, open_store
+from laplace_debias.experiments.shared.store import Row, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.report.costs import costs_figure
@@ -41,7 +42,7 @@ class RuntimeSettings(ExperimentSettings):
     """Which fits are timed.
 
     Attributes:
-        output: Folder of the tables, the picture and what is kept to go on from.
+        output: Folder of the tables, the picture and the parts that a resumed run reads.
         batch_size: Examples of a mini-batch; debiased has two batches of half as many.
         folds: Folds of the cross-fitted posterior; 0 for none.
         repeats: How many times each fit is timed, in turn.
@@ -77,13 +78,13 @@ def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> li
         console: Where to print; the standard output if None.
 
     Returns:
-        A row a fit and repeat: `seconds`, and `peak` memory above what was held before (MB; None
+        A row per fit and repeat: `seconds`, and `peak` memory above what was held before (MB; None
         where it cannot be measured), the posterior it returns included.
 
     Raises:
         ValueError: If there are too few examples, or the run that is resumed was timed on another
             device or with another number of threads; as `load_trained` and `open_store`.
-        FileExistsError: If the output holds results and is not to be resumed.
+        FileExistsError: If the output holds results and `resume` is false.
 
     Reference:
         Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning,
@@ -94,9 +95,9 @@ def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> li
     machine = machine_of(device_from(settings.device))
     if not store.matches("machine", [machine]):
         raise ValueError(
-            f"{store.folder} holds times of another machine or of another number of threads; now "
-            f"it is {machine['device']}, {machine['threads']} threads: resume there, or choose "
-            "another --output"
+            f"{store.folder} holds times of another machine or number of threads than "
+            f"{machine['device']}, {machine['threads']} threads: resume there, or choose another "
+            "--output"
         )
     trained = load_trained(settings, store, console)
     fits = timed_fits(trained, settings)
@@ -131,7 +132,7 @@ def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> li
 
 
 def timed_fits(trained: Trained, settings: RuntimeSettings) -> dict[str, Fit]:
-    """What is timed, by name.
+    """The fits that are timed, by name.
 
     Args:
         trained: The trained network and its data.
@@ -192,7 +193,7 @@ def naively_debiased(first: BlockDiagonal, second: BlockDiagonal) -> BlockDiagon
         assert isinstance(other, EigenKronecker)
         magnitudes = _weigh(block.U_G, other.U_G, other.magnitudes)
         magnitudes = _weigh(block.U_A, other.U_A, magnitudes.T).T
-        # The largest eigenvalues stand first.
+        # The largest eigenvalues come first.
         own = block.magnitudes
         basis = Eigenbasis(block.U_G, block.U_A, own[:, 0], own[0] / own[0, 0])
         magnitudes = basis.pooled(magnitudes, magnitudes.dtype)
@@ -208,7 +209,7 @@ def _weigh(U: Tensor | None, V: Tensor | None, magnitudes: Tensor) -> Tensor:
 
 
 def factor_sizes(curvature: BlockDiagonal) -> Row:
-    """How many numbers K-FAC's factors are, of all blocks and of the largest one (Section B.6).
+    """How many numbers K-FAC's factors hold: of all blocks, and of the largest one (Section B.6).
 
     Args:
         curvature: Of any K-FAC fit.
@@ -229,7 +230,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
         rows: Rows with `method`, `seconds` and `peak`.
 
     Returns:
-        A row a method: least, median and greatest seconds, median peak memory (MB), and both
+        A row per method: least, median and greatest seconds, median peak memory (MB), and both
         medians relative to the mini-batch's.
     """
     of = {
@@ -258,7 +259,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def findings(table: Sequence[Row], sizes: Row) -> list[str]:
-    """What was seen, in sentences made from the numbers.
+    """Findings in sentences, made from the numbers.
 
     Args:
         table: Rows of `summary`.

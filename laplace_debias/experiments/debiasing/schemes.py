@@ -1,8 +1,8 @@
 """Ways to take directions and magnitudes of a Kronecker factor from the same few examples.
 
-All of them are functions of the factors of small groups of examples, which one pass over the data
-gives: a mini-batch, two batches of any sizes, folds of any number and a running average are sums of
-these.
+One pass over the data gives the factors of small groups of examples. All methods are functions of
+these: mini-batches, two batches of any sizes, any number of folds and running averages are sums
+over groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,12 +50,12 @@ def trace_name(method: str) -> str:
 
 
 def outputs_name(method: str) -> str:
-    """The method's magnitudes, scaled by what forward passes tell of all data's loss curvature."""
+    """The method's magnitudes, scaled by the loss curvature of all data from forward passes."""
     return f"{method}, scaled by the outputs"
 
 
 def average_name(decay: float, magnitudes: str = "") -> str:
-    """A running average; its magnitudes, if others than its own, from `NEXT` or `STREAM`."""
+    """A running average; its own magnitudes, or those of `NEXT` or `STREAM`."""
     return f"average, decay {decay:g}{magnitudes}"
 
 
@@ -68,17 +68,16 @@ STREAM = ", directions and magnitudes of two streams"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a draw's examples are cut.
+    """How a draw's examples are divided.
 
     Attributes:
-        batch_size: b; a draw has 2b examples at hand.
-        groups: Into how many groups of equal size these are cut; example i is in group i modulo
-            `groups`.
+        batch_size: b; a draw has 2b examples.
+        groups: Number of groups of equal size; example i is in group i modulo `groups`.
         folds: Numbers of folds to cross-fit with, divisors of `groups`.
         further_batches: How many further magnitude batches of b examples there are.
         average_batch_size: Examples in a batch of the running average, a multiple of a group's and
             a divisor of b.
-        average_decays: Its weights of what came before, in (0, 1), one average each.
+        average_decays: Decays of the running averages, in (0, 1), one average each.
     """
 
     batch_size: int
@@ -95,12 +94,12 @@ class Plan:
 
     @property
     def usual(self) -> str:
-        """The cross-fitted method that stands for all of them."""
+        """The cross-fitted method that is combined with others."""
         return crossfit_name(min(USUAL_FOLDS, self.groups))
 
     @property
     def scaled(self) -> dict[str, str]:
-        """The methods that come with the full-batch trace too, and their bases."""
+        """The methods that are also scaled to the full-batch trace, and their bases."""
         b = self.batch_size
         return {
             MINI: "all",
@@ -111,13 +110,13 @@ class Plan:
 
     @property
     def measured_on(self) -> dict[str, slice]:
-        """On which examples at hand the magnitudes of some methods are measured."""
+        """Which of the 2b examples the magnitudes of some methods are measured on."""
         b = self.batch_size
         return {MINI: slice(None), split_name(b, b): slice(1, None, 2), self.usual: slice(None)}
 
     @property
     def methods(self) -> dict[str, str]:
-        """The basis that each method's magnitudes are along."""
+        """The basis of each method."""
         b = self.batch_size
         return {
             MINI: "all",
@@ -148,7 +147,7 @@ class Factors:
         groups: Of each group, summed over its examples, `[groups, d, d]`.
         further: Of each further batch of `average_batch_size` examples, summed, `[n, d, d]`.
         full: Of all data, the mean, `[d, d]`.
-        precision: What all of it was computed in.
+        precision: The dtype of the computation.
     """
 
     groups: Float[Tensor, "groups d d"]
@@ -248,7 +247,7 @@ def _running(batches: Sequence[Tensor], decay: float) -> Iterator[Tensor]:
 
 
 def _eigh(factor: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors, in double precision on the way."""
+    """Eigenvalues and eigenvectors, computed in double precision."""
     values, vectors = eigh(factor.double())
     assert vectors is not None
     return values.to(factor.dtype), vectors.to(factor.dtype)

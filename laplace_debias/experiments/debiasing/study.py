@@ -1,7 +1,8 @@
-"""A study: how directions and magnitudes from few examples are best had, at equal data.
+"""A study of ways to get directions and magnitudes from few examples, at equal data.
 
-Every method sees the same 2b training examples of a draw (some, told by their names, further ones).
-One pass over them in small groups serves all K-FAC methods, whose factors are sums of the groups'.
+Every method sees the same 2b training examples of a draw. Methods with larger numbers in their
+names see further examples too. One pass over them in small groups serves all K-FAC methods, whose
+factors are sums of the groups'.
 """
 
 from functools import partial
@@ -16,12 +17,12 @@ from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.losses.cotangents import Fisher, LikelihoodCotangents
 from laplace_debias.curvature.losses.likelihood import likelihood_from
 from laplace_debias.curvature.network.selection import select_parameters
-from laplace_debias.experiments.debiasing.fits import MEMORY_BOUND, StudyFits
-from laplace_debias.experiments.debiasing.report import StudyResult, report
-from laplace_debias.experiments.debiasing.settings import DebiasingSettings
+from laplace_debias.experiments.debiasing.study_fits import MEMORY_BOUND, StudyFits
+from laplace_debias.experiments.debiasing.study_report import StudyResult, report
+from laplace_debias.experiments.debiasing.study_settings import DebiasingSettings
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.storage import Row, Store, open_store
+from laplace_debias.experiments.shared.store import Row, Store, open_store
 from laplace_debias.problems import Images
 
 
@@ -50,14 +51,14 @@ def run_debiasing(settings: DebiasingSettings, console: Console | None = None) -
 def study(
     model: nn.Module, train: Images, test: Images, settings: DebiasingSettings, store: Store
 ) -> list[Row]:
-    """Measure every method in every draw; draws in the store are not made again.
+    """Measure every method in every draw; draws in the store are not computed again.
 
     Args:
         model: The trained network, in evaluation mode.
         train: What it was trained on.
         test: Images to predict.
         settings: What to study.
-        store: Where draws are kept.
+        store: Where draws are stored.
 
     Returns:
         Rows with `method`, `draw` (None for full-batch), `prior_precision`, `nll` (nats, mean over

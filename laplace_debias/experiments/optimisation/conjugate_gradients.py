@@ -2,7 +2,7 @@
 
 Both minimise a quadratic of the regularised loss without damping. Single-batch CG sees one batch,
 debiased CG two of half the size: directions from the first, step sizes from the second (Eq. 8). The
-network's real loss and accuracy, on training and test images, tell what the steps are worth.
+network's real loss and accuracy, on training and test images, show the quality of the steps.
 """
 
 import math
@@ -24,7 +24,7 @@ from laplace_debias.experiments.shared.checks import check_at_least, check_even_
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import Row, open_store
+from laplace_debias.experiments.shared.store import Row, open_store
 from laplace_debias.linalg import Iterate, cg, debiased_cg
 from laplace_debias.problems import ImageBatches
 from laplace_debias.quadratic import Quadratic
@@ -42,19 +42,20 @@ class ConjugateGradientsSettings(ExperimentSettings):
     """Which trajectories there are, and what they are measured on.
 
     Attributes:
-        output: Folder of the tables, the pictures and what is kept to go on from. Draws may be
-            added to those that it holds.
+        output: Folder of the tables, the pictures and the parts that a resumed run reads. Draws may
+            be added later.
         batch_size: Examples of single-batch CG; debiased CG has two batches of half as many.
         draws: How many times the batches are drawn; both methods share the examples of a draw.
         iterations: Steps of each run.
-        evaluate_every: Steps from one measurement of the network to the next; start and end are
-            always measured, the end also of a run that ends before all iterations.
+        evaluate_every: Steps from one measurement of the network to the next. Start and end are
+            always measured, also the end of a run that stops early.
         curvature: The quadratic's matrix.
-        weight_decay: β of ½ β ‖weights‖²; that of the training if None (see `Trained`).
-        full_examples: Training examples of the full-batch runs (0: there are none; None: all).
+        weight_decay: β of ½ β ‖weights‖²; the training's β if None (see `Trained`).
+        full_examples: Training examples of the full-batch runs: 0 for no such runs, None for all
+            examples.
         train_examples: Training images that loss and accuracy are measured on; all if None.
         test_examples: Test images, likewise.
-        chunk_size: Images that go through the network at a time.
+        chunk_size: Images per forward pass.
 
     Raises:
         ValueError: If a number is out of range.
@@ -142,7 +143,7 @@ def plan(settings: ConjugateGradientsSettings, num_train: int, num_test: int) ->
     train = torch.randperm(num_train, generator=generator)[: settings.train_examples]
     test = torch.randperm(num_test, generator=generator)[: settings.test_examples]
     of_full = []
-    # First, so that further draws leave it as it is.
+    # This comes first, so that further draws do not change it.
     if full:
         chosen = torch.randperm(num_train, generator=generator)[:full]
         of_full = _pair(chosen, 0, FULL, FULL_DEBIASED)
@@ -178,7 +179,7 @@ def trajectory(
         settings: Iterations, curvature, chunk size.
 
     Returns:
-        A row a measured iterate, the start included: the metrics, the change of the quadratic of
+        A row per measured iterate, the start included: the metrics, the change of the quadratic of
         the batch that sets step sizes (nats), the step size and the steps' length so far.
     """
     dtype = next(trained.model.parameters()).dtype
@@ -230,7 +231,7 @@ def trajectory(
             callback=lambda _, debiased: record(debiased),
             **limits,  # type: ignore[arg-type]
         )
-    # CG may end before the settings' last iteration, where the curvature is not positive.
+    # CG stops early where the curvature is not positive.
     if last is not None and last.iteration != rows[-1]["iteration"]:
         measure(last)
     return rows
@@ -250,7 +251,7 @@ def run_conjugate_gradients(
 
     Raises:
         ValueError: If there are too few examples; as `load_trained` and `open_store`.
-        FileExistsError: If the output holds results and is not to be resumed.
+        FileExistsError: If the output holds results and `resume` is false.
 
     Reference:
         Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning,

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 
 from laplace_debias.experiments.shared.judge import worst_if_nan
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 
 
 def stability(rows: Sequence[Row]) -> list[Row]:
-    """How each run's losses end, beside their start and their best.
+    """Each run's losses at the start, at their best and at the end.
 
     Args:
         rows: Rows of `trajectory`, of any number of runs.
 
     Returns:
-        A row a run: for training (`train`) and test loss the start, the least one, the iteration
-        that it is met at, and the last one.
+        A row per run: for training (`train`) and test loss the first value, the least, its
+        iteration, and the last.
     """
     table = []
     for of_run in _by_run(rows):
@@ -33,7 +33,7 @@ def stability(rows: Sequence[Row]) -> list[Row]:
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """What was seen, a sentence a method, made from the numbers.
+    """Findings, a sentence per method, made from the numbers.
 
     Args:
         rows: Rows of `trajectory`, of any number of runs.

@@ -1,9 +1,9 @@
-"""A training run by `DebiasedHessianFree`, and by its single-batch self on the same examples.
+"""Training by `DebiasedHessianFree`, and by its single-batch form on the same examples.
 
-Every step sees new examples. Single-batch takes them as one batch; debiased makes its directions on
-one half of them, and measures step sizes, damping and line search on the other (Eq. 8). Both train
-once as they are meant to, and once bare, without damping and line search, where nothing but the
-step sizes keeps them from diverging.
+Every step sees new examples. Single-batch takes them as one batch; debiased computes directions on
+one half of them, and step sizes, damping and line search on the other (Eq. 8). Both train once as
+intended, and once bare: without damping and line search, only the step sizes keep them from
+diverging.
 """
 
 import math
@@ -24,7 +24,7 @@ from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
-from laplace_debias.experiments.shared.storage import Row, open_store
+from laplace_debias.experiments.shared.store import Row, open_store
 from laplace_debias.optim import DebiasedHessianFree
 from laplace_debias.problems import (
     ProblemData,
@@ -46,15 +46,15 @@ class HessianFreeSettings(ExperimentSettings):
     """How the network is trained, and on what.
 
     Attributes:
-        output: Folder of the tables, the pictures and what is kept to go on from.
+        output: Folder of the tables, the pictures and the parts that a resumed run reads.
         problem: Name of the test problem, or its letter in the paper.
         checkpoint: The network that training starts from; one with random weights if None.
-        recipe: What to do otherwise than the problem's recipe does: here its weight decay alone.
-        batch_size: Examples a step; debiased makes its directions on half of them.
+        recipe: What differs from the problem's recipe: here the weight decay alone.
+        batch_size: Examples per step; debiased computes its directions on half of them.
         steps: Steps of each run.
         draws: Runs of each kind, each from its own initialisation and order of examples.
         damping: λ at the start of the damped runs.
-        max_iter: Iterations of conjugate gradients a step, at most.
+        max_iter: Most iterations of conjugate gradients per step.
         bare: Whether to train without damping and line search too.
         evaluate_every: Steps from one measurement of the network to the next.
         chunk_size: Images measured at a time.
@@ -95,11 +95,11 @@ def run_hessian_free(settings: HessianFreeSettings, console: Console | None = No
         console: Where to print; the standard output if None.
 
     Returns:
-        A row a measured step of a run; see `train_run`.
+        A row per measured step of a run; see `train_run`.
 
     Raises:
         ValueError: If a batch asks for more examples than there are; as `open_store`.
-        FileExistsError: If the output holds results and is not to be resumed.
+        FileExistsError: If the output holds results and `resume` is false.
 
     Reference:
         Martens (2010), Deep learning via Hessian-free optimization.
@@ -111,7 +111,7 @@ def run_hessian_free(settings: HessianFreeSettings, console: Console | None = No
     if settings.checkpoint is None:
         data = problem.data(settings.source, seed=settings.seed)
     else:
-        # In the checkpoint's split: none of its validation images are to be trained on.
+        # The checkpoint's split: its validation images must not be trained on.
         _, data = load_problem(problem, settings.source, settings.checkpoint, seed=settings.seed)
     check_data(data, settings, store)
     variants = (DAMPED, BARE) if settings.bare else (DAMPED,)
@@ -151,7 +151,7 @@ def train_run(
     method: str,
     draw: int,
 ) -> list[Row]:
-    """Train one network, and measure it on all training and test images on the way.
+    """Train one network and measure it on all training and test images.
 
     The single-batch and the debiased run of a draw start from the same weights and see the same
     examples at every step. A run ends early when its loss is no longer finite, on all images or
@@ -166,10 +166,10 @@ def train_run(
         draw: Which run.
 
     Returns:
-        A row a measured step, the start included: regularised losses (nats), accuracies, and of
-        the step damping, line search factor, reduction ratio on the batch that judges it, and the
-        number of curvature products, each of so many `examples`; None for the start and for a
-        step that could not be taken.
+        A row per measured step, the start included: regularised losses (nats) and accuracies; of
+        the step damping, line search factor, reduction ratio on the batch of the step sizes, number
+        of curvature products, and `examples` per product. What belongs to a step is None at the
+        start and where no step was possible.
     """
     device = device_from(settings.device)
     model = _start(problem, settings, draw).to(device)
@@ -228,7 +228,7 @@ def train_run(
         try:
             optimizer.step(*map(closure, batches))
         except ValueError as error:
-            # The loss has overflowed: what a bare run may come to.
+            # The loss has overflowed, as it may in a bare run.
             if "NaN or Inf" not in str(error):
                 raise
             record(step, broken=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from laplace_debias.experiments.shared.judge import METRICS, worst_if_nan
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 
 
 def ends(rows: Sequence[Row]) -> list[Row]:
@@ -14,9 +14,9 @@ def ends(rows: Sequence[Row]) -> list[Row]:
         rows: Rows of `train_run`, of any number of runs.
 
     Returns:
-        A row a variant and method: the metrics at the last measured step and the greatest training
-        loss on the way, relative to the start's (a loss that is not a number counts as infinite);
-        the share of steps that were refused (step size 0); and the mean reduction ratio.
+        A row per variant and method: the metrics at the last measured step; the greatest training
+        loss, relative to that at the start (NaN counts as infinite); the share of refused steps
+        (step size 0); and the mean reduction ratio.
     """
     table = []
     for variant, method in dict.fromkeys((row["variant"], row["method"]) for row in rows):
@@ -45,7 +45,7 @@ def ends(rows: Sequence[Row]) -> list[Row]:
 
 
 def findings(table: Sequence[Row]) -> list[str]:
-    """What was seen, a sentence a variant, made from the numbers.
+    """Findings, a sentence per variant, made from the numbers.
 
     Args:
         table: Rows of `ends`.

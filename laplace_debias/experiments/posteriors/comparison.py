@@ -27,7 +27,7 @@ from laplace_debias.experiments.shared.checks import (
     check_prior_precisions,
     check_severities,
 )
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 from laplace_debias.problems import ImageBatches, ImageDataset, corrupt
 
 METHODS = (MAP, MINI, DEBIASED, FULL)
@@ -53,7 +53,7 @@ class ComparisonSettings:
         test_examples: How many test images are measured on; all if None.
         ood_examples: How many of these are corrupted as out-of-distribution data; all if None.
         severities: Severities of their corruption.
-        eval_batch_size: Images a batch of predictions and of the full-batch fit.
+        eval_batch_size: Images per batch of predictions and of the full-batch fit.
         seed: Seed of every choice.
         num_threads: Threads of PyTorch's during the run; as they are if None.
 
@@ -172,7 +172,7 @@ def compare(
     if size > len(train):
         raise ValueError(
             f"batch_size {settings.batch_size} asks for {size} training images per draw; there "
-            f"are {len(train)}"
+            f"are {len(train)}: lower it"
         )
     draws = [torch.randperm(len(train), generator=generator)[:size] for _ in range(settings.draws)]
     full = ImageBatches(reference, torch.arange(len(reference)), settings.eval_batch_size)
@@ -214,7 +214,7 @@ def _some(
     if number is None:
         return data
     if number > len(data):
-        raise ValueError(f"{what}_examples is {number}; there are {len(data)} images")
+        raise ValueError(f"{what}_examples is {number}; there are {len(data)} images: lower it")
     return data.subset(order[:number])
 
 

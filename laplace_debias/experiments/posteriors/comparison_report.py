@@ -9,7 +9,7 @@ from rich.console import Console
 
 from laplace_debias.experiments.posteriors.comparison import METHODS, ComparisonResult
 from laplace_debias.experiments.posteriors.distances import Distance
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 from laplace_debias.report.figures import (
     prior_precision_figure,
     reliability_figure,
@@ -90,7 +90,7 @@ def distance_table(result: ComparisonResult) -> list[Row]:
 
 
 def findings(result: ComparisonResult) -> list[str]:
-    """What was seen, in sentences made from the numbers.
+    """Findings in sentences, made from the numbers.
 
     Args:
         result: What was measured.
@@ -132,7 +132,7 @@ def findings(result: ComparisonResult) -> list[str]:
 
 
 def reference(result: ComparisonResult) -> str:
-    """What stands for full-batch, in one line."""
+    """Which examples full-batch stands for, in one line."""
     if result.num_full == result.num_data:
         return f"full-batch: all {result.num_data:,} training images"
     return (

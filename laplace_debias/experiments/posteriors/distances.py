@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from laplace_debias.experiments.posteriors.fitting import CROSSFIT, DEBIASED, FULL, MINI
-from laplace_debias.experiments.posteriors.measuring import METRICS
+from laplace_debias.experiments.posteriors.predictions import METRICS
 from laplace_debias.experiments.shared.confidence import jackknife_error
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 
 Gaps = dict[tuple[int, float], float]
 """By draw and prior precision, |metric − that of full-batch|."""

@@ -6,13 +6,13 @@ from functools import partial
 from torch import nn
 
 from laplace_debias.experiments.posteriors.fitting import METHODS, Name
-from laplace_debias.experiments.posteriors.measuring import (
+from laplace_debias.experiments.posteriors.predictions import (
     measured,
     predict_all,
     same_grid,
     severity_name,
 )
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import Images
 

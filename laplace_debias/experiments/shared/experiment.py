@@ -10,8 +10,8 @@ class Experiment:
     """One experiment of the paper: settings in; a table, pictures and sentences out.
 
     Attributes:
-        name: What it is called on the command line.
-        figure: The paper's figure, or figures, that it repeats.
+        name: Its name on the command line.
+        figure: The figures of the paper that it repeats.
         help: What it measures, in one line.
         settings: The dataclass of its settings, an `ExperimentSettings`.
         run: Runs it with an instance of these, and perhaps a console to print on.

@@ -1,4 +1,4 @@
-"""What a network is worth anywhere in parameter space: regularised loss and accuracy."""
+"""Regularised loss and accuracy of a network at any parameters."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ METRICS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
 
 
 def worst_if_nan(loss: float) -> float:
-    """A loss; infinity where it is not a number, since it has overflowed."""
+    """The loss, or infinity if it is NaN: then it has overflowed."""
     return math.inf if math.isnan(loss) else loss
 
 
@@ -21,11 +21,11 @@ class Judge:
     """Regularised loss and accuracy of a network anywhere on a trajectory (Eq. 1).
 
     Args:
-        model: The trained network, from which steps are measured; a copy is moved.
+        model: The trained network, at θ₀. It is copied, and the copy is moved.
         train: Training images to measure on.
         test: Test images.
         weight_decay: β, of weights alone, as in `Quadratic.from_data`.
-        chunk_size: Images that go through the network at a time.
+        chunk_size: Images per forward pass.
     """
 
     def __init__(

@@ -8,16 +8,16 @@ from laplace_debias.problems import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeChanges:
-    """What to do otherwise than a problem's recipe does; None leaves it as it is.
+    """What differs from a problem's recipe; None means no difference.
 
-    A schedule given here, be it `epochs` and `learning_rate` or `cycles`, takes the place of one of
+    A schedule given here, either `epochs` and `learning_rate` or `cycles`, replaces a schedule of
     the other kind.
 
     Attributes:
-        batch_size: Examples a step.
+        batch_size: Examples per step.
         epochs: Passes over the data.
-        learning_rate: The rate that they start with.
-        milestones: Numbers of epochs after which the rate is multiplied by `decay`.
+        learning_rate: The initial learning rate.
+        milestones: Epochs after which the rate is multiplied by `decay`.
         decay: That factor.
         cycles: (epochs, peak learning rate) of each one-cycle schedule.
         optimizer: The optimiser.

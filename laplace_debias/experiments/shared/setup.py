@@ -1,4 +1,4 @@
-"""What the paper's experiments share: where things are, the trained network, its mini-batches."""
+"""What the paper's experiments share: settings, the trained network, its mini-batches."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.recipe import RecipeChanges
-from laplace_debias.experiments.shared.storage import Store, tensor_digest
+from laplace_debias.experiments.shared.store import Store, tensor_digest
 from laplace_debias.problems import (
     DataSource,
     Images,
@@ -26,27 +26,27 @@ from laplace_debias.problems import (
 Batch = tuple[Tensor, Tensor]
 
 _COMPARED = 64
-"""How many images of a data set tell it from another."""
+"""How many images of a data set are compared with those of an earlier run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentSettings:
-    """What every experiment of the paper is told.
+    """Settings that every experiment of the paper has.
 
     Attributes:
-        output: Folder of the table, the pictures and what is kept to go on from. Results of other
-            settings there are never overwritten.
+        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
+            other settings there are never overwritten.
         problem: Name of the test problem, or its letter in the paper.
         data: Its data: for CIFAR an image folder, an archive of one, or a torchvision root; for
             ImageNet a folder with `train/` and `val/`; nothing for the digits.
-        checkpoint: The trained network, a file of `laplace-debias train`. Where none is given it
-            is the published one, or else the network is trained first and kept in `output`.
-        recipe: What to do otherwise than the problem's recipe does, where it is trained.
+        checkpoint: The trained network, a file of `laplace-debias train`. If None, the published
+            network; where there is none, the network is trained first and kept in `output`.
+        recipe: What differs from the problem's recipe, where the network is trained.
         cache: Folder for decoded images; see `problems.cifar10`.
         download: Whether CIFAR may be downloaded to `data` where nothing is there.
         seed: Seed of the choice of mini-batches, and of the training.
         device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        resume: Whether to go on where a run of the same settings was broken off.
+        resume: Whether to continue an interrupted run of the same settings.
         progress: Whether to show progress bars.
 
     Raises:
@@ -69,9 +69,9 @@ class ExperimentSettings:
         self.recipe.applied_to(get_problem(self.problem).recipe)
 
     def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse to ask for more images than there are, before any work.
+        """Refuse settings that ask for more images than there are, before any work.
 
-        Settings that ask for more than the numbers common to experiments say it themselves.
+        Settings with numbers of their own override this.
 
         Args:
             num_train: How many training images there are.
@@ -103,8 +103,8 @@ class Trained:
         problem: The test problem.
         model: The network, in evaluation mode, on the device of the run.
         data: The problem's data, on the CPU.
-        weight_decay: β of its training (Eq. 1); 0 where that decays weights by a factor beside
-            the gradient (`nadamw`), which minimises no regularised loss.
+        weight_decay: β of its training (Eq. 1); 0 for decoupled weight decay (`nadamw`), which
+            minimises no regularised loss.
     """
 
     problem: TestProblem
@@ -123,7 +123,7 @@ class Trained:
         Args:
             images: The images, for example `data.train`.
             size: Images in a batch.
-            number: How many batches; together they are a partition of the images chosen.
+            number: How many batches. Together they are a partition of the chosen images.
             seed: Seed of the choice. The first `k` images chosen are the same for all sizes.
 
         Raises:
@@ -131,8 +131,8 @@ class Trained:
         """
         if size < 1 or number < 1 or size * number > len(images):
             raise ValueError(
-                f"{number} batches of {size} images; expected at least one of one, and no more "
-                f"than the {len(images)} images in all: lower the number or the size"
+                f"{number} batches of {size} images; expected positive numbers, and at most "
+                f"{len(images)} images in all: lower the number or the size"
             )
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
         chosen = order[: size * number].split(size)
@@ -144,11 +144,11 @@ class Trained:
 def load_trained(
     settings: ExperimentSettings, store: Store, console: Console, dtype: torch.dtype | None = None
 ) -> Trained:
-    """The trained network of the settings and its data; it is trained where there is none.
+    """The trained network of the settings and its data; trains the network if there is none.
 
     Args:
-        settings: Which, and where it is.
-        store: Where a network that is trained here is kept, finished or not.
+        settings: Which network, and where it is.
+        store: Where a network that is trained here is stored, finished or not.
         console: Where to print.
         dtype: Of the network's parameters; as they are if None.
 
@@ -174,10 +174,10 @@ def load_trained(
 
 
 def check_data(data: ProblemData, settings: ExperimentSettings, store: Store) -> None:
-    """Refuse data that is too small, or not a run's own; notes on the first call what that is.
+    """Refuse too little data, or data other than the run's; the first call stores what it is.
 
-    To be called before any work. Images are on disk perhaps: of each part all labels and some
-    images, from its beginning to its end, are compared.
+    Call it before any work. Images may be on disk, so all labels but only some images of each part
+    are compared.
 
     Raises:
         ValueError: If there are too few images, or they are not those of the run that is resumed.
@@ -189,8 +189,8 @@ def check_data(data: ProblemData, settings: ExperimentSettings, store: Store) ->
     ]
     if not store.matches("data", found):
         raise ValueError(
-            f"{store.folder} holds results on other data than that of {settings.data or 'now'}; "
-            "give that data, or choose another --output"
+            f"{store.folder} holds results on other data than {settings.data or 'these'}; "
+            "give the earlier data, or choose another --output"
         )
 
 
@@ -209,16 +209,16 @@ def trained_model(
     name: str = "network",
     epochs: Collection[int] = (),
 ) -> nn.Module:
-    """A network trained by the problem's recipe with the settings' changes, or one kept.
+    """A network trained by the problem's recipe with the settings' changes; the stored one if any.
 
     Args:
         problem: The problem.
         data: Its data.
         settings: Changes of the recipe, seed and device.
-        store: Where it is kept; also where a training that was broken off goes on.
+        store: Where the network is stored; an interrupted training continues there.
         console: Where to print.
-        name: Name under which it is kept.
-        epochs: After which epochs a checkpoint is kept too, as `<name>.epoch-<number>`.
+        name: Name under which it is stored.
+        epochs: Epochs after which a checkpoint is stored too, as `<name>.epoch-<number>`.
 
     Returns:
         The network, in evaluation mode.

@@ -57,8 +57,8 @@ def digits_net(num_classes: int = 10) -> nn.Sequential:
 def wide_digits_net(width: int = 24, num_classes: int = 10) -> nn.Sequential:
     """A relative of All-CNN-C for images [B, 1, 8, 8], wider than `digits_net`.
 
-    One batch's curvature is biased where its examples are few beside the inputs of a layer. So the
-    network is wide, and soon has a single position left: 16, 4, 1, 1 and 1 after its convolutions.
+    One batch's curvature is biased where it has few examples compared with the inputs of a layer.
+    So the network is wide and has few positions: 16, 4, 1, 1 and 1 after its convolutions.
 
     Args:
         width: Channels of the first convolution; the second has twice, the next two four times as

@@ -9,9 +9,9 @@ def conv_net(
     """The paper's ConvNet "model depth-width" of test problem (D).
 
     A first block (convolution, ReLU, max-pooling), `depth` hidden blocks (convolution, ReLU) and a
-    last block (max-pooling, flatten, linear). The source lost its numbers: here kernels are 3 × 3
-    with padding 1, every convolution has `width` output channels, and each pooling halves the
-    resolution.
+    last block (max-pooling, flatten, linear). The paper's source does not give the sizes: here
+    kernels are 3 × 3 with padding 1, every convolution has `width` output channels, and each
+    pooling halves the resolution.
 
     Args:
         depth: Number of hidden blocks.

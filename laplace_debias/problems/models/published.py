@@ -126,12 +126,12 @@ def vit_little(
             img_size=image_size,
             **changes,
         )
-    # The Hugging Face client says that it has no network by several kinds of OSError and by one
-    # RuntimeError; a mismatch of shapes is a RuntimeError of another text.
+    # Without a network the Hugging Face client raises several kinds of OSError or a RuntimeError;
+    # a mismatch of shapes is a RuntimeError with another text.
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "size mismatch" in str(error):
             raise ValueError(
-                f"the published weights are of another network than {changes} ({error}); "
+                f"the published weights do not fit a network with {changes} ({error}); "
                 "leave its sizes as they are, or set pretrained=False"
             ) from error
         if not pretrained:
@@ -150,7 +150,7 @@ def _read_weights(path: Path) -> Mapping[str, Tensor]:
         raise ValueError(f"no file at {path}; expected .safetensors, .pth, .pt or .bin")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    # `torch.load` raises whatever the broken bytes lead it to.
+    # On broken bytes `torch.load` raises errors of any type.
     except Exception as error:
         raise ValueError(
             f"{path} is damaged or not a file of weights ({error}); fetch it again"
@@ -161,7 +161,7 @@ def _read_weights(path: Path) -> Mapping[str, Tensor]:
 
 
 def _loaded(model: nn.Module, state: Mapping[str, Tensor], source: str) -> nn.Module:
-    # Weights published before batch norm counted its batches lack the counts, which nothing reads.
+    # Weights published before batch norm counted its batches lack the counts. Nothing reads them.
     counts = {k: v for k, v in model.state_dict().items() if k.endswith("num_batches_tracked")}
     load_state(model, {**counts, **state}, source)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Values with confidence intervals, a row a method."""
+"""Values with confidence intervals, a row per method."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ def interval_figure(
     columns: Mapping[str, str],
     highlight: str | None = None,
 ) -> Figure:
-    """Draws a dot with its interval for every method, one panel a column.
+    """Draws a dot with its interval for every method, one panel per column.
 
     Args:
-        rows: One row a method, top to bottom, with the keys `method`, each column and the half
+        rows: One row per method, top to bottom, with the keys `method`, each column and the half
             width of its interval, `<column>_error` (None for no interval).
         path: Where to write the picture, PNG or PDF by its suffix.
         columns: What to draw, with the axis's label.

@@ -1,4 +1,4 @@
-"""The folder of an experiment: one run's parts, table and pictures, never two runs' mixed."""
+"""The folder of an experiment: parts, tables and pictures of one run, never of two."""
 
 import dataclasses
 import hashlib
@@ -21,19 +21,19 @@ Rows = list[Row]
 
 _SETTINGS = "settings.json"
 _INPUTS = ("data", "machine", "checkpoints")
-"""Parts that say what a run is made of, and are no results."""
+"""Parts that describe the inputs of a run; they are not results."""
 _PLACES = {
     *("output", "data", "cache", "download", "checkpoint", "checkpoints"),
     *("device", "resume", "progress"),
 }
-"""Settings that say where and how a run takes place, not what comes out."""
+"""Settings that do not change the results."""
 
 
 class Store:
-    """What a run has found so far, in files that are there in full or not at all.
+    """What a run has found so far, in files that are complete or absent.
 
-    Results go through their file on the way to the caller, so that a run that was broken off and
-    resumed gives what an unbroken one does, to the last bit.
+    Results are read back from their files, so that an interrupted and resumed run gives the same as
+    an uninterrupted one, to the last bit.
 
     Args:
         folder: The folder, which `open_store` made.
@@ -43,7 +43,7 @@ class Store:
         self.folder = folder
 
     def tensors(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors of a part of the run, on the CPU: stored ones where there are some.
+        """Tensors of a part of the run, on the CPU: the stored ones if there are any.
 
         Args:
             name: Name of the part.
@@ -58,7 +58,7 @@ class Store:
         return read_tensors(path)
 
     def rows(self, name: str, compute: Callable[[], Sequence[Mapping[str, object]]]) -> Rows:
-        """Rows of a part of the run: stored ones where there are some.
+        """Rows of a part of the run: the stored ones if there are any.
 
         Args:
             name: Name of the part.
@@ -73,11 +73,11 @@ class Store:
         return read_csv(path)
 
     def matches(self, name: str, found: Rows) -> bool:
-        """Whether what a run is made of is what it was made of when it began.
+        """Whether the inputs of a run are those that it began with.
 
         Args:
             name: One of `data`, `machine`, `checkpoints`.
-            found: What it is now; the first call stores it.
+            found: The inputs now; the first call stores them.
 
         Raises:
             ValueError: If the stored part is damaged.
@@ -89,38 +89,37 @@ class Store:
         return any(self.part(name + suffix).exists() for suffix in (".csv", ".safetensors"))
 
     def table(self, rows: Sequence[Mapping[str, object]], name: str = "results") -> Path:
-        """Writes a table of results; gives its path."""
+        """Writes a table of results; returns its path."""
         path = self.folder / f"{name}.csv"
         write_csv(rows, path)
         return path
 
     def picture(self, figure: Figure, name: str) -> list[Path]:
-        """Writes a picture as PNG and PDF; gives their paths."""
+        """Writes a picture as PNG and PDF; returns their paths."""
         paths = [self.folder / f"{name}{suffix}" for suffix in (".png", ".pdf")]
         for path in paths:
             save(figure, path)
         return paths
 
     def part(self, name: str) -> Path:
-        """Where a part of the run is kept."""
+        """Path of a part of the run."""
         return self.folder / "parts" / name
 
 
 def open_store(experiment: str, settings: Any, *, growing: Sequence[str] = ()) -> Store:
     """The store of a run: a new folder, or that of the same run when it is resumed.
 
-    A folder that a run of whatever settings left without any result counts as new.
+    A folder in which an earlier run left no result counts as new.
 
     Args:
         experiment: Name of the experiment.
-        settings: Its settings, with `output`, `resume` and perhaps `checkpoint`. A run is the same
-            where all settings but those of places and devices are the same, and the checkpoint's
-            content is.
-        growing: Names of settings that only say how much is measured: a run may be resumed with
-            others, and uses what is there.
+        settings: Its settings, with `output`, `resume` and perhaps `checkpoint`. Two runs are the
+            same if all settings but paths and devices are equal, and the content of the checkpoint.
+        growing: Names of settings that only say how much is measured. A run may be resumed with
+            other values of these.
 
     Raises:
-        FileExistsError: If the folder holds results and is not to be resumed, or other files.
+        FileExistsError: If the folder holds other files, or results while `resume` is false.
         ValueError: If it holds results of another experiment or of other settings, or the
             checkpoint is missing. Nothing is overwritten.
     """
@@ -137,7 +136,7 @@ def open_store(experiment: str, settings: Any, *, growing: Sequence[str] = ()) -
         _check_same(folder, found, described, growing)
         if not settings.resume:
             raise FileExistsError(
-                f"{folder} holds results of these settings already; --resume to go on with them, "
+                f"{folder} holds results of these settings already; give --resume to continue, "
                 "or choose another --output"
             )
         return Store(folder)
@@ -146,14 +145,14 @@ def open_store(experiment: str, settings: Any, *, growing: Sequence[str] = ()) -
         if others:
             raise FileExistsError(
                 f"{folder} holds other files ({', '.join(others[:3])}"
-                f"{', …' if len(others) > 3 else ''}); choose an --output of its own"
+                f"{', …' if len(others) > 3 else ''}); choose an empty folder as --output"
             )
     _write_settings(path, described)
     return Store(folder)
 
 
 def _is_fresh(folder: Path) -> bool:
-    """Whether a run in the folder came to nothing: it failed before its first result."""
+    """Whether a run in the folder failed before its first result."""
     inputs = {f"{name}.csv" for name in _INPUTS}
     parts = folder / "parts"
     entries = {entry.name for entry in folder.iterdir()} - {_SETTINGS, parts.name}
@@ -190,7 +189,7 @@ def tensor_digest(*tensors: Tensor) -> str:
 
 
 def _described(experiment: str, settings: Any) -> dict[str, Any]:
-    """What makes a run that run, as JSON gives it back."""
+    """What identifies a run, as JSON gives it back."""
     values = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _PLACES}
     checkpoint = getattr(settings, "checkpoint", None)
     values["checkpoint"] = None if checkpoint is None else file_digest(checkpoint)
@@ -230,5 +229,5 @@ def _check_same(
         listed = "; ".join(f"{k} was {there.get(k)}, is {here.get(k)}" for k in differing)
         raise ValueError(
             f"{folder} holds results of other settings ({listed}); choose another --output, "
-            "or go back to those settings to resume"
+            "or resume with the earlier settings"
         )

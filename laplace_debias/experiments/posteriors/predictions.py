@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from laplace_debias import metrics
 from laplace_debias.experiments.posteriors.fitting import MAP, METHODS, Name
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 from laplace_debias.laplace import Laplace, predict_grids
 from laplace_debias.problems import Images
 
@@ -51,10 +51,10 @@ def predict_all(
 
     Args:
         model: The trained network, in evaluation mode.
-        posteriors: Gives the fitted posteriors; called only where something is to be predicted.
+        posteriors: Returns the fitted posteriors; not called where all predictions are stored.
         grid: The P prior precisions of each posterior.
         data: The data sets by name.
-        chunk_size: Images predicted at a time, which is also what is kept.
+        chunk_size: Images predicted and stored at a time.
         keep: Stores each chunk.
         progress: Whether to show a progress bar.
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from laplace_debias.experiments.debiasing.schemes import EKFAC, FULL, MINI
 from laplace_debias.experiments.shared.confidence import half_width
-from laplace_debias.experiments.shared.storage import Row
-from laplace_debias.report.intervals import interval_figure
+from laplace_debias.experiments.shared.store import Row
+from laplace_debias.report.interval_plot import interval_figure
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 from laplace_debias.system.atomic import written_atomically
 
@@ -51,7 +51,7 @@ class StudyResult:
     """What the study measured.
 
     Attributes:
-        rows: A row a method, draw and prior precision.
+        rows: A row per method, draw and prior precision.
         summaries: One for each method, K-FAC's first.
         picture: Path of the picture.
     """
@@ -62,11 +62,11 @@ class StudyResult:
 
 
 def report(rows: list[Row], folder: Path, console: Console) -> StudyResult:
-    """Print the table, write it, all measurements and a picture.
+    """Print the table; write the table, all measurements and a picture.
 
     Args:
-        rows: What `study` gave.
-        folder: Where to.
+        rows: Result of `study`.
+        folder: Where the files go.
         console: Where to print.
     """
     summaries = summarise_study(rows)
@@ -103,7 +103,7 @@ def summarise_study(rows: Sequence[Row]) -> list[Summary]:
         (row["method"], row["prior_precision"]): row for row in rows if row["draw"] is None
     }
     if not reference:
-        raise ValueError("there is no full-batch measurement among the rows; expected one")
+        raise ValueError("no full-batch row is among the rows; expected at least one")
     gaps: dict[str, dict[int, dict[float, tuple[float, float]]]] = {}
     for row in rows:
         if row["draw"] is None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from laplace_debias.experiments.shared.storage import Row
+from laplace_debias.experiments.shared.store import Row
 
 _MB = 2**20
 _CPU = Path("/proc/cpuinfo")
 
 
 def machine_of(device: torch.device) -> Row:
-    """What times depend on: the name of the device's model, and torch's number of threads.
+    """What times depend on: the device's model and torch's number of threads.
 
     Args:
         device: Where the fits run.
@@ -32,7 +32,7 @@ def machine_of(device: torch.device) -> Row:
 
 
 def cost(fit: Callable[[], object], device: torch.device) -> Row:
-    """What one fit costs.
+    """Time and memory of one fit.
 
     Args:
         fit: The fit.

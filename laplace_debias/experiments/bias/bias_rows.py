@@ -15,14 +15,14 @@ from laplace_debias.experiments.bias.cuts import (
     stored_directions,
 )
 from laplace_debias.experiments.shared.setup import Trained
-from laplace_debias.experiments.shared.storage import Rows, Store
+from laplace_debias.experiments.shared.store import Rows, Store
 from laplace_debias.quadratic import Cut
 
 SAME, OTHER, FULL = "same mini-batch", "other mini-batches", "full-batch"
-"""What a slope or curvature was measured on, seen from the batch that the direction is of."""
+"""What a slope or curvature was measured on, relative to the batch of the direction."""
 
 PERCENTILES = (10, 90)
-"""The ends of the bars; the source lost the paper's."""
+"""The ends of the bars. Those of the paper are not known."""
 
 QUANTITIES = ("slope", "curvature")
 
@@ -75,9 +75,9 @@ def values_of(rows: Sequence[dict[str, Any]], measured_on: str, quantity: str) -
 def summary_of(rows: Sequence[dict[str, Any]]) -> Rows:
     """The bias of each draw: relative errors over its directions, (value − full) / |full|.
 
-    Between two batches of equal spectra Eq. 7 tells the sign for curvatures, too large along the
-    batch's own first eigenvector, and Eq. 19, for gradients of equal norm, that for the slope along
-    CG's first direction −g/‖g‖, too steep.
+    For two batches of equal spectra Eq. 7 gives the sign of the error of curvatures: they are too
+    large along the batch's own first eigenvector. For gradients of equal norm Eq. 19 gives that of
+    the slope along CG's first direction −g/‖g‖: it is too steep.
 
     Args:
         rows: Those of `bias_rows`, of one or several draws.
@@ -127,15 +127,15 @@ def measure_bias(
     draws: int | None = None,
     number: int | None = None,
 ) -> Rows:
-    """The rows of `bias_rows` for all draws; every part is kept and computed once for a run.
+    """The rows of `bias_rows` for all draws; every part is computed once per run and stored.
 
     Args:
         store: The run's store.
-        name: Name under which the parts are kept.
+        name: Name under which the parts are stored.
         trained: The network.
         batch_size: Examples of a mini-batch.
         kind: Which directions.
-        settings: The rest.
+        settings: Curvature, weight decay, seed and so on.
         draws: On how many mini-batches directions are computed; the settings' number if None.
         number: How many directions; the settings' number if None.
     """

@@ -27,8 +27,8 @@ from laplace_debias.experiments.debiasing.schemes import (
     outputs_name,
     split_name,
 )
-from laplace_debias.experiments.debiasing.settings import DebiasingSettings
-from laplace_debias.experiments.shared.storage import Row, Store
+from laplace_debias.experiments.debiasing.study_settings import DebiasingSettings
+from laplace_debias.experiments.shared.store import Row, Store
 from laplace_debias.laplace.functional.moments import Wanted, functional_moments
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -48,9 +48,9 @@ class StudyFits:
         problem: The network and its blocks.
         settings: The settings.
         train: Training images.
-        order: In which order these are used.
+        order: The order in which these are used.
         test: Test images and labels.
-        store: Where the full-batch factors are kept.
+        store: Where the full-batch factors are stored.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class StudyFits:
             block.name: EigenKronecker(*directions[block], table[block])
             for block in self._problem.blocks
         }
-        # Variances do not ask for the mean, nor for the prior precision, of which there is a grid.
+        # Variances do not depend on the mean, and the prior precisions are given as a grid.
         mean = torch.zeros(sum(block.size for block in self._problem.blocks))
         return GaussianPosterior(
             mean, BlockDiagonal(blocks), len(self._train), torch.tensor(1.0), None

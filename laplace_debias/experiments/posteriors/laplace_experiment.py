@@ -24,7 +24,7 @@ from laplace_debias.experiments.posteriors.fitting import (
     Name,
     PosteriorPlan,
 )
-from laplace_debias.experiments.posteriors.measuring import (
+from laplace_debias.experiments.posteriors.predictions import (
     METRICS,
     measured,
     predict_all,
@@ -40,7 +40,7 @@ from laplace_debias.experiments.shared.checks import (
 )
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.storage import Row, open_store
+from laplace_debias.experiments.shared.store import Row, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import ImageBatches, ImageDataset, Images, random_corruption
 from laplace_debias.report.figures import prior_precision_grid
@@ -54,21 +54,21 @@ class LaplaceSettings(ExperimentSettings):
     """Which posteriors there are, and what they are measured on.
 
     Attributes:
-        output: Folder of the tables, the pictures and what is kept to go on from.
+        output: Folder of the tables, the pictures and the parts that a resumed run reads.
         batch_size: Examples of a mini-batch; debiased has two batches of half as many.
         draws: How many times these examples are drawn.
         folds: Folds of the cross-fitted posterior; 0 for none.
         prior_precisions: The grid of δ, ascending.
         curvature: The posteriors' structure.
-        params: Which parameters are Bayesian; `weights` are those of layers that have curvature,
-            not what else a network may hold (class tokens, position embeddings).
+        params: Which parameters are Bayesian; `weights` are those of layers with curvature, not
+            other parameters (class tokens, position embeddings).
         fisher: How the mini-batches' curvature is found.
         full_fisher: How the full-batch curvature is found.
         full_examples: Training examples, chosen at random, that stand for all; all if None.
         test_examples: Test images to measure on; all if None.
         train_examples: Training images to measure on; 0 for none, all if None.
         severities: Severities of the corrupted test images.
-        chunk_size: Images predicted at a time, which is also what is stored to go on from.
+        chunk_size: Images predicted, and stored for a resumed run, at a time.
 
     Raises:
         ValueError: If a number is out of range, or the grid is not ascending.
@@ -118,13 +118,13 @@ def run_laplace(settings: LaplaceSettings, console: Console | None = None) -> li
         console: Where to print; the standard output if None.
 
     Returns:
-        A row a data set, method, draw and prior precision, with accuracy, NLL (nats), ECE, Brier
+        A row per data set, method, draw and prior precision, with accuracy, NLL (nats), ECE, Brier
         score and, on corrupted images, the AUROC of the entropy between them and clean ones.
 
     Raises:
         ValueError: If there are too few images, or images to corrupt are not in memory; as
             `load_trained` and `open_store`.
-        FileExistsError: If the output holds results and is not to be resumed.
+        FileExistsError: If the output holds results and `resume` is false.
 
     Reference:
         Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning,
@@ -222,8 +222,8 @@ def _data_sets(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> d
         found["train"] = trained.data.train.subset(chosen.train)
     if settings.severities and not isinstance(test, ImageDataset):
         raise ValueError(
-            "images that are read one by one are not corrupted here; pass --severities=[], or "
-            "corrupted images as the problem's data"
+            "images on disk are not corrupted here; give --severities=[], or corrupted images as "
+            "the problem's data"
         )
     for severity in settings.severities:
         assert isinstance(test, ImageDataset)
@@ -249,7 +249,7 @@ def fit_all(trained: Trained, settings: LaplaceSettings, chosen: Choice) -> dict
 
 
 def findings(table: Sequence[Row]) -> list[str]:
-    """What was seen, a sentence per method, made from the numbers.
+    """Findings, a sentence per method, made from the numbers.
 
     Args:
         table: Rows of `distances_by_data`.

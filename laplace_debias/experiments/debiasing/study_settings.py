@@ -14,26 +14,26 @@ class DebiasingSettings(ExperimentSettings):
     """What is studied, and on how much data.
 
     Attributes:
-        output: Folder of the tables, the picture and what is kept to go on from. Draws may be added
-            to those that it holds.
+        output: Folder of the tables, the picture and the parts that a resumed run reads. Draws may
+            be added later.
         batch_size: b: every method sees 2b examples.
-        draws: How many times these are drawn; no example comes twice, or in the reference.
+        draws: How many times these are drawn. No example is drawn twice or is in the reference.
         ekfac_draws: In how many of the draws EKFAC is fitted too.
-        groups: Into how many groups the 2b examples are cut, the largest number of folds.
+        groups: Number of groups of the 2b examples; the largest number of folds.
         folds: Numbers of folds to cross-fit with, divisors of `groups`.
         stratified: Whether a draw's examples are dealt to the groups in the order of their losses,
-            so that every fold, and both halves, hold as many hard ones.
+            so that all folds, and both halves, hold equally many hard ones.
         further_batches: How many further magnitude batches of b examples there are.
-        average_batch_size: Examples in a batch of the running averages, which go through the
-            further batches too.
-        average_decays: Weights of what came before in a running average, one average each.
+        average_batch_size: Examples in a batch of the running averages, which see the further
+            batches too.
+        average_decays: Decays of the running averages, one average each.
         full_examples: How many training examples, chosen at random, stand for full-batch.
         ekfac_full_examples: On how many of these EKFAC's full-batch magnitudes are measured.
         test_examples: How many test images are predicted.
         prior_precisions: The grid of δ, ascending.
         fisher: How the curvature's columns are found.
         params: Which parameters are Bayesian.
-        eval_batch_size: Images a batch.
+        eval_batch_size: Images per batch.
 
     Raises:
         ValueError: If a number is out of range or does not divide another as it must.
@@ -72,18 +72,20 @@ class DebiasingSettings(ExperimentSettings):
         wrong = [folds for folds in self.folds if folds < 2 or self.groups % folds]
         if wrong or min(USUAL_FOLDS, self.groups) not in self.folds:
             raise ValueError(
-                f"folds is {self.folds}; expected divisors of groups = {self.groups} from 2 on, "
-                f"{min(USUAL_FOLDS, self.groups)} among them"
+                f"folds is {self.folds}; expected divisors of groups = {self.groups}, at least "
+                f"2, with {min(USUAL_FOLDS, self.groups)} among them"
             )
         size = self.average_batch_size
         if size < 1 or size % (2 * self.batch_size // self.groups) or self.batch_size % size:
             raise ValueError(
                 f"average_batch_size is {size}; expected a divisor of batch_size = "
-                f"{self.batch_size} that a group's {2 * self.batch_size // self.groups} examples "
-                "divide"
+                f"{self.batch_size} and a multiple of a group's "
+                f"{2 * self.batch_size // self.groups} examples"
             )
         if not all(0 < decay < 1 for decay in self.average_decays):
-            raise ValueError(f"average_decays is {self.average_decays}; expected them in (0, 1)")
+            raise ValueError(
+                f"average_decays is {self.average_decays}; expected numbers between 0 and 1"
+            )
         check_prior_precisions(self.prior_precisions)
 
     def check_counts(self, num_train: int, num_test: int) -> None:
@@ -98,7 +100,7 @@ class DebiasingSettings(ExperimentSettings):
 
     @property
     def plan(self) -> Plan:
-        """How a draw's examples are cut."""
+        """How a draw's examples are divided."""
         return Plan(
             batch_size=self.batch_size,
             groups=self.groups,

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from laplace_debias.experiments.bias.measurements import FULL, OTHER, PERCENTILES, SAME
+from laplace_debias.experiments.bias.bias_rows import FULL, OTHER, PERCENTILES, SAME
 from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
 
 COLOURS = {SAME: OKABE_ITO["orange"], OTHER: OKABE_ITO["sky blue"], FULL: OKABE_ITO["black"]}
@@ -37,9 +37,9 @@ def trend_figure(
     """Relative errors on the mini-batch itself: a dot is the mean, a bar two percentiles.
 
     Args:
-        summary: Rows of `summary_of`, with a column more.
+        summary: Rows of `summary_of`, with one more column.
         x: That column, of positive numbers; its axis is logarithmic.
-        label: What the axis calls it.
+        label: Label of its axis.
         quantities: `slope`, `curvature` or both, a panel each.
     """
     figure = Figure(figsize=(4.2 * len(quantities), 3.3), layout="constrained", facecolor="white")
