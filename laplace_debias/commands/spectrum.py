@@ -121,9 +121,7 @@ def _trained(settings: Settings) -> tuple[nn.Module, Images]:
     source = DataSource(root=settings.data, cache=settings.cache, progress=settings.progress)
     if settings.checkpoint is None and problem.published is None and "digits" in problem.name:
         data = problem.data(seed=settings.seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            model = problem.model()
+        model = problem.initial_model(settings.seed)
         generator = torch.Generator().manual_seed(settings.seed)
         train(model, data.train, problem.recipe, generator=generator, progress=settings.progress)
         return model.eval(), data.train

@@ -8,20 +8,20 @@ from rich.console import Console
 from torch import nn
 
 from laplace_debias import metrics
+from laplace_debias.commands.network import check_output
+from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.problems import (
     DataSource,
+    ImageBatches,
     Images,
-    Recipe,
-    TestProblem,
     get_problem,
     log_epochs,
     save_checkpoint,
     train,
 )
 from laplace_debias.report.tables import write_csv
-from laplace_debias.system.atomic import check_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.recipe.applied_to(get_problem(self.problem).recipe)
-        if self.checkpoints is not None and self.checkpoints < 0:
-            raise ValueError(f"checkpoints is {self.checkpoints}; expected at least 0")
+        check_at_least(self, 0, "checkpoints")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite are both given; expected one of them")
 
@@ -93,10 +92,8 @@ def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
     """
     console = console or Console(highlight=False, markup=False)
     output = settings.output
-    check_target(output, make_folders=True)
+    check_output(output, settings.overwrite)
     state = output.with_name(f"{output.stem}.state.safetensors")
-    if output.exists() and not settings.overwrite:
-        raise FileExistsError(f"{output} exists; choose another --output, or give --overwrite")
     if state.exists() and not settings.resume:
         if not settings.overwrite:
             raise FileExistsError(
@@ -115,16 +112,15 @@ def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
     )
     data = problem.data(source, num_validation=settings.validation_examples, seed=settings.seed)
     split = {"split.train": data.train_indices, "split.val": data.val_indices}
-    kept = _kept_epochs(settings, problem, recipe)
+    number = problem.num_checkpoints if settings.checkpoints is None else settings.checkpoints
+    kept = log_epochs(recipe.num_epochs, number)
 
     def keep(epoch: int, model: nn.Module) -> None:
         if epoch in kept:
             folder = output.with_name(f"{output.stem}.checkpoints")
             save_checkpoint(model, folder / f"epoch-{epoch:04d}.safetensors", split)
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = problem.model()
+    model = problem.initial_model(settings.seed)
     history = train(
         model,
         data.train,
@@ -147,14 +143,9 @@ def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
     return found
 
 
-def _kept_epochs(settings: Settings, problem: TestProblem, recipe: Recipe) -> tuple[int, ...]:
-    number = problem.num_checkpoints if settings.checkpoints is None else settings.checkpoints
-    return log_epochs(recipe.num_epochs, number)
-
-
 @torch.no_grad()
 def _evaluate(model: nn.Module, data: Images) -> dict[str, float]:
     device = next(model.parameters()).device
-    batches = (data.batch(indices) for indices in torch.arange(len(data)).split(500))
+    batches = ImageBatches(data, torch.arange(len(data)), 500)
     probs = torch.cat([model(images.to(device)).softmax(1).cpu() for images, _ in batches])
     return metrics.evaluate(probs, data.labels)

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from laplace_debias.problems.images import check_range
 from laplace_debias.problems.pillow import pillow
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -64,11 +65,7 @@ class FolderImages(Dataset[tuple[Tensor, Tensor]]):
             raise ValueError(
                 f"interpolation {self.interpolation!r}; expected 'bilinear' or 'bicubic'"
             )
-        if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < len(self.classes):
-            raise ValueError(
-                f"labels {self.labels.min()} … {self.labels.max()}; "
-                f"expected 0 … {len(self.classes) - 1} for {len(self.classes)} classes"
-            )
+        check_range(self.labels, len(self.classes), "labels")
 
     def __len__(self) -> int:
         """Number of images, N."""
@@ -109,11 +106,7 @@ class FolderImages(Dataset[tuple[Tensor, Tensor]]):
             ValueError: If an index is out of range.
         """
         index = torch.as_tensor(indices, dtype=torch.int64)
-        if len(index) and not 0 <= index.min() <= index.max() < len(self):
-            raise ValueError(
-                f"indices {index.min()} … {index.max()}; expected 0 … {len(self) - 1}: "
-                "check that they were made for this data set"
-            )
+        check_range(index, len(self), "indices")
         files = tuple(self.files[i] for i in index.tolist())
         return replace(self, files=files, labels=self.labels[index])
 

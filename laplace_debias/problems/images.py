@@ -37,6 +37,24 @@ class Images(Protocol):
         """The data set with its images mirrored, cropped or both at random when fetched."""
 
 
+def check_range(values: Tensor, number: int, name: str) -> None:
+    """Refuse labels or indices that a data set does not have.
+
+    Args:
+        values: The labels or indices, int64.
+        number: How many there are: 0 … number − 1.
+        name: What they are called.
+
+    Raises:
+        ValueError: If one of them is out of range.
+    """
+    if len(values) and not 0 <= values.min() <= values.max() < number:
+        raise ValueError(
+            f"{name} {values.min()} … {values.max()}; expected 0 … {number - 1}: "
+            "check that they were made for this data set"
+        )
+
+
 class ImageBatches:
     """Batches of some images of a data set, in the order given, any number of times.
 
@@ -113,11 +131,7 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
             )
         if min(self.std) <= 0:
             raise ValueError(f"std {self.std}; expected positive numbers")
-        if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < len(self.classes):
-            raise ValueError(
-                f"labels {self.labels.min()} … {self.labels.max()}; "
-                f"expected 0 … {len(self.classes) - 1} for {len(self.classes)} classes"
-            )
+        check_range(self.labels, len(self.classes), "labels")
 
     def __len__(self) -> int:
         """Number of images, N."""
@@ -171,11 +185,7 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
             ValueError: If an index is out of range.
         """
         index = torch.as_tensor(indices, dtype=torch.int64)
-        if len(index) and not 0 <= index.min() <= index.max() < len(self):
-            raise ValueError(
-                f"indices {index.min()} … {index.max()}; expected 0 … {len(self) - 1}: "
-                "check that they were made for this data set"
-            )
+        check_range(index, len(self), "indices")
         return replace(self, images=self.images[index], labels=self.labels[index])
 
     def with_images(self, images: UInt8[Tensor, "n channels height width"]) -> "ImageDataset":

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from laplace_debias.problems.data import random_split
@@ -93,6 +94,12 @@ class TestProblem:
     def likelihood(self) -> str:
         """Name of that loss for `Laplace`."""
         return "classification"
+
+    def initial_model(self, seed: int) -> nn.Module:
+        """The network with the random weights of a seed, apart from torch's global generator."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.model()
 
     def data(
         self,

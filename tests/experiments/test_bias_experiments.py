@@ -534,5 +534,5 @@ def test_a_partition_must_be_of_equal_batches():
     assert settings.num_batches(20) == 5
     with pytest.raises(ValueError, match="divisor"):
         settings.num_batches(30)
-    with pytest.raises(ValueError, match="more than draws=3"):
+    with pytest.raises(ValueError, match="more than draws = 3"):
         settings.num_batches(50)

@@ -118,7 +118,7 @@ def test_a_config_that_makes_no_sense_is_seen(tmp_path, monkeypatch, capsys):
         (["contours", "--recipe.weight_deca=1"], "did you mean --recipe.weight_decay?"),
         (["directional_curvature", "--curvature=gnn"], "ggn"),
         (["directional_curvature", "--problem=allcnn-digit"], "did you mean 'allcnn-digits'"),
-        (["directional_curvature", "--batch_sizes=[100]"], "full_examples=2048"),
+        (["directional_curvature", "--batch_sizes=[100]"], "full_examples is 2048"),
         (["directional_curvature", "--batch_sizes=[]"], "batch_sizes"),
         (["directional_curvature", "--draws=0"], "draws is 0"),
         (["directional_curvature", "--tol=0"], "tol is 0"),

@@ -297,7 +297,7 @@ def test_datasets_that_do_not_fit_together_are_refused():
         colour_dataset(labels=torch.zeros(39, dtype=torch.int64))
     with pytest.raises(ValueError, match="expected 0 … 9"):
         colour_dataset(labels=torch.full((40,), 10))
-    with pytest.raises(ValueError, match="one mean and one std a channel"):
+    with pytest.raises(ValueError, match="one mean and one std per channel"):
         colour_dataset(mean=(0.5,))
     with pytest.raises(ValueError, match="positive"):
         colour_dataset(std=(0.2, 0.0, 0.2))
@@ -615,7 +615,7 @@ def test_an_unknown_optimizer_is_refused(unchecked):
 def test_training_refuses_empty_data_and_reports_divergence():
     data = digits().train.subset(range(40))
     recipe = Recipe(batch_size=8, epochs=3, learning_rate=1e6)
-    with pytest.raises(ValueError, match="empty data set"):
+    with pytest.raises(ValueError, match="data set is empty"):
         train(digits_net(), data.subset([]), recipe)
     with pytest.raises(ValueError, match="no trainable parameters"):
         train(digits_net().requires_grad_(False), data, recipe)

@@ -336,7 +336,7 @@ def test_a_broken_off_run_is_neither_lost_nor_taken_up_unasked(tmp_path):
     recipe = settings(output).recipe.applied_to(problem.recipe)
     with pytest.raises(_PowerCutError):
         train(model, problem.data().train, recipe, generator=seeded(), on_epoch=stop, state=state)
-    with pytest.raises(FileExistsError, match="--resume it, or --overwrite"):
+    with pytest.raises(FileExistsError, match="give --resume, or --overwrite"):
         training_command.run(settings(output))
     with pytest.raises(ValueError, match="the state of another training"):
         training_command.run(settings(output, resume=True, recipe=RecipeChanges(batch_size=100)))

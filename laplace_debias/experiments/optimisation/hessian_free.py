@@ -25,7 +25,7 @@ from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
 from laplace_debias.experiments.shared.store import Row, open_store
-from laplace_debias.optim import DebiasedHessianFree
+from laplace_debias.optim import DebiasedHessianFree, StepReport
 from laplace_debias.problems import (
     ProblemData,
     TestProblem,
@@ -175,14 +175,7 @@ def train_run(
     model = _start(problem, settings, draw).to(device)
     given = settings.recipe.weight_decay
     decay = problem.recipe.penalty if given is None else given
-    damped = variant == DAMPED
-    optimizer = DebiasedHessianFree(
-        decay_groups(model.parameters(), decay),
-        damping=settings.damping if damped else 0.0,
-        max_iter=settings.max_iter,
-        adapt_damping=damped,
-        line_search=damped,
-    )
+    optimizer = _optimizer(model, decay, variant == DAMPED, settings)
     generator = torch.Generator().manual_seed(settings.seed + draw)
     size = settings.batch_size
 
@@ -195,27 +188,16 @@ def train_run(
 
         return evaluate
 
+    of_run = {"variant": variant, "method": method, "draw": draw}
     rows: list[Row] = []
 
     def record(step: int, broken: bool = False) -> bool:
-        report = None if broken else optimizer.last_step
         found = Judge(model, data.train, data.test, decay, settings.chunk_size)()
         if broken:
             found |= {"train_loss": math.inf, "test_loss": math.inf}
-        rows.append(
-            {
-                "variant": variant,
-                "method": method,
-                "draw": draw,
-                "step": step,
-                **found,
-                "damping": None if report is None else report.damping,
-                "step_size": None if report is None else report.step_size,
-                "reduction_ratio": None if report is None else report.reduction_ratio,
-                "products": None if report is None else report.num_matvecs,
-                "examples": size if method == SINGLE else size // 2,
-            }
-        )
+        report = _report_of(None if broken else optimizer.last_step)
+        examples = {"examples": size if method == SINGLE else size // 2}
+        rows.append({**of_run, "step": step, **found, **report, **examples})
         return math.isfinite(found["train_loss"])
 
     record(0)
@@ -239,10 +221,30 @@ def train_run(
     return rows
 
 
+def _optimizer(
+    model: nn.Module, decay: float, damped: bool, settings: HessianFreeSettings
+) -> DebiasedHessianFree:
+    return DebiasedHessianFree(
+        decay_groups(model.parameters(), decay),
+        damping=settings.damping if damped else 0.0,
+        max_iter=settings.max_iter,
+        adapt_damping=damped,
+        line_search=damped,
+    )
+
+
+def _report_of(step: StepReport | None) -> Row:
+    """What a row holds of a step."""
+    return {
+        "damping": None if step is None else step.damping,
+        "step_size": None if step is None else step.step_size,
+        "reduction_ratio": None if step is None else step.reduction_ratio,
+        "products": None if step is None else step.num_matvecs,
+    }
+
+
 def _start(problem: TestProblem, settings: HessianFreeSettings, draw: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed + draw)
-        model = problem.model()
+    model = problem.initial_model(settings.seed + draw)
     if settings.checkpoint is not None:
         load_checkpoint(model, settings.checkpoint)
     return model.train()

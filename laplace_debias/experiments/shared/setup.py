@@ -226,9 +226,7 @@ def trained_model(
     Raises:
         FloatingPointError: If training diverges.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = problem.model()
+    model = problem.initial_model(settings.seed)
     path = store.part(f"{name}.safetensors")
     if path.exists():
         load_checkpoint(model, path)
