@@ -7,7 +7,8 @@ import torch
 from matplotlib.figure import Figure
 from spectra import Matrix, generator, symmetric, uniform
 
-from laplace_debias.linalg import logdet, matrix_function_trace, quadrature, spectral_density
+from laplace_debias.linalg import logdet, matrix_function_trace, spectral_density
+from laplace_debias.linalg.estimators import quadrature
 from laplace_debias.operators import Diagonal, Identity
 from laplace_debias.report.spectrum_plot import plot_spectral_density
 
