@@ -3,7 +3,7 @@
 from laplace_debias.operators.algebra import Product, Scaled, Sum, Transpose
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.layout import ParameterLayout
-from laplace_debias.operators.scipy_bridge import from_scipy
+from laplace_debias.operators.scipy_import import from_scipy
 from laplace_debias.operators.structures.assume import assume
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense

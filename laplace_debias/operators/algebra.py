@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import (
-    LinearOperator,
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import (
     Scalar,
     add,
     adopt,

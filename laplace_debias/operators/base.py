@@ -2,23 +2,31 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import singledispatch
 from typing import Any, TypeVar, overload
 
 import numpy as np
-import scipy.sparse.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.dispatch import Pairwise
+from laplace_debias.operators.dispatch import (
+    Scalar,
+    add,
+    adopt,
+    identity_like,
+    multiply,
+    named_range,
+    scale,
+    submatrix,
+    unify,
+)
 from laplace_debias.operators.indexing import as_indices, as_integer, is_everything
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.parts import converted
+from laplace_debias.operators.scipy_export import to_scipy
 
 Operator = TypeVar("Operator", bound="LinearOperator")
 Parameters = Mapping[str, Tensor] | Sequence[Tensor]
-Scalar = float | Tensor
 
 
 class LinearOperator(ABC):
@@ -197,10 +205,7 @@ class LinearOperator(ABC):
                 "ones take a power of the inverse, for fractions a function of the spectrum."
             )
         if exponent == 0:
-            # A structure, and so built on this module.
-            from laplace_debias.operators.structures.identity import Identity
-
-            return Identity(self.shape[0], self.dtype, self.device)
+            return identity_like(self)
         power = self
         for _ in range(int(exponent) - 1):
             power = power @ self
@@ -261,11 +266,12 @@ class LinearOperator(ABC):
         """The matrix itself, `[rows, columns]`; costs as many products as columns."""
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
 
-    def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
-        """The operator for SciPy: NumPy in and out, products where the operator computes them."""
-        # The bridge builds on this module.
-        from laplace_debias.operators.scipy_bridge import to_scipy
+    def to_scipy(self) -> Any:
+        """As SciPy's `LinearOperator`: NumPy in and out, products on the operator's own device.
 
+        Raises:
+            TypeError: If NumPy has no such dtype.
+        """
         return to_scipy(self)
 
     def to(self: Operator, *args: Any, **kwargs: Any) -> Operator:
@@ -337,66 +343,3 @@ def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
             f"{type(operator).__name__} can be scaled by a real number, got "
             f"{type(value).__name__}: use `@` for products."
         ) from error
-
-
-# What the operators above call, and structures register with.
-add = Pairwise("add")
-multiply = Pairwise("multiply")
-
-
-@singledispatch
-def scale(operator: LinearOperator, scalar: Scalar) -> LinearOperator:
-    """The operator times a number."""
-    raise TypeError(f"{type(operator).__name__} is no LinearOperator.")
-
-
-@singledispatch
-def submatrix(operator: LinearOperator, rows: Tensor, columns: Tensor) -> LinearOperator:
-    """The operator's rows and columns of the given indices, in their order."""
-    raise TypeError(f"{type(operator).__name__} is no LinearOperator.")
-
-
-@singledispatch
-def shift(operator: LinearOperator, scalar: Scalar) -> LinearOperator | None:
-    """The operator plus a multiple of the identity in its own structure, None if it has none."""
-    return None
-
-
-@singledispatch
-def identity_multiple(operator: LinearOperator) -> Scalar | None:
-    """The number c if the operator is c times the identity by its structure, else None."""
-    return None
-
-
-@singledispatch
-def named_range(operator: LinearOperator, name: str) -> range:
-    """The rows and columns that belong to the parameter, or the block, of this name."""
-    if operator.layout is None:
-        raise KeyError(
-            f"{type(operator).__name__} does not know which entries belong to {name!r}: index it "
-            "by numbers, or give it a ParameterLayout."
-        )
-    return operator.layout.range(name)
-
-
-@singledispatch
-def adopt(operator: LinearOperator, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-    """The operator itself or, if it was given no dtype or device, the one that has these."""
-    return operator
-
-
-def unify(operators: Sequence[LinearOperator]) -> list[LinearOperator]:
-    """Give the operators that have no dtype or device of their own those of the others.
-
-    Raises:
-        ValueError: If the others disagree.
-    """
-    for reference in operators:
-        dtype, device = reference.dtype, reference.device
-        adopted = [adopt(operator, dtype, device) for operator in operators]
-        if all(operator.dtype == dtype and operator.device == device for operator in adopted):
-            return adopted
-    found = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
-    raise ValueError(
-        f"Operators must share one dtype and one device: {found}. Convert them with `.to(...)`."
-    )

@@ -1,17 +1,26 @@
-"""Functions of two operators that are chosen by the structure of both."""
+"""What operators are combined by: functions that are chosen by the structure of their arguments.
 
-from collections.abc import Callable
+The class of operators calls them, and a structure's file registers what it knows. So this module
+lies below both, and its operators are typed as `Any`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import singledispatch
 from typing import Any
 
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
 Rule = Callable[[Any, Any], Any]
 
 
 class Pairwise:
     """A function of two operators that is chosen by the types of both.
 
-    Rules are tried from the most special type to the most general one; a rule that returns None
-    leaves the pair to the next. A structure's file registers the rules that it knows, `compose`
-    the lazy ones for all others.
+    Rules are tried from the most special type to the most general one. A rule that returns None
+    leaves the pair to the next. A structure's file registers the rules that it knows; `algebra`
+    registers the lazy ones for all others.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,3 +52,75 @@ class Pairwise:
             f"{self.name} knows no rule for {type(left).__name__} and {type(right).__name__}: both "
             "must be LinearOperators."
         )
+
+
+add = Pairwise("add")
+multiply = Pairwise("multiply")
+
+
+@singledispatch
+def scale(operator: Any, scalar: Scalar) -> Any:
+    """The operator times a number."""
+    raise _not_an_operator(operator)
+
+
+@singledispatch
+def submatrix(operator: Any, rows: Tensor, columns: Tensor) -> Any:
+    """The operator's rows and columns of the given indices, in their order."""
+    raise _not_an_operator(operator)
+
+
+@singledispatch
+def identity_like(operator: Any) -> Any:
+    """The identity of a square operator's size, dtype and device."""
+    raise _not_an_operator(operator)
+
+
+@singledispatch
+def shift(operator: Any, scalar: Scalar) -> Any:
+    """The operator plus a multiple of the identity in its own structure, None if it has none."""
+    return None
+
+
+@singledispatch
+def identity_multiple(operator: Any) -> Scalar | None:
+    """The number c if the operator is c times the identity by its structure, else None."""
+    return None
+
+
+@singledispatch
+def named_range(operator: Any, name: str) -> range:
+    """The rows and columns that belong to the parameter, or the block, of this name."""
+    if operator.layout is None:
+        raise KeyError(
+            f"{type(operator).__name__} does not know which entries belong to {name!r}: index it "
+            "by numbers, or give it a ParameterLayout."
+        )
+    return operator.layout.range(name)
+
+
+@singledispatch
+def adopt(operator: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The operator itself or, if it was given no dtype or device, the one that has these."""
+    return operator
+
+
+def unify(operators: Sequence[Any]) -> list[Any]:
+    """Give the operators that have no dtype or device of their own those of the others.
+
+    Raises:
+        ValueError: If the others disagree.
+    """
+    for reference in operators:
+        dtype, device = reference.dtype, reference.device
+        adopted = [adopt(operator, dtype, device) for operator in operators]
+        if all(operator.dtype == dtype and operator.device == device for operator in adopted):
+            return adopted
+    found = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
+    raise ValueError(
+        f"Operators must share one dtype and one device: {found}. Convert them with `.to(...)`."
+    )
+
+
+def _not_an_operator(value: Any) -> TypeError:
+    return TypeError(f"expected a LinearOperator, got {type(value).__name__}.")

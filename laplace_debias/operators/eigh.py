@@ -9,7 +9,6 @@ double precision, and then on the CPU by another algorithm.
 import math
 from collections.abc import Callable, Iterator
 
-import scipy.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -173,6 +172,9 @@ def _cast(pair: Decomposition, like: Tensor) -> Decomposition:
 
 def _by_qr_iterations(matrices: Tensor) -> Decomposition:
     """By LAPACK's `syev`, the slowest of its algorithms and the least likely to fail."""
+    # Slow to import, and needed only where torch's algorithms failed.
+    import scipy.linalg
+
     flat = matrices.reshape(-1, *matrices.shape[-2:])
     # Eigenvectors lie one after the other in memory, as torch has them.
     values, vectors = flat.new_empty(flat.shape[:-1]), flat.new_empty(flat.shape).mT

@@ -444,7 +444,7 @@ def test_block_diagonal_with_layout():
             ValueError,
             "A layout of 3 parameters",
         ),
-        (lambda: from_scipy("matrix"), TypeError, "no SciPy operator"),
+        (lambda: from_scipy("matrix"), TypeError, "expected a SciPy operator"),
         (lambda: Diagonal(randn(2).bfloat16()).to_scipy(), TypeError, "torch.float32"),
         (lambda: Diagonal(randn(2)).to_scipy() @ (1j * np.ones(2)), TypeError, "operator is real"),
     ],
@@ -477,7 +477,7 @@ def test_scipy_solves_with_an_operator():
     torch.testing.assert_close(A @ torch.from_numpy(x), b, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("module", ["base", "assume"])
+@pytest.mark.parametrize("module", ["base", "structures.assume"])
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"laplace_debias.operators.{module}"))
     assert result.attempted > 0

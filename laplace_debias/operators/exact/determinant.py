@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Product, Scaled
@@ -144,6 +142,10 @@ def _(operator: LowRankPlusDiagonal) -> SignLog | None:
 
 @_slogdet.register
 def _(operator: Permutation) -> SignLog | None:
+    # Slow to import, and few need it.
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
     index = operator.index.cpu().numpy()
     n = len(index)
     graph = coo_array((np.ones(n), (np.arange(n), index)), shape=(n, n))

@@ -9,12 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Product, Scaled
-from laplace_debias.operators.base import (
-    LinearOperator,
-    check_operand,
-    check_square,
-    scale,
-)
+from laplace_debias.operators.base import LinearOperator, check_operand, check_square
+from laplace_debias.operators.dispatch import scale
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact.spectrum import (
     blockwise,

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Scaled, Sum
-from laplace_debias.operators.base import LinearOperator, check_square, identity_multiple, scale
+from laplace_debias.operators.base import LinearOperator, check_square
+from laplace_debias.operators.dispatch import identity_multiple, scale
 from laplace_debias.operators.eigh import eigh, eigvalsh
 from laplace_debias.operators.exact.entries import exact_trace, of_all
 from laplace_debias.operators.structures.assume import Assumed, assume

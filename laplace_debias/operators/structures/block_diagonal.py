@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from laplace_debias.operators.base import (
-    LinearOperator,
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import (
     Scalar,
     add,
     multiply,

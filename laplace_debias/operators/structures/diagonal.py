@@ -6,15 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import (
-    LinearOperator,
-    Scalar,
-    add,
-    multiply,
-    scale,
-    shift,
-    submatrix,
-)
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
 from laplace_debias.operators.structures.submatrix import SubMatrix
 
 

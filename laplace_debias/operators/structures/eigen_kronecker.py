@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator, Scalar, add, multiply, scale, shift
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift
 from laplace_debias.operators.parts import same
 from laplace_debias.operators.structures.diagonal import Diagonal
 

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.operators.base import (
-    LinearOperator,
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import (
     Scalar,
     adopt,
+    identity_like,
     identity_multiple,
     multiply,
     scale,
@@ -97,6 +98,11 @@ class Identity(LinearOperator):
 @adopt.register
 def _(operator: Identity, dtype: torch.dtype, device: torch.device) -> LinearOperator:
     return Identity(operator.n, operator._dtype or dtype, operator._device or device)
+
+
+@identity_like.register
+def _(operator: LinearOperator) -> LinearOperator:
+    return Identity(operator.shape[0], operator.dtype, operator.device)
 
 
 @identity_multiple.register

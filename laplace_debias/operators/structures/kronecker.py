@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator, Scalar, multiply, scale, unify
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import Scalar, multiply, scale, unify
 from laplace_debias.operators.structures.dense import Dense
 
 

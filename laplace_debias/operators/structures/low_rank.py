@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator, Scalar, add, scale, shift
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import Scalar, add, scale, shift
 from laplace_debias.operators.structures.diagonal import Diagonal
 
 

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator, adopt, multiply
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import adopt, multiply
 from laplace_debias.operators.structures.dense import Dense
 
 

@@ -6,14 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from laplace_debias.operators.base import (
-    LinearOperator,
-    Scalar,
-    add,
-    multiply,
-    scale,
-    shift,
-)
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.parts import same
 from laplace_debias.operators.structures.wrapper import Wrapper

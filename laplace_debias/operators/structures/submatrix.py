@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Int
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator, submatrix
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import submatrix
 from laplace_debias.operators.structures.wrapper import Wrapper
 
 

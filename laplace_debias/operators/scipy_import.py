@@ -1,51 +1,20 @@
-"""From operators to SciPy's and back."""
+"""From SciPy's operators, sparse matrices and NumPy arrays to operators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.sparse.linalg
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Transpose
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.scipy_export import NUMPY_TYPES
 from laplace_debias.operators.structures.dense import Dense
 
-_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
-_TORCH = {np.dtype(numpy_type): dtype for dtype, numpy_type in _NUMPY.items()}
-
-
-def to_scipy(operator: LinearOperator) -> scipy.sparse.linalg.LinearOperator:
-    """The operator for SciPy: NumPy arrays in and out, in the operator's dtype.
-
-    Arrays of another real dtype are converted to it. Gradients do not flow through.
-
-    Raises:
-        TypeError: If NumPy has no such dtype.
-    """
-    if operator.dtype not in _NUMPY:
-        raise TypeError(
-            f"NumPy has no {operator.dtype}: convert the operator with `.to(torch.float32)`."
-        )
-
-    def product(of: LinearOperator, array: NDArray[Any]) -> NDArray[Any]:
-        if np.iscomplexobj(array):
-            raise TypeError("The operator is real: multiply with real and imaginary part apart.")
-        # A copy where SciPy hands out memory that it goes on writing to, or that is read-only.
-        tensor = torch.tensor(np.ascontiguousarray(array), dtype=of.dtype, device=of.device)
-        return (of @ tensor).detach().cpu().numpy()
-
-    return scipy.sparse.linalg.LinearOperator(
-        operator.shape,
-        matvec=lambda x: product(operator, x.reshape(-1)),
-        rmatvec=lambda x: product(operator.T, x.reshape(-1)),
-        matmat=lambda X: product(operator, X),
-        rmatmat=lambda X: product(operator.T, X),
-        dtype=_NUMPY[operator.dtype],
-    )
+_TORCH_TYPES = {np.dtype(numpy_type): dtype for dtype, numpy_type in NUMPY_TYPES.items()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +27,7 @@ class FromScipy(LinearOperator):
         _device: The device of tensors in and out.
     """
 
-    operator: scipy.sparse.linalg.LinearOperator
+    operator: Any
     _dtype: torch.dtype
     _device: torch.device
 
@@ -102,22 +71,26 @@ def from_scipy(
         device: The device of tensors in and out; torch's default if None.
 
     Raises:
-        TypeError: If it is none of these, or complex.
+        TypeError: If it is something else, or complex.
     """
     if isinstance(operator, np.ndarray):
         source = operator
     else:
+        # Slow to import, and few need it.
+        from scipy.sparse.linalg import aslinearoperator
+
         try:
-            source = scipy.sparse.linalg.aslinearoperator(operator)
+            source = aslinearoperator(operator)
         except TypeError as error:
             raise TypeError(
-                f"{type(operator).__name__} is no SciPy operator, sparse matrix or NumPy array."
+                f"expected a SciPy operator, a sparse matrix or a NumPy array, got "
+                f"{type(operator).__name__}."
             ) from error
     # SciPy leaves the dtype open where nobody gave it.
     numpy_dtype = np.dtype(source.dtype or np.float64)
     if numpy_dtype.kind == "c":
         raise TypeError("Operators are real, got a complex one: take its real part.")
-    dtype = dtype or _TORCH.get(numpy_dtype, torch.float64)
+    dtype = dtype or _TORCH_TYPES.get(numpy_dtype, torch.float64)
     target = torch.empty(0, device=device).device
     if isinstance(source, np.ndarray):
         return Dense(torch.tensor(source, dtype=dtype, device=target))
