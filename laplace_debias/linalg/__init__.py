@@ -1,16 +1,23 @@
 """Algorithms on any linear operator: they need its products and nothing else."""
 
-from laplace_debias.linalg.eigen.eigsh import EigenPairs, eigsh
+from laplace_debias.linalg.eigen.eigsh import eigsh
 from laplace_debias.linalg.eigen.subspaces import overlaps
 from laplace_debias.linalg.estimators.diagonal import diagonal
-from laplace_debias.linalg.estimators.estimate import Estimate
 from laplace_debias.linalg.estimators.logdet import logdet
 from laplace_debias.linalg.estimators.norms import frobenius_norm, spectral_norm
 from laplace_debias.linalg.estimators.quadrature import matrix_function_trace
-from laplace_debias.linalg.estimators.spectral_density import SpectralDensity, spectral_density
+from laplace_debias.linalg.estimators.spectral_density import spectral_density
 from laplace_debias.linalg.estimators.trace import trace
-from laplace_debias.linalg.linear_solution import LinearSolution
-from laplace_debias.linalg.solution import DebiasedSolution, Iterate, Solution, Status
+from laplace_debias.linalg.results import (
+    DebiasedSolution,
+    EigenPairs,
+    Estimate,
+    Iterate,
+    LinearSolution,
+    Solution,
+    SpectralDensity,
+    Status,
+)
 from laplace_debias.linalg.solvers.conjugate_gradient import (
     cg,
     debiased_cg,

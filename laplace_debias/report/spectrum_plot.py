@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
-from laplace_debias.linalg.estimators.spectral_density import SpectralDensity
+from laplace_debias.linalg.results import SpectralDensity
 from laplace_debias.report.style import (
     FONT_SIZE,
     INK,

@@ -10,7 +10,7 @@ from cases import one_axis_at_a_time
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, trace
-from laplace_debias.linalg.estimators.probes import draw
+from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import Dense, Diagonal
 
 SIZE, RUNS = 100, 300

@@ -182,7 +182,7 @@ def test_progress_is_shown_on_request(label, capsys):
 
 
 def test_parameters_for_cg_name_the_remedy(unchecked):
-    with pytest.raises(TypeError, match=r"b is a dict.*flatten.*`solve\(A, b\)`"):
+    with pytest.raises(TypeError, match=r"`b` is a dict.*flatten.*`solve\(A, b\)`"):
         cg(A, {"weight": B})
 
 

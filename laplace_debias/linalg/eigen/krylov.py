@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.products import asymmetry_error, asymmetry_tolerance
+from laplace_debias.linalg.checks import asymmetry_error, asymmetry_tolerance
 from laplace_debias.operators.base import LinearOperator
 
 _PASSES = 5

@@ -5,17 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.estimators.estimate import Estimate, check_budget, refine
+from laplace_debias.linalg.checks import check_choice, check_finite, check_generator, check_square
 from laplace_debias.linalg.estimators.moments import RunningMoments, mean_of
-from laplace_debias.linalg.estimators.probes import DISTRIBUTIONS, draw
+from laplace_debias.linalg.estimators.refinement import check_budget, refine
 from laplace_debias.linalg.estimators.sketch import LeftOutPairs, RangeSketch
-from laplace_debias.linalg.products import (
-    Products,
-    check_choice,
-    check_finite,
-    check_generator,
-    check_square,
-)
+from laplace_debias.linalg.probes import DISTRIBUTIONS, draw
+from laplace_debias.linalg.products import Products
+from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_diagonal
 

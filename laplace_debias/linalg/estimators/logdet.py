@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.estimators.estimate import Estimate
+from laplace_debias.linalg.checks import check_finite, check_square
 from laplace_debias.linalg.estimators.quadrature import integrate, lanczos_quadrature
-from laplace_debias.linalg.products import check_finite, check_square
+from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_logdet
 

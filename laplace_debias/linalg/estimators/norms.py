@@ -5,19 +5,20 @@ import warnings
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.eigen.krylov import KrylovBasis
-from laplace_debias.linalg.eigen.lanczos import capacity, search
-from laplace_debias.linalg.estimators.estimate import Estimate, check_budget, refine
-from laplace_debias.linalg.estimators.probes import DISTRIBUTIONS, draw
-from laplace_debias.linalg.estimators.quadratic_forms import SquaredLengths
-from laplace_debias.linalg.products import (
-    Products,
+from laplace_debias.linalg.checks import (
     check_at_least,
     check_choice,
     check_finite,
     check_generator,
     check_operator,
 )
+from laplace_debias.linalg.eigen.krylov import KrylovBasis
+from laplace_debias.linalg.eigen.lanczos import capacity, search
+from laplace_debias.linalg.estimators.quadratic_forms import SquaredLengths
+from laplace_debias.linalg.estimators.refinement import check_budget, refine
+from laplace_debias.linalg.probes import DISTRIBUTIONS, draw
+from laplace_debias.linalg.products import Products
+from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_frobenius_norm, exact_spectral_norm
 

@@ -7,11 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.estimators.estimate import Estimate
-from laplace_debias.linalg.estimators.probes import draw
-from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
-from laplace_debias.linalg.products import (
-    Products,
+from laplace_debias.linalg.checks import (
     asymmetry_error,
     asymmetry_tolerance,
     check_at_least,
@@ -19,6 +15,10 @@ from laplace_debias.linalg.products import (
     check_generator,
     check_square,
 )
+from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
+from laplace_debias.linalg.probes import draw
+from laplace_debias.linalg.products import Products
+from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh, eigvalsh
 from laplace_debias.operators.exact.spectrum import eigenvalues

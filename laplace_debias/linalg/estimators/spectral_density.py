@@ -1,20 +1,18 @@
 """The spectral density of a symmetric operator, smoothed, on a linear or a logarithmic scale."""
 
 import math
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.linalg.checks import check_at_least, check_choice
 from laplace_debias.linalg.estimators.density_error import (
     moments,
     quadrature_error,
     spread_of_probes,
 )
-from laplace_debias.linalg.estimators.estimate import half_width
 from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature, with_bias
-from laplace_debias.linalg.products import check_at_least, check_choice
+from laplace_debias.linalg.results import SpectralDensity
 from laplace_debias.operators.base import LinearOperator
 
 SCALES = ("linear", "log")
@@ -23,64 +21,6 @@ _RELATIVE_WIDTH = 0.01
 
 _MARGIN = 6
 """Standard deviations by which the grid reaches beyond the nodes."""
-
-
-@dataclass(frozen=True, eq=False)
-class SpectralDensity:
-    r"""A smoothed spectral density, and the quadrature that it was made of.
-
-    Args:
-        grid: Where the density is given, ascending eigenvalues λ, `[points]`; on a logarithmic
-            scale evenly spaced in log₁₀ |λ|.
-        density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
-            `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
-        standard_error: That of the density, `[points]`; it joins, in squares, that of the mean over
-            probes and `quadrature_error`. Infinite from a single probe.
-        quadrature_error: How far Lanczos' nodes, of which there are few, smoothed by `width`, are
-            from as many as the operator has, `[points]`; an estimate, 0 if all are known.
-        degrees_of_freedom: How well the standard error is known, as in `Estimate`, `[points]`.
-        nodes: Ritz values, `[probes, steps]`.
-        weights: Their weights, `[probes, steps]`, that sum to 1 for each probe.
-        scale: `"linear"` or `"log"`.
-        width: Standard deviation of the Gaussian that smoothes, in λ or in decades.
-        null_fraction: On a logarithmic scale, the fraction of eigenvalues with |λ| ≤ `floor`, which
-            the density leaves out; 0 on a linear one.
-        negative_fraction: Fraction of eigenvalues below −`floor`, which a logarithmic scale shows
-            by their absolute values.
-        floor: What counts as zero.
-        num_matvecs: How many products it took.
-    """
-
-    grid: Float[Tensor, " points"]
-    density: Float[Tensor, " points"]
-    standard_error: Float[Tensor, " points"]
-    quadrature_error: Float[Tensor, " points"]
-    degrees_of_freedom: Float[Tensor, " points"]
-    nodes: Float[Tensor, "probes steps"]
-    weights: Float[Tensor, "probes steps"]
-    scale: str
-    width: float
-    null_fraction: float
-    negative_fraction: float
-    floor: float
-    num_matvecs: int
-
-    def interval(
-        self, level: float = 0.95
-    ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-        """Where the smoothed density lies, point by point, as `Estimate.interval` has it.
-
-        Args:
-            level: Probability with which an interval covers.
-
-        Returns:
-            The lower and the upper ends, `[points]`; a density is not below 0.
-
-        Raises:
-            ValueError: `level` is not between 0 and 1.
-        """
-        margin = half_width(self.standard_error, self.degrees_of_freedom, level)
-        return (self.density - margin).clamp(min=0), self.density + margin
 
 
 def spectral_density(

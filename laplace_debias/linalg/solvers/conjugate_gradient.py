@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.linalg.products import check_operator
-from laplace_debias.linalg.solution import DebiasedSolution, Iterate, Solution, Status
+from laplace_debias.linalg.checks import check_operator
+from laplace_debias.linalg.results import DebiasedSolution, Iterate, Solution, Status
 from laplace_debias.linalg.solvers.line_searches import LineSearches, kept
 from laplace_debias.operators.base import LinearOperator
 
@@ -43,10 +43,10 @@ def cg(
     the Newton step of $q$ (Eq. 2). Iteration t moves to the minimum along the direction $d_t$ by
     $\tau_t = -s(x_t; d_t) / c(d_t)$ (Eq. 3), and directions are conjugate, $d_i^\top A d_j = 0$.
 
-    Right-hand sides given as columns share products of the operator with matrices; each has
-    its own directions, stops for its own reason and costs no product from then on. It never
-    raises because of what it meets: `Solution.statuses` names the reason to stop and
-    `Solution.message` the remedy.
+    Right-hand sides given as columns share products of the operator with matrices. Each has
+    its own directions, stops for its own reason and costs no product from then on. What the solver
+    meets raises no error: `Solution.statuses` names the reason to stop, `Solution.message` the
+    remedy.
 
     Args:
         A: Symmetric operator, `[n, n]`. One that has no positive curvature along a search
@@ -72,7 +72,7 @@ def cg(
     Raises:
         TypeError: If A is no operator, or b or x0 no tensor.
         ValueError: Before any product, if shapes, dtypes or devices do not fit, b or x0 hold NaN
-            or Inf, or an option is none.
+            or Inf, or a number or name is out of range.
 
     Reference:
         Hestenes and Stiefel (1952), Methods of conjugate gradients for solving linear systems.
@@ -196,7 +196,7 @@ def replay(
     callback: Callable[[Iterate], object] | None = None,
     progress: bool = False,
 ) -> Solution:
-    r"""Walk along given directions by step sizes measured on $(A, b)$: Eq. 8, after the event.
+    r"""Walk along given directions by step sizes measured on $(A, b)$: Eq. 8, afterwards.
 
     The second half of `debiased_cg`, for directions that were stored or come from elsewhere
     (eigenvectors, say). They need not be conjugate or normalised. Costs one product each (Eq. 12).
@@ -218,7 +218,7 @@ def replay(
         The solution; its status is `EXHAUSTED` when all directions have been used.
 
     Raises:
-        ValueError: As `cg`; or if a direction has not the shape of `b`.
+        ValueError: As `cg`; or if a direction does not have the shape of `b`.
     """
     run = LineSearches(A, b, x0, tol, kept(keep))
     if isinstance(directions, Tensor):
@@ -333,7 +333,7 @@ def _max_iter(max_iter: int | None, A: LinearOperator) -> int:
     if max_iter is None:
         return 10 * A.shape[0]
     if max_iter < 1:
-        raise ValueError(f"max_iter must be at least 1, got {max_iter}.")
+        raise ValueError(f"`max_iter` is {max_iter}; expected at least 1.")
     return max_iter
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.linear_solution import check_right_side
-from laplace_debias.linalg.products import (
+from laplace_debias.linalg.checks import (
     check_choice,
     check_finite,
     check_generator,
     check_operator,
+    check_right_side,
     check_square,
 )
+from laplace_debias.linalg.results import Status
 from laplace_debias.linalg.solvers.conjugate_gradient import cg
 from laplace_debias.linalg.solvers.lsmr import lsmr
 from laplace_debias.linalg.solvers.neumann import default_scale, neumann
@@ -181,7 +182,7 @@ def solve(
         "generator": generator,
     }
     if isinstance(b, Tensor):
-        check_right_side(A.shape, b, torch.empty(0, dtype=A.dtype, device=A.device), "b")
+        check_right_side(A, b, "b")
         if method == "auto" and A.shape[0] == A.shape[1]:
             check_finite(A)
             solution = exact_solve(A, b)
@@ -232,10 +233,8 @@ class Inverse(Wrapper):
     def _matmat(self, matrix: Tensor) -> Tensor:
         solution = _SOLVERS[self.method](self.operator, matrix, **self.options)
         # Without a tolerance a Neumann series is meant to end after its terms.
-        is_done = solution.converged or (
-            solution.status == "max_iter" and self.method == "neumann" and "tol" not in self.options
-        )
-        if not is_done:
+        is_to_end = self.method == "neumann" and "tol" not in self.options
+        if not (solution.converged or (is_to_end and solution.status is Status.MAX_ITER)):
             warnings.warn(
                 f"inverse by {self.method}: {solution.message}", RuntimeWarning, stacklevel=4
             )

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.products import check_operator
-from laplace_debias.linalg.solution import Iterate, Solution, Status
+from laplace_debias.linalg.checks import check_operator, check_right_side
+from laplace_debias.linalg.results import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
 
 _STATUSES = list(Status)
@@ -260,31 +260,15 @@ def _check(A: LinearOperator, b: Tensor, x0: Tensor | None, tol: float) -> None:
     rows, columns = A.shape
     if rows != columns:
         raise ValueError(
-            f"{type(A).__name__} has shape {A.shape}: only a square, symmetric operator is a "
-            "quadratic's. For least squares, multiply with its adjoint or use LSMR."
+            f"{type(A).__name__} has shape {A.shape}: only a square, symmetric operator belongs to "
+            "a quadratic. For least squares, use `A.T @ A` with `A.T @ b`, or `lsmr`."
         )
     if not (tol >= 0 and math.isfinite(tol)):
-        raise ValueError(f"tol must be a finite number of at least 0, got {tol}.")
-    for name, tensor in (("b", b), ("x0", x0)):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name} is a {type(tensor).__name__}; expected a tensor. Join named parameters by "
-                "`A.layout.flatten(...)` and part `Solution.x` by `A.layout.unflatten(...)`, or "
-                "use `solve(A, b)`, which takes them."
-            )
-        if tensor.ndim not in (1, 2) or len(tensor) != rows:
+        raise ValueError(f"`tol` is {tol}; expected a finite number of at least 0.")
+    check_right_side(A, b, "b", least_columns=0)
+    if x0 is not None:
+        check_right_side(A, x0, "x0", least_columns=0)
+        if x0.shape != b.shape:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, the operator {A.shape}: expected "
-                f"({rows},) or ({rows}, k)."
+                f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(b.shape)}: they must be equal."
             )
-        if tensor.dtype != A.dtype or tensor.device != A.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, the operator {A.dtype} on "
-                f"{A.device}: convert one of them with `.to(...)`."
-            )
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name} holds NaN or Inf: there is no solution to look for.")
-    if x0 is not None and x0.shape != b.shape:
-        raise ValueError(f"x0 has shape {tuple(x0.shape)}, b {tuple(b.shape)}: they must be equal.")

@@ -5,30 +5,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.linear_solution import LinearSolution, check_right_side
-from laplace_debias.linalg.products import Products, check_at_least, check_operator
+from laplace_debias.linalg.checks import check_at_least, check_operator, check_right_side
+from laplace_debias.linalg.products import Products
+from laplace_debias.linalg.results import LinearSolution, Status
 from laplace_debias.operators.base import LinearOperator
 
+# What SciPy's LSMR calls its reasons to stop.
 _STATUS = {
-    0: "converged",
-    1: "converged",
-    2: "least_squares",
-    3: "ill_conditioned",
-    4: "converged",
-    5: "least_squares",
-    6: "ill_conditioned",
-    7: "max_iter",
+    0: Status.CONVERGED,
+    1: Status.CONVERGED,
+    2: Status.LEAST_SQUARES,
+    3: Status.ILL_CONDITIONED,
+    4: Status.CONVERGED,
+    5: Status.LEAST_SQUARES,
+    6: Status.ILL_CONDITIONED,
+    7: Status.MAX_ITER,
 }
-_MESSAGES = {
-    "converged": "The residual is below the tolerance.",
-    "least_squares": "The equations have no exact solution; x minimises the residual.",
-    "ill_conditioned": (
-        "The condition number is beyond the precision of the numbers: set `damping`, or compute in "
-        "float64."
-    ),
-    "max_iter": "Not converged: raise `max_iter` or `tol`, or set `damping`.",
+_ADVICE = {
+    Status.MAX_ITER: (
+        "The residual is not below the tolerance after `max_iter` iterations: raise `max_iter` or "
+        "`tol`, or set `damping`."
+    )
 }
-_ORDER = ("converged", "least_squares", "max_iter", "ill_conditioned")
 
 
 def lsmr(
@@ -68,15 +66,14 @@ def lsmr(
         Fong, Saunders. LSMR: an iterative algorithm for sparse least-squares problems. SIAM Journal
         on Scientific Computing, 2011.
     """
-    # SciPy's sparse module takes longer to import than the rest of this package.
+    # Slow to import, and few need it.
     from scipy.sparse.linalg import LinearOperator as SciPyOperator
     from scipy.sparse.linalg import lsmr as scipy_lsmr
 
     check_operator(A)
-    like = torch.empty(0, dtype=A.dtype, device=A.device)
-    check_right_side(A.shape, b, like, "b")
+    check_right_side(A, b, "b")
     if x0 is not None:
-        check_right_side((A.shape[1], A.shape[0]), x0, like, "x0")
+        check_right_side(A.T, x0, "x0")
         if x0.shape[1:] != b.shape[1:]:
             raise ValueError(
                 f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(b.shape)}; expected as many "
@@ -92,15 +89,15 @@ def lsmr(
     with Products(A, progress=progress, label="lsmr") as products:
 
         def multiply(vector: np.ndarray) -> np.ndarray:
-            return products(torch.tensor(vector.ravel()).to(like)).cpu().double().numpy()
+            return products(torch.tensor(vector.ravel()).to(b)).cpu().double().numpy()
 
         def multiply_adjoint(vector: np.ndarray) -> np.ndarray:
-            return products.adjoint(torch.tensor(vector.ravel()).to(like)).cpu().double().numpy()
+            return products.adjoint(torch.tensor(vector.ravel()).to(b)).cpu().double().numpy()
 
         operator = SciPyOperator(
             A.shape, matvec=multiply, rmatvec=multiply_adjoint, dtype=np.float64
         )
-        solutions, reasons = [], []
+        solutions, statuses = [], []
         starts = None if x0 is None else x0.reshape(len(x0), -1)
         for column, right in enumerate(b.reshape(len(b), -1).T):
             result = scipy_lsmr(
@@ -113,9 +110,8 @@ def lsmr(
                 maxiter=max_iter,
                 x0=None if starts is None else starts[:, column].cpu().double().numpy(),
             )
-            solutions.append(torch.from_numpy(np.asarray(result[0])).to(like))
-            reasons.append(_STATUS[result[1]])
+            solutions.append(torch.from_numpy(np.asarray(result[0])).to(b))
+            statuses.append(_STATUS[result[1]])
         x = torch.stack(solutions, dim=1).reshape(A.shape[1], *b.shape[1:])
         residual_norms = (b - products(x)).norm(dim=0)
-    status = max(reasons, key=_ORDER.index)
-    return LinearSolution(x, status, _MESSAGES[status], residual_norms, products.count)
+    return LinearSolution(x, tuple(statuses), residual_norms, products.count, advice=_ADVICE)

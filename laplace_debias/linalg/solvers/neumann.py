@@ -6,9 +6,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.linalg.checks import (
+    check_at_least,
+    check_generator,
+    check_right_side,
+    check_square,
+)
 from laplace_debias.linalg.estimators.norms import spectral_norm
-from laplace_debias.linalg.linear_solution import LinearSolution, check_right_side
-from laplace_debias.linalg.products import Products, check_at_least, check_generator, check_square
+from laplace_debias.linalg.products import Products
+from laplace_debias.linalg.results import LinearSolution, Status
 from laplace_debias.operators.base import LinearOperator
 
 _GROWTH = 10.0
@@ -50,7 +56,7 @@ def neumann(
 
     Returns:
         The solution; its status is `"converged"` if `tol` was given and reached, `"max_iter"` after
-        all terms, and `"diverged"` if the residual grew: x is then the best partial sum.
+        all terms, and `"diverged"` if a residual grew: x is then the best partial sum.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit, b or a product is not finite, or a number
@@ -61,7 +67,7 @@ def neumann(
         differentiation. AISTATS, 2020.
     """
     check_square(A, "Neumann series")
-    check_right_side(A.shape, b, torch.empty(0, dtype=A.dtype, device=A.device), "b")
+    check_right_side(A, b, "b")
     check_at_least(num_terms, 1, "num_terms")
     check_generator(generator, A)
     if scale is not None and not scale > 0:
@@ -74,7 +80,6 @@ def neumann(
     start = b.norm(dim=0)
     x = torch.zeros_like(b)
     best, best_norms, residual, norms = x, start, b, start
-    status = "max_iter"
     with Products(A, progress=progress, total=num_terms * (b.numel() // len(b))) as products:
         for _ in range(num_terms):
             step = scale * _apply(preconditioner, residual)
@@ -83,30 +88,39 @@ def neumann(
             norms = residual.norm(dim=0)
             if norms.norm() < best_norms.norm():
                 best, best_norms = x, norms
-            if tol is not None and (norms <= tol * start).all():
-                status = "converged"
+            if _is_below(norms, start, tol).all() or (norms > _GROWTH * start).any():
                 break
-            if (norms > _GROWTH * start).any():
-                status = "diverged"
-                break
-        if (norms > start).any():
-            status = "diverged"
         count = before + products.count
-    if status == "diverged":
-        growth = float((norms / start.clamp(min=torch.finfo(b.dtype).tiny)).max())
-        message = (
+    statuses = _statuses(norms, start, tol)
+    growth = float((norms / start.clamp(min=torch.finfo(b.dtype).tiny)).max())
+    advice = {
+        Status.MAX_ITER: (
+            f"All {num_terms} terms are summed: for a smaller residual raise `num_terms`, pass a "
+            "`preconditioner`, or use `cg`."
+        ),
+        Status.DIVERGED: (
             f"The series diverges: the residual grew to {growth:.3g} times the right-hand side "
             f"with scale {scale:.3g}. Set `scale` below 2 / λ_max; for operators with negative "
             "eigenvalues add damping or use `lsmr`."
-        )
-        return LinearSolution(best, status, message, best_norms, count)
-    message = (
-        "The residual is below the tolerance."
-        if status == "converged"
-        else f"All {num_terms} terms are summed: for a smaller residual raise `num_terms`, pass a "
-        "`preconditioner`, or use `cg`."
-    )
-    return LinearSolution(x, status, message, norms, count)
+        ),
+    }
+    if Status.DIVERGED in statuses:
+        x, norms = best, best_norms
+    return LinearSolution(x, statuses, norms, count, advice=advice)
+
+
+def _is_below(norms: Tensor, start: Tensor, tol: float | None) -> Tensor:
+    """Which right-hand sides are solved to the tolerance; none without one."""
+    return torch.zeros_like(norms, dtype=torch.bool) if tol is None else norms <= tol * start
+
+
+def _statuses(norms: Tensor, start: Tensor, tol: float | None) -> tuple[Status, ...]:
+    reasons = []
+    is_below = _is_below(norms, start, tol).reshape(-1).tolist()
+    for has_grown, is_solved in zip((norms > start).reshape(-1).tolist(), is_below, strict=True):
+        solved = Status.CONVERGED if is_solved else Status.MAX_ITER
+        reasons.append(Status.DIVERGED if has_grown else solved)
+    return tuple(reasons)
 
 
 def default_scale(

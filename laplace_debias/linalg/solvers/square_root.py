@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace_debias.linalg.checks import check_at_least, check_finite, check_square
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
-from laplace_debias.linalg.products import Products, check_at_least, check_finite, check_square
+from laplace_debias.linalg.products import Products
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_sqrt

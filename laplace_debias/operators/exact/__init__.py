@@ -12,14 +12,14 @@ from laplace_debias.operators.exact.entries import (
 from laplace_debias.operators.exact.inverse import exact_inverse, exact_solve
 from laplace_debias.operators.exact.norms import exact_frobenius_norm, exact_spectral_norm
 from laplace_debias.operators.exact.spectrum import (
-    Eigenpairs,
+    Eigendecomposition,
     exact_eigh,
     exact_function,
     exact_sqrt,
 )
 
 __all__ = [
-    "Eigenpairs",
+    "Eigendecomposition",
     "exact_diagonal",
     "exact_eigh",
     "exact_frobenius_norm",

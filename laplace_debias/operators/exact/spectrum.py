@@ -1,4 +1,4 @@
-"""Eigenpairs and functions of symmetric operators."""
+"""Eigendecomposition and functions of symmetric operators."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce, singledispatch
@@ -25,7 +25,7 @@ from laplace_debias.operators.structures.permutation import Permutation
 from laplace_debias.operators.structures.permuted import Permuted
 
 
-class Eigenpairs(NamedTuple):
+class Eigendecomposition(NamedTuple):
     """All eigenvalues, descending, and an orthogonal operator whose columns are the eigenvectors.
 
     `vectors[:, :k].to_dense()` are the first k as a matrix.
@@ -35,7 +35,7 @@ class Eigenpairs(NamedTuple):
     vectors: LinearOperator
 
 
-def exact_eigh(operator: LinearOperator) -> Eigenpairs | None:
+def exact_eigh(operator: LinearOperator) -> Eigendecomposition | None:
     """All eigenpairs of a symmetric operator `[n, n]`, None without a closed form.
 
     Those of dense matrices, and of dense factors of a Kronecker product, are computed by
@@ -51,8 +51,8 @@ def exact_eigh(operator: LinearOperator) -> Eigenpairs | None:
     values, vectors = pairs
     order = values.argsort(descending=True, stable=True)
     if order.equal(torch.arange(len(order), device=order.device)):
-        return Eigenpairs(values, vectors)
-    return Eigenpairs(values[order], vectors @ Permutation(order).T)
+        return Eigendecomposition(values, vectors)
+    return Eigendecomposition(values[order], vectors @ Permutation(order).T)
 
 
 def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
@@ -92,7 +92,7 @@ def eigenvalues(operator: LinearOperator) -> Tensor | None:
 def low_rank_eigh(
     operator: LowRankPlusDiagonal, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Eigenpairs of the low-rank part alone: values `[r]`, vectors `[n, r]`, r = min(n, k).
+    """Eigendecomposition of the low-rank part alone: values `[r]`, vectors `[n, r]`, r = min(n, k).
 
     Args:
         operator: The operator.
@@ -368,7 +368,7 @@ def blockwise(
     return BlockDiagonal(blocks, operator.layout)
 
 
-def _all_pairs(operators: Sequence[LinearOperator]) -> list[Eigenpairs] | None:
+def _all_pairs(operators: Sequence[LinearOperator]) -> list[Eigendecomposition] | None:
     pairs = [exact_eigh(operator) for operator in operators]
     found = [pair for pair in pairs if pair is not None]
     return found if len(found) == len(pairs) else None

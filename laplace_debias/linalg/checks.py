@@ -1,0 +1,138 @@
+"""Checks of what the algorithms are given, before any product."""
+
+import difflib
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.parts import numbers
+
+
+def check_finite(A: LinearOperator) -> None:
+    """Checks the numbers that an operator is made of, for where a closed form takes no product.
+
+    Raises:
+        ValueError: One of them is NaN or Inf.
+    """
+    if not all(bool(part.isfinite().all()) for part in numbers(A)):
+        raise not_finite_error(type(A).__name__)
+
+
+def not_finite_error(what: str) -> ValueError:
+    """The error for numbers that are not finite."""
+    return ValueError(
+        f"{what} holds NaN or Inf; expected finite values. Look for NaN in the data and the "
+        "parameters, or for overflow, which float64 may avoid."
+    )
+
+
+def check_operator(A: object) -> None:
+    """Checks that what is to be multiplied is an operator.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(A, LinearOperator):
+        raise TypeError(
+            f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
+            "what belongs to NumPy or SciPy by `from_scipy(matrix)`."
+        )
+
+
+def check_square(A: LinearOperator, what: str) -> int:
+    """Checks that an operator is square, and gives its size.
+
+    Raises:
+        TypeError: It is no operator.
+        ValueError: It is not square.
+    """
+    check_operator(A)
+    if A.shape[0] != A.shape[1]:
+        raise ValueError(
+            f"{what} of {type(A).__name__} of shape {A.shape}; expected a square operator. "
+            "Take `A.T @ A` or `A @ A.T`."
+        )
+    return A.shape[0]
+
+
+def check_generator(generator: torch.Generator | None, A: LinearOperator) -> None:
+    """Checks that random numbers can be drawn where the operator is.
+
+    Raises:
+        ValueError: The generator is on another type of device.
+    """
+    if generator is not None and generator.device.type != A.device.type:
+        raise ValueError(
+            f"`generator` is on {generator.device} and the operator on {A.device}; expected one "
+            f"device. Make it with `torch.Generator({str(A.device)!r})`."
+        )
+
+
+def check_choice(value: str, choices: Collection[str], name: str) -> None:
+    """Checks the name of a method or another choice.
+
+    Raises:
+        ValueError: It is none of the choices; the nearest is suggested.
+    """
+    if value in choices:
+        return
+    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(
+        f"`{name}` is {value!r}; expected one of {', '.join(map(repr, choices))}.{hint}"
+    )
+
+
+def check_at_least(value: int, least: int, name: str, why: str = "") -> None:
+    """Checks a count.
+
+    Raises:
+        ValueError: It is below `least`.
+    """
+    if value < least:
+        raise ValueError(f"`{name}` is {value}; expected at least {least}{why and f': {why}'}.")
+
+
+def asymmetry_error(A: LinearOperator, deviation: float, scale: float) -> ValueError:
+    """The error for an operator that has turned out not to be symmetric."""
+    return ValueError(
+        f"{type(A).__name__} is not symmetric: entries that symmetry makes equal differ by "
+        f"{deviation:.3g}, with products of norm {scale:.3g}. Take its symmetric part, "
+        "`0.5 * (A + A.T)`, or for singular values the eigenvalues of `A.T @ A`. If it should be "
+        "symmetric, see whether two products with the same vector agree."
+    )
+
+
+def asymmetry_tolerance(dtype: torch.dtype) -> float:
+    """How far, relative to the products, symmetry may be missed by rounding."""
+    return 30 * torch.finfo(dtype).eps ** 0.5
+
+
+def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int = 1) -> None:
+    """Checks a right-hand side against an operator: its shape, dtype, device and entries.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It does not fit, has fewer than `least_columns` columns, or is not finite.
+    """
+    if not isinstance(b, Tensor):
+        raise TypeError(
+            f"`{name}` is a {type(b).__name__}; expected a tensor. Join named parameters by "
+            "`A.layout.flatten(...)` and part `Solution.x` by `A.layout.unflatten(...)`, or use "
+            "`solve(A, b)`, which takes them."
+        )
+    rows = A.shape[0]
+    if b.ndim not in (1, 2) or len(b) != rows or (b.ndim == 2 and b.shape[1] < least_columns):
+        raise ValueError(
+            f"`{name}` has shape {tuple(b.shape)} and the operator {A.shape}; expected ({rows},) "
+            f"or ({rows}, k)."
+        )
+    if b.dtype != A.dtype or b.device != A.device:
+        raise ValueError(
+            f"`{name}` is {b.dtype} on {b.device}, the operator {A.dtype} on {A.device}: convert "
+            "one of them with `.to(...)`."
+        )
+    if not b.isfinite().all():
+        raise ValueError(f"`{name}` holds NaN or Inf; expected finite values.")
