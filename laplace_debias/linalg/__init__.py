@@ -24,10 +24,11 @@ from laplace_debias.linalg.solvers.conjugate_gradient import (
     relative_progress,
     replay,
 )
+from laplace_debias.linalg.solvers.gaussian import sample_gaussian
 from laplace_debias.linalg.solvers.inverse import inverse, solve
 from laplace_debias.linalg.solvers.lsmr import lsmr
 from laplace_debias.linalg.solvers.neumann import neumann
-from laplace_debias.linalg.solvers.square_root import sqrt
+from laplace_debias.linalg.solvers.square_root import inverse_sqrt, sqrt
 
 __all__ = [
     "DebiasedSolution",
@@ -44,6 +45,7 @@ __all__ = [
     "eigsh",
     "frobenius_norm",
     "inverse",
+    "inverse_sqrt",
     "logdet",
     "lsmr",
     "matrix_function_trace",
@@ -51,6 +53,7 @@ __all__ = [
     "overlaps",
     "relative_progress",
     "replay",
+    "sample_gaussian",
     "solve",
     "spectral_density",
     "spectral_norm",

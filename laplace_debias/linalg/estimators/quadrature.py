@@ -21,7 +21,7 @@ from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh, eigvalsh
-from laplace_debias.operators.exact.spectrum import eigenvalues
+from laplace_debias.operators.exact.eigendecomposition import eigenvalues
 
 _BASIS_ELEMENTS = 2**28
 """Entries of all Lanczos vectors, or of a whole matrix, held at once: 1 GiB in float32."""

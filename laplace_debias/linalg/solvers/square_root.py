@@ -1,8 +1,14 @@
-"""The square root of an operator, as an operator: in closed form or by Lanczos."""
+r"""The square root of an operator and its inverse: in closed form, or by Lanczos from a vector.
+
+Both are functions of A. With V the Krylov basis of the vector b and T the projection of A on it,
+$f(A) b \approx \|b\|\, V f(T)\, e_1$.
+"""
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,12 +18,17 @@ from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.products import Products
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
-from laplace_debias.operators.exact import exact_sqrt
+from laplace_debias.operators.exact import exact_inverse, exact_sqrt, least_eigenvalue_bound
 from laplace_debias.operators.structures.wrapper import Wrapper
 
 _EARLIER = 0.8
-"""Steps of the earlier approximation, relative to all: where errors fall as the inverse of the
-number of steps, the error is four times the change from the one to the other."""
+"""Steps of the earlier approximation of the root, relative to all: where errors fall as the inverse
+of the number of steps, the error is four times the change from the one to the other."""
+
+_MAX_ITER = 200
+
+# From a basis: f(T) e₁ `[size]`, and its error relative to its norm.
+Approximation = Callable[[KrylovBasis], tuple[Tensor, float]]
 
 
 def sqrt(A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None) -> LinearOperator:
@@ -57,28 +68,91 @@ def sqrt(A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None) -
         >>> sqrt(Diagonal(torch.tensor([4.0, 9.0]))) @ torch.ones(2)
         tensor([2., 3.])
     """
-    n = check_square(A, "square root")
-    if not tol > 0:
-        raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
-    if max_iter is not None:
-        check_at_least(max_iter, 1, "max_iter")
-    check_finite(A)
+    max_iter = _checked(A, "square root", tol, max_iter)
     closed_form = exact_sqrt(A)
     if closed_form is not None:
         return closed_form
-    return SquareRoot(A, tol, min(n, 200 if max_iter is None else max_iter))
+    return LanczosFunction(A, "sqrt", partial(_root, A), tol, max_iter)
+
+
+def inverse_sqrt(
+    A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None
+) -> LinearOperator:
+    r"""The **symmetric positive definite** root of the inverse, $R A R = I$, of such an operator.
+
+    In closed form for structured operators; the result is structured again. For any other, an
+    operator whose products are computed by Lanczos from the vector b itself,
+    $R b \approx \|b\|\, V T^{-1/2} e_1$: products with A alone, and no linear equations. With a
+    standard normal b, $R b$ is a sample of $\mathcal N(0, A^{-1})$.
+
+    The error is bounded, but for rounding. From
+    $x^{-1/2} = \frac2\pi \int_0^\infty (x + t^2)^{-1}\, \mathrm dt$ it is an integral of errors of
+    shifted linear equations. Their residuals are known, $\rho_t = \|b\| \sum_i s_{1i} r_i /
+    (\theta_i + t^2)$ with Ritz pairs $\theta_i, s_i$ and $r_i$ the last entry of $s_i$ times the
+    coupling, and with a lower bound ℓ of the eigenvalues
+
+    $$\|A^{-1/2} b - \|b\| V T^{-1/2} e_1\| \le \frac2\pi \int_0^\infty
+    \frac{\rho_t}{\ell + t^2}\, \mathrm dt = \|b\| \sum_i
+    \frac{s_{1i}\, r_i}{\sqrt{\ell \theta_i}\, (\sqrt\ell + \sqrt{\theta_i})}.$$
+
+    A sum with a multiple of the identity, `G + c * Identity(n)` with G positive semi-definite, or
+    with a positive diagonal, shows its ℓ. Of an operator that does not, the least Ritz value stands
+    in: the bound is then an estimate, too low until Lanczos has found the least eigenvalue.
+
+    Args:
+        A: Symmetric positive definite operator `[n, n]`. Asymmetry is noticed.
+        tol: Where a product stops: the bound of its error, relative to its norm. The error falls as
+            $e^{-2 j / \sqrt\kappa}$ with the steps j.
+        max_iter: As for `sqrt`.
+
+    Returns:
+        An operator `[n, n]`.
+
+    Raises:
+        TypeError: A is no operator.
+        ValueError: A is not square; it is known not to be positive definite, or upon a product a
+            Ritz value is not positive, or below ℓ; a part or a product is not finite; a number is
+            out of range.
+
+    Warns:
+        RuntimeWarning: Upon a product that did not come to `tol`; with the remedy.
+
+    Reference:
+        Chow, Saad (2014), as for `sqrt`. For the bound: Chen, Greenbaum, Musco, Musco. Error bounds
+        for Lanczos-based matrix function approximation. SIAM Journal on Matrix Analysis and
+        Applications, 2022.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.linalg import inverse_sqrt
+        >>> from laplace_debias.operators import Diagonal
+        >>> inverse_sqrt(Diagonal(torch.tensor([4.0, 16.0]))) @ torch.ones(2)
+        tensor([0.5000, 0.2500])
+    """
+    max_iter = _checked(A, "inverse square root", tol, max_iter)
+    inverse = exact_inverse(A)
+    closed_form = None if inverse is None else exact_sqrt(inverse)
+    if closed_form is not None:
+        return closed_form
+    bound = least_eigenvalue_bound(A)
+    least = bound if bound is not None and bound > 0 else None
+    return LanczosFunction(A, "inverse_sqrt", partial(_inverse_root, A, least), tol, max_iter)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SquareRoot(Wrapper):
-    """A root whose products are Lanczos runs; made by `sqrt`.
+class LanczosFunction(Wrapper):
+    """A positive function of an operator whose products are Lanczos runs.
 
     Args:
-        operator: What the root is of.
-        tol: Where a product stops, relative to its norm.
+        operator: What it is a function of.
+        name: What warnings call it.
+        approximation: The function of the projected operator.
+        tol: Where a product stops: its error, relative to its norm.
         max_iter: Lanczos steps a column.
     """
 
+    name: str
+    approximation: Approximation
     tol: float
     max_iter: int
 
@@ -93,7 +167,7 @@ class SquareRoot(Wrapper):
         return True
 
     @property
-    def T(self) -> "SquareRoot":  # noqa: N802
+    def T(self) -> "LanczosFunction":  # noqa: N802
         """The operator itself: it is symmetric."""
         return self
 
@@ -103,16 +177,16 @@ class SquareRoot(Wrapper):
         missed = max(error for _, error in columns)
         if missed > self.tol:
             warnings.warn(
-                f"sqrt: after {self.max_iter} Lanczos steps the relative error of a product is "
-                f"about {missed:.2g}, above `tol` = {self.tol:.2g}: raise `max_iter` or `tol`, or "
-                "add damping, `A + c * Identity(n)`.",
+                f"{self.name}: after {self.max_iter} Lanczos steps the relative error of a product "
+                f"is about {missed:.2g}, above `tol` = {self.tol:.2g}: raise `max_iter` or `tol`, "
+                "or add damping, `A + c * Identity(n)`.",
                 RuntimeWarning,
                 stacklevel=4,
             )
         return torch.stack([product for product, _ in columns], dim=1)
 
     def _times(self, products: Products, column: Tensor) -> tuple[Tensor, float]:
-        """The product with a column, and its estimated relative error."""
+        """The product with a column, and its relative error."""
         length = column.norm()
         if length == 0:
             return torch.zeros_like(column), 0.0
@@ -122,26 +196,73 @@ class SquareRoot(Wrapper):
         while is_going_on and basis.size < basis.capacity and error > self.tol:
             for _ in range(1 + basis.size // 10):
                 is_going_on = is_going_on and basis.size < basis.capacity and basis.expand(0)
-            coordinates = self._first_column(basis)
-            earlier = self._first_column(basis, max(1, int(_EARLIER * basis.size)))
-            change = coordinates.clone()
-            change[: len(earlier)] -= earlier
-            norm = float(coordinates.norm())
-            # One step has nothing to be compared with.
-            error = 4 * float(change.norm()) / norm if basis.size > 1 and norm > 0 else math.inf
+            coordinates, error = self.approximation(basis)
         if len(basis.coupling) == 0 or basis.size == len(column):
             # The Krylov space holds the product.
             error = 0.0
         return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
-    def _first_column(self, basis: KrylovBasis, steps: int | None = None) -> Tensor:
-        """√T e₁ for the first steps."""
-        values, vectors = eigh(basis.projected[:steps, :steps], "the projected operator")
-        rounding = 100 * torch.finfo(self.dtype).eps * basis.scale
-        if float(values[0]) < -rounding:
-            raise ValueError(
-                f"{type(self.operator).__name__} has the Ritz value {float(values[0]):.4g}; "
-                "expected a positive semi-definite operator, which alone has a square root. Add "
-                "damping, `A + c * Identity(n)`, or use the GGN instead of the Hessian."
-            )
-        return vectors * values.clamp(min=0).sqrt() @ vectors[0]
+
+def _root(A: LinearOperator, basis: KrylovBasis) -> tuple[Tensor, float]:
+    """√T e₁; its error by the change from fewer steps: the bound of A^-½ is useless for κ = ∞."""
+    coordinates = _first_column_of_root(A, basis, basis.size)
+    earlier = _first_column_of_root(A, basis, max(1, int(_EARLIER * basis.size)))
+    change = coordinates.clone()
+    change[: len(earlier)] -= earlier
+    norm = float(coordinates.norm())
+    # One step has nothing to be compared with.
+    error = 4 * float(change.norm()) / norm if basis.size > 1 and norm > 0 else math.inf
+    return coordinates, error
+
+
+def _first_column_of_root(A: LinearOperator, basis: KrylovBasis, steps: int) -> Tensor:
+    values, vectors = eigh(basis.projected[:steps, :steps], "the projected operator")
+    _check_ritz_value(A, basis, float(values[0]), least=0.0)
+    return vectors * values.clamp(min=0).sqrt() @ vectors[0]
+
+
+def _inverse_root(
+    A: LinearOperator, least: float | None, basis: KrylovBasis
+) -> tuple[Tensor, float]:
+    """T^-½ e₁ and the bound of its error, with ℓ = `least` or the least Ritz value."""
+    values, vectors = eigh(basis.projected, "the projected operator")
+    smallest = float(values[0])
+    _check_ritz_value(A, basis, smallest, least or 0.0)
+    if least is None:
+        if smallest <= 0:
+            raise _not_positive(A, smallest, "definite")
+        least = smallest
+    roots, low = values.clamp(min=least).sqrt(), math.sqrt(least)
+    coordinates = vectors / roots @ vectors[0]
+    residuals = (basis.coupling @ vectors) * vectors[0]
+    error = (residuals / (roots * low * (roots + low))).sum(dim=1).norm()
+    return coordinates, float(error / coordinates.norm())
+
+
+def _check_ritz_value(A: LinearOperator, basis: KrylovBasis, value: float, least: float) -> None:
+    rounding = 100 * torch.finfo(A.dtype).eps * basis.scale
+    if value < -rounding:
+        raise _not_positive(A, value, "semi-definite")
+    if value < least - rounding:
+        raise ValueError(
+            f"{type(A).__name__} has the Ritz value {value:.4g}, but its parts claim that no "
+            f"eigenvalue is below {least:.4g}: one of them is not positive semi-definite."
+        )
+
+
+def _not_positive(A: LinearOperator, value: float, what: str) -> ValueError:
+    return ValueError(
+        f"{type(A).__name__} has the Ritz value {value:.4g}; expected a positive {what} operator. "
+        "Add damping, `A + c * Identity(n)`, or use the GGN instead of the Hessian."
+    )
+
+
+def _checked(A: LinearOperator, what: str, tol: float, max_iter: int | None) -> int:
+    """Checks what both are given; the greatest number of steps."""
+    n = check_square(A, what)
+    if not tol > 0:
+        raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
+    if max_iter is not None:
+        check_at_least(max_iter, 1, "max_iter")
+    check_finite(A)
+    return min(n, _MAX_ITER if max_iter is None else max_iter)

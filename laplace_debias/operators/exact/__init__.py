@@ -4,19 +4,16 @@ Every function returns None where the structure tells nothing, so that the calle
 iterative method, and raises where the quantity does not exist.
 """
 
+from laplace_debias.operators.exact.bounds import least_eigenvalue_bound
 from laplace_debias.operators.exact.determinant import exact_logdet
+from laplace_debias.operators.exact.eigendecomposition import Eigendecomposition, exact_eigh
 from laplace_debias.operators.exact.entries import (
     exact_diagonal,
     exact_trace,
 )
+from laplace_debias.operators.exact.functions import exact_function, exact_sqrt
 from laplace_debias.operators.exact.inverse import exact_inverse, exact_solve
 from laplace_debias.operators.exact.norms import exact_frobenius_norm, exact_spectral_norm
-from laplace_debias.operators.exact.spectrum import (
-    Eigendecomposition,
-    exact_eigh,
-    exact_function,
-    exact_sqrt,
-)
 
 __all__ = [
     "Eigendecomposition",
@@ -30,4 +27,5 @@ __all__ = [
     "exact_spectral_norm",
     "exact_sqrt",
     "exact_trace",
+    "least_eigenvalue_bound",
 ]

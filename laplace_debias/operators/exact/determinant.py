@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_debias.operators.algebra import Product, Scaled
 from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.eigh import eigvalsh
-from laplace_debias.operators.exact.spectrum import (
+from laplace_debias.operators.exact.eigendecomposition import (
     eigenvalues,
     shown,
     whitened_eigenvalues,

@@ -12,11 +12,8 @@ from laplace_debias.operators.algebra import Product, Scaled
 from laplace_debias.operators.base import LinearOperator, check_operand, check_square
 from laplace_debias.operators.dispatch import scale
 from laplace_debias.operators.eigh import eigh
-from laplace_debias.operators.exact.spectrum import (
-    blockwise,
-    exact_function,
-    low_rank_eigh,
-)
+from laplace_debias.operators.exact.eigendecomposition import low_rank_eigh
+from laplace_debias.operators.exact.functions import blockwise, exact_function
 from laplace_debias.operators.structures.assume import Assumed, assume
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from laplace_debias.operators.algebra import Scaled
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.exact.eigendecomposition import eigenvalues, low_rank_eigh
 from laplace_debias.operators.exact.entries import of_all
-from laplace_debias.operators.exact.spectrum import eigenvalues, low_rank_eigh
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
