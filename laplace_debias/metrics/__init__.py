@@ -6,7 +6,7 @@ from laplace_debias.metrics.evaluation import evaluate
 from laplace_debias.metrics.intervals import Interval, bootstrap
 from laplace_debias.metrics.multilabel import evaluate_multilabel
 from laplace_debias.metrics.ood import aupr, auroc, entropy, fpr95
-from laplace_debias.metrics.regression import gaussian_nll, rmse
+from laplace_debias.metrics.regression import rmse
 
 __all__ = [
     "Interval",
@@ -21,7 +21,6 @@ __all__ = [
     "evaluate",
     "evaluate_multilabel",
     "fpr95",
-    "gaussian_nll",
     "nll",
     "reliability_curve",
     "rmse",

@@ -43,8 +43,8 @@ def reliability_curve(
         The curve, on the device of `probs`.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `probs` are no probabilities, `labels` do not fit them, or `num_bins` < 1.
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities, `labels` do not fit them, or `num_bins` < 1.
 
     Reference:
         Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML, 2017.

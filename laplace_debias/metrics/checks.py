@@ -1,4 +1,4 @@
-"""What every metric asks of its input before it computes anything."""
+"""Checks of what metrics are given, before they compute anything."""
 
 import torch
 from jaxtyping import Float, Integer, Shaped
@@ -25,7 +25,7 @@ def check_probs(
         comes back as float32.
 
     Raises:
-        TypeError: `probs` is no tensor.
+        TypeError: `probs` is not a tensor.
         ValueError: `probs` is empty, not floating point, of another rank, has one column, holds NaN
             or negative entries, or its rows do not sum to 1.
     """
@@ -78,7 +78,7 @@ def check_classification(
         Probabilities `[n, classes]` as `check_probs` returns them, and int64 labels `[n]`.
 
     Raises:
-        TypeError: Either is no tensor.
+        TypeError: Either is not a tensor.
         ValueError: `probs` is invalid (see `check_probs`), or the labels are not integers, not
             `[n]`, on another device, or outside `0 ... classes - 1`.
     """
@@ -113,7 +113,7 @@ def check_values(values: Float[Tensor, "n *outputs"], name: str) -> None:
         name: What the error messages call `values`.
 
     Raises:
-        TypeError: `values` is no tensor.
+        TypeError: `values` is not a tensor.
         ValueError: `values` is empty, a scalar, not floating point, or holds NaN or Inf.
     """
     _check_floating(values, name)
@@ -132,17 +132,17 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
     """Checks scores of examples, of which only the order counts, so that Inf is allowed.
 
     Args:
-        scores: One score an example, `[n]`.
+        scores: One score per example, `[n]`.
         name: What the error messages call `scores`.
 
     Raises:
-        TypeError: `scores` is no tensor.
+        TypeError: `scores` is not a tensor.
         ValueError: `scores` is empty, not `[n]`, not floating point, or holds NaN.
     """
     _check_floating(scores, name)
     if scores.ndim != 1:
         raise ValueError(
-            f"`{name}` has shape {list(scores.shape)}; expected one score an example, [n]. "
+            f"`{name}` has shape {list(scores.shape)}; expected one score per example, [n]. "
             "Reduce probabilities first, with `entropy` for example."
         )
     _check_not_empty(scores, name)
@@ -153,7 +153,7 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
 def check_same_length(
     first: Shaped[Tensor, "n ..."], second: Shaped[Tensor, "m ..."], name: str, other: str
 ) -> None:
-    """Checks that two tensors speak of the same examples.
+    """Checks that two tensors have the same number of examples.
 
     Args:
         first: `[n, ...]`.
@@ -174,7 +174,7 @@ def check_same_length(
 def check_same_device(
     first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."], name: str, other: str
 ) -> None:
-    """Checks that two tensors can be computed with.
+    """Checks that two tensors are on one device.
 
     Args:
         first: Any tensor.

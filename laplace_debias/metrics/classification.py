@@ -8,7 +8,6 @@ computed in float32.
 from jaxtyping import Float, Integer
 from torch import Tensor, finfo
 from torch.nn.functional import one_hot
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from laplace_debias.metrics.checks import check_classification
 
@@ -18,7 +17,7 @@ def accuracy(
 ) -> Float[Tensor, ""]:
     """Fraction of examples whose most probable class is the label.
 
-    Of several most probable classes the one that `Tensor.argmax` names counts.
+    Of several most probable classes, the one that `Tensor.argmax` returns counts.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -28,8 +27,8 @@ def accuracy(
         The accuracy, in [0, 1].
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `probs` are no probabilities or `labels` do not fit them.
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities or `labels` do not fit them.
     """
     probs, labels = check_classification(probs, labels)
     return (probs.argmax(dim=1) == labels).to(probs.dtype).mean()
@@ -46,11 +45,11 @@ def nll(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Fl
         labels: Class indices `[n]`.
 
     Returns:
-        The mean NLL of an example, at least 0, in nats.
+        The mean NLL per example, at least 0, in nats.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `probs` are no probabilities or `labels` do not fit them.
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities or `labels` do not fit them.
     """
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
@@ -62,9 +61,9 @@ def ece(
 ) -> Float[Tensor, ""]:
     """Expected calibration error of the most probable class, `Σ_b (n_b/n) |acc_b - conf_b|`.
 
-    The bins are `num_bins` equal intervals `[lower, upper)` of the confidence; as in torchmetrics'
-    `MulticlassCalibrationError`, whose value this is, a confidence that float32 rounds to 1 has a
-    bin of its own, and sums are in float32 whatever the dtype.
+    The bins are `num_bins` equal intervals `[lower, upper)` of the confidence. The value is that of
+    torchmetrics' `MulticlassCalibrationError`: a confidence that float32 rounds to 1 has a bin of
+    its own, and sums are in float32 whatever the dtype.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1, whose confidence is that of the
@@ -76,14 +75,17 @@ def ece(
         The expected calibration error, in [0, 1].
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `probs` are no probabilities, `labels` do not fit them, or `num_bins` < 1.
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities, `labels` do not fit them, or `num_bins` < 1.
 
     Reference:
         Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
         AAAI, 2015. Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML,
         2017, equation 3.
     """
+    # torchmetrics takes seconds to import: only what uses it waits for it.
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
     check_num_bins(num_bins)
     probs, labels = check_classification(probs, labels)
     error = multiclass_calibration_error(
@@ -106,8 +108,8 @@ def brier(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> 
         The Brier score, in [0, 2].
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `probs` are no probabilities or `labels` do not fit them.
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities or `labels` do not fit them.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,

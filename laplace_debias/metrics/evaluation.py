@@ -28,9 +28,9 @@ def evaluate(
         for each out-of-distribution set `auroc_<name>`, `aupr_<name>` and `fpr95_<name>`.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: Probabilities are none, `labels` do not fit them, or the classes or devices of
-            an out-of-distribution set are not those of `probs`.
+        TypeError: An argument is not a tensor.
+        ValueError: Values are not probabilities, `labels` do not fit them, or the classes or the
+            device of an out-of-distribution set differ from those of `probs`.
 
     Example:
         >>> import torch

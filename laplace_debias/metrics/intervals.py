@@ -57,7 +57,7 @@ def bootstrap(
 
     Raises:
         ValueError: `probs` is empty, lengths or devices differ, `num_resamples` < 1 or `level` is
-            not between 0 and 1; and whatever `metric` raises on the whole of the examples.
+            not between 0 and 1; and whatever `metric` raises on all examples.
 
     Reference:
         Efron. Bootstrap methods: another look at the jackknife. Annals of Statistics, 1979.

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
-from torchmetrics.functional.classification import multilabel_exact_match
 
 from laplace_debias.metrics.checks import check_classification, check_probs, check_same_device
 from laplace_debias.metrics.classification import accuracy, brier, ece, nll
@@ -19,8 +18,8 @@ def evaluate_multilabel(
 ) -> dict[str, float]:
     """Calibration of independent labels, and separation of OOD examples by their entropy.
 
-    Every label of every example is one binary problem, over all of which accuracy, ECE and Brier
-    score are taken: accuracy is torchmetrics' `multilabel_accuracy` with `average="micro"`.
+    Every label of every example is one binary problem. Accuracy, ECE and Brier score are taken over
+    all of them; the accuracy is torchmetrics' `multilabel_accuracy` with `average="micro"`.
 
     Args:
         probs: The probability that each label applies, `[n, labels]`.
@@ -36,9 +35,9 @@ def evaluate_multilabel(
         `fpr95_<name>` by that entropy.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: `probs` are no probabilities, or labels or an out-of-distribution set do not fit
-            them.
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities, or labels or an out-of-distribution set do not
+            fit them.
 
     Example:
         >>> import torch
@@ -47,6 +46,9 @@ def evaluate_multilabel(
         >>> metrics["accuracy"], metrics["exact_match"]
         (0.75, 0.5)
     """
+    # torchmetrics takes seconds to import: only what uses it waits for it.
+    from torchmetrics.functional.classification import multilabel_exact_match
+
     _check_table(probs, "probs")
     if not isinstance(labels, Tensor) or labels.shape != probs.shape:
         came = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__

@@ -7,11 +7,6 @@ predictive, is higher on OOD examples. Only the order of the scores counts.
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
-from torchmetrics.functional.classification import (
-    binary_auroc,
-    binary_average_precision,
-    binary_specificity_at_sensitivity,
-)
 
 from laplace_debias.metrics.checks import check_probs, check_same_device, check_scores
 
@@ -26,8 +21,8 @@ def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
         Entropies `[n]`, between 0 and `log(classes)` nats.
 
     Raises:
-        TypeError: `probs` is no tensor.
-        ValueError: `probs` are no probabilities.
+        TypeError: `probs` is not a tensor.
+        ValueError: `probs` are not probabilities.
     """
     return torch.special.entr(check_probs(probs)).sum(dim=1)
 
@@ -42,16 +37,19 @@ def auroc(
         scores_ood: Scores of out-of-distribution examples, `[num_ood]`.
 
     Returns:
-        The area, in [0, 1]; 0.5 for a score that knows nothing.
+        The area, in [0, 1]; 0.5 for a score without information.
 
     Raises:
-        TypeError: An argument is no tensor.
+        TypeError: An argument is not a tensor.
         ValueError: An argument is empty, not one-dimensional, or holds NaN.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
         in neural networks. ICLR, 2017.
     """
+    # torchmetrics takes seconds to import: only what uses it waits for it.
+    from torchmetrics.functional.classification import binary_auroc
+
     return binary_auroc(*_ranked(scores_id, scores_ood), validate_args=False)
 
 
@@ -60,8 +58,8 @@ def aupr(
 ) -> Float[Tensor, ""]:
     """Area under the precision-recall curve with OOD positive, as average precision.
 
-    `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score that knows
-    nothing it is the fraction of OOD examples, so it compares only between sets of equal sizes.
+    `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
+    without information it is the fraction of OOD examples, so compare only sets of equal sizes.
 
     Args:
         scores_id: Scores of in-distribution examples, `[num_id]`.
@@ -71,13 +69,16 @@ def aupr(
         The area, in [0, 1].
 
     Raises:
-        TypeError: An argument is no tensor.
+        TypeError: An argument is not a tensor.
         ValueError: An argument is empty, not one-dimensional, or holds NaN.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
         in neural networks. ICLR, 2017.
     """
+    # torchmetrics takes seconds to import: only what uses it waits for it.
+    from torchmetrics.functional.classification import binary_average_precision
+
     return binary_average_precision(*_ranked(scores_id, scores_ood), validate_args=False)
 
 
@@ -86,7 +87,7 @@ def fpr95(
 ) -> Float[Tensor, ""]:
     """Fraction of ID examples taken for OOD where at least 95% of the OOD ones are detected.
 
-    OOD is the positive class, as in the reference; some papers take ID as the positive one, which
+    OOD is the positive class, as in the reference. Some papers take ID as the positive one, which
     gives another number.
 
     Args:
@@ -97,12 +98,15 @@ def fpr95(
         The false positive rate, in [0, 1]; lower is better.
 
     Raises:
-        TypeError: An argument is no tensor.
+        TypeError: An argument is not a tensor.
         ValueError: An argument is empty, not one-dimensional, or holds NaN.
 
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.
     """
+    # torchmetrics takes seconds to import: only what uses it waits for it.
+    from torchmetrics.functional.classification import binary_specificity_at_sensitivity
+
     specificity, _ = binary_specificity_at_sensitivity(
         *_ranked(scores_id, scores_ood), min_sensitivity=0.95, validate_args=False
     )
