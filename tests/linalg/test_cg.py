@@ -52,7 +52,7 @@ def test_solves_to_the_tolerance_in_the_norm_it_promises():
 )
 def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
     ours, theirs = [], []
-    for seed in range(8):
+    for seed in range(4):
         eigenvalues = {
             "log": logspace(-6, 0, 100),
             "linear": torch.linspace(1e-6, 1, 100, dtype=torch.float64),
@@ -68,7 +68,7 @@ def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
         theirs.append(products)
         for result in (x, solution.x):
             assert (b - M @ result).norm() <= 1.1e-8 * b.norm()
-    # Rounding makes single runs take 2 % more or less, the mean of 8 up to 1 %.
+    # Rounding makes single runs take 2 % more or less, the mean of 4 up to 1.5 %.
     assert sum(ours) <= 1.03 * sum(theirs)
 
 

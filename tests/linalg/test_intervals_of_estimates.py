@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from cases import one_axis_at_a_time
 from scipy.stats import binom
 from scipy.stats import t as student
 from spectra import Matrix, generator, symmetric, uniform
@@ -27,7 +28,7 @@ from laplace_debias.linalg import (
 from laplace_debias.operators import Diagonal
 
 SIZE = 60
-RUNS = int(os.environ.get("INTERVAL_RUNS", "250"))
+RUNS = int(os.environ.get("INTERVAL_RUNS", "120"))
 INDEX = torch.arange(SIZE, dtype=torch.float64)
 SPECTRA = {
     "flat": torch.linspace(1, 3, SIZE, dtype=torch.float64),
@@ -124,8 +125,7 @@ def test_traces_of_functions_cover_from_four_probes_on(function):
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("decades", [1, 3, 6])
-@pytest.mark.parametrize("num_steps", [4, 8, 16, 24])
+@pytest.mark.parametrize(("decades", "num_steps"), one_axis_at_a_time([3, 1, 6], [8, 4, 16, 24]))
 def test_log_determinants_cover_whether_or_not_the_quadrature_has_converged(decades, num_steps):
     values = 10 ** (-decades * uniform(120))
     A, truth = symmetric(values), values.log().sum()
@@ -157,9 +157,10 @@ def density_of(A, width, num_steps, source):
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("spectrum", VALUES)
-@pytest.mark.parametrize("num_steps", [10, 30])
-@pytest.mark.parametrize("relative_width", [0.01, 0.03, 0.1])
+@pytest.mark.parametrize(
+    ("spectrum", "num_steps", "relative_width"),
+    one_axis_at_a_time(VALUES, [10, 30], [0.03, 0.01, 0.1]),
+)
 def test_densities_cover_the_truth_at_any_width_and_number_of_steps(
     spectrum, num_steps, relative_width
 ):
@@ -187,7 +188,7 @@ def test_resolved_densities_cover_in_95_percent_and_not_in_more(spectrum):
     values = VALUES[spectrum]
     A, source, shares = symmetric(values), generator(9), []
     width = 0.1 * float(values.max() - values.min())
-    for _ in range(150):
+    for _ in range(RUNS // 2):
         density = spectral_density(A, 65, width=width, num_probes=6, num_steps=25, generator=source)
         truth = smoothed(values, density)
         assert (density.quadrature_error < 0.1 * density.standard_error + 1e-6 * truth.max()).all()
@@ -200,8 +201,7 @@ def test_resolved_densities_cover_in_95_percent_and_not_in_more(spectrum):
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("width", [0.03, 0.1, 0.3])
-@pytest.mark.parametrize("num_steps", [10, 30])
+@pytest.mark.parametrize(("width", "num_steps"), one_axis_at_a_time([0.1, 0.03, 0.3], [10, 30]))
 def test_densities_over_decades_cover_the_truth_where_nodes_are(width, num_steps):
     places = -2 * uniform(200)
     A, source, shares = symmetric(10**places), generator(6), []

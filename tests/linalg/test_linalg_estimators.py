@@ -13,7 +13,7 @@ from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, trace
 from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import Dense, Diagonal
 
-SIZE, RUNS = 100, 300
+SIZE, RUNS = 100, 150
 INDEX = torch.arange(SIZE, dtype=torch.float64)
 SPECTRA = {
     "decaying": 0.8**INDEX,
@@ -56,7 +56,7 @@ def test_standard_error_covers_the_truth_in_about_95_percent_of_runs(estimator, 
     function = bare(estimator)
     options = getattr(estimator, "keywords", {})
     # A diagonal has as many entries that can be covered or not as the operator has columns.
-    runs = 60 if function is diagonal else RUNS
+    runs = 30 if function is diagonal else RUNS
     errors, standard_errors = repeated(function, A, runs, num_matvecs=48, **options)
     covered = (errors.abs() <= 2 * standard_errors).double().mean()
     assert 0.88 <= covered <= 0.995

@@ -395,7 +395,7 @@ def test_closed_forms_are_differentiable():
     assert torch.autograd.gradcheck(logdet, inputs)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(set(DEFINITE) - NO_SPECTRUM)), min_size=1, max_size=3),
     shift=st.floats(0.1, 3),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import one_axis_at_a_time
 from dense import randn
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
@@ -46,10 +47,13 @@ def dense(model, loss, batches, curvature, weight_decay, decayed):
     return objective(theta0), torch.func.grad(objective)(theta0), H, theta0
 
 
-@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
-@pytest.mark.parametrize("decay_biases", [False, True])
 @pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 4.0]).double())]
+    ("curvature", "decay_biases", "loss"),
+    one_axis_at_a_time(
+        ["ggn", "hessian"],
+        [False, True],
+        [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 4.0]).double())],
+    ),
 )
 def test_it_is_the_dense_one_however_the_data_is_cut(curvature, decay_biases, loss):
     model = network()
@@ -73,7 +77,7 @@ def test_it_is_the_dense_one_however_the_data_is_cut(curvature, decay_biases, lo
 def test_the_mean_over_a_partition_is_the_full_batch():
     """Eq. 5 on a network."""
     model = network()
-    batches = data(12, 4)
+    batches = data(8, 4)
     D, theta = randn(31, 3), randn(31, seed=1)
     for curvature in ("ggn", "hessian"):
         full = Quadratic.from_data(model, nn.CrossEntropyLoss(), batches, curvature)

@@ -236,7 +236,7 @@ def test_a_closure_that_raises_in_the_line_search_leaves_the_parameters():
         assert torch.equal(p, q)
 
 
-def digits(seed, halves, steps=15, **options):
+def digits(seed, halves, steps=8, **options):
     """Train on 128 digits a step, in one batch or two halves: final training loss and accuracy."""
     images, labels = load_digits(return_X_y=True)
     X, Y = torch.tensor(images / 16).float(), torch.tensor(labels)
