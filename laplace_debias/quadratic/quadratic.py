@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace_debias.linalg import Iterate, Status, cg
 from laplace_debias.operators import Diagonal, Identity, LinearOperator
-from laplace_debias.operators.eigh import eigvalsh
+from laplace_debias.quadratic.cut import Cut, solve_exactly
 from laplace_debias.quadratic.objective import objective
 
 _NO_MINIMUM = (Status.NEGATIVE_CURVATURE, Status.ZERO_CURVATURE)
@@ -198,7 +198,7 @@ class Quadratic:
         self,
         directions: Float[Tensor, "dim *k"],
         at: Float[Tensor, " dim"] | None = None,
-    ) -> "Cut":
+    ) -> Cut:
         """The quadratic on the line or (hyper)plane through a position, as a polynomial.
 
         Costs one product for each direction, and one for a position other than θ₀; from then on
@@ -262,7 +262,7 @@ class Quadratic:
                 raise ValueError(
                     "tol, max_iter, preconditioner and stop belong to method='cg': leave them out."
                 )
-            return _solve_exactly(damped.to_dense(), -self.gradient)
+            return solve_exactly(damped.to_dense(), -self.gradient)
         solution = cg(damped, -self.gradient, tol, max_iter, preconditioner, stop=stop)
         if solution.status in _NO_MINIMUM:
             raise ValueError(
@@ -314,64 +314,5 @@ class Quadratic:
         return torch.linalg.vecdot(left, right, dim=0)
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
-    r"""A quadratic on the plane through a position θ, as a polynomial in closed form.
-
-    $$q(\theta + V a) = L + s^\top a + \tfrac12 a^\top C a$$
-
-    Args:
-        value: L = q(θ), a number.
-        slopes: s = Vᵀ∇q(θ), `[k]`.
-        curvatures: C = VᵀHV, symmetric, `[k, k]`.
-    """
-
-    value: Float[Tensor, ""]
-    slopes: Float[Tensor, " k"]
-    curvatures: Float[Tensor, "k k"]
-
-    def __call__(self, *coordinates: Tensor | float) -> Tensor:
-        """The quadratic at points of the plane, at no product.
-
-        Args:
-            *coordinates: For each of the k directions its coordinates, of shapes that broadcast:
-                `cut(a)` on a line, `cut(a[:, None], b)` on a grid `[len(a), len(b)]`; numbers for
-                one point.
-
-        Returns:
-            A value for every point.
-
-        Raises:
-            ValueError: If there are not k coordinates.
-        """
-        if len(coordinates) != len(self.slopes):
-            raise ValueError(
-                f"A cut along {len(self.slopes)} directions takes as many coordinates, got "
-                f"{len(coordinates)}: call it as cut(a, b, ...)."
-            )
-        given = [torch.as_tensor(each).to(self.slopes) for each in coordinates]
-        a = torch.stack(torch.broadcast_tensors(*given), dim=-1)
-        return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
-
-    def minimizer(self) -> Float[Tensor, " k"]:
-        """The coordinates of its minimum, −C⁻¹s.
-
-        Raises:
-            ValueError: If C is not positive definite, so that there is none.
-        """
-        return _solve_exactly(self.curvatures, -self.slopes)
-
-
 def _columns(vector: Tensor, like: Tensor) -> Tensor:
     return vector[:, None] if like.ndim == 2 else vector
-
-
-def _solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if info > 0:
-        smallest = float(eigvalsh(matrix, "the curvature in the subspace")[0])
-        raise ValueError(
-            f"The quadratic has no minimum: its smallest curvature is {smallest:.3g}. Add damping, "
-            "or use the GGN instead of the Hessian."
-        )
-    return torch.cholesky_solve(right[:, None], factor)[:, 0]

@@ -12,7 +12,8 @@ from torch.func import functional_call, hessian, jacrev
 from torch.testing import assert_close
 
 from laplace_debias.linalg import Status, debiased_cg
-from laplace_debias.optim import DebiasedHessianFree, _GraphGGN
+from laplace_debias.optim import DebiasedHessianFree
+from laplace_debias.optim.batch import GraphGGN
 
 
 class Tied(nn.Module):
@@ -54,7 +55,7 @@ def test_products_are_those_of_the_dense_ggn(loss):
     y = torch.randint(2, (5,)) if loss is F.cross_entropy else randn(5, 2)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     value, outputs = closure(model, x, y, loss)()
-    ggn = _GraphGGN(value, outputs, list(parameters.values())).to_dense()
+    ggn = GraphGGN(value, outputs, list(parameters.values())).to_dense()
     detached = {name: p.detach() for name, p in parameters.items()}
     J = jacrev(lambda p: functional_call(model, p, x))(detached)
     J = torch.cat([part.reshape(10, -1) for part in J.values()], dim=1)

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_finite, check_square
-from laplace_debias.linalg.estimators.quadrature import integrate, lanczos_quadrature
+from laplace_debias.linalg.estimators.function_trace import integrate
+from laplace_debias.linalg.estimators.quadrature import lanczos_quadrature
 from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_logdet

@@ -18,16 +18,12 @@ from laplace_debias.linalg.checks import (
 from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
-from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh, eigvalsh
 from laplace_debias.operators.exact.eigendecomposition import eigenvalues
 
 _BASIS_ELEMENTS = 2**28
 """Entries of all Lanczos vectors, or of a whole matrix, held at once: 1 GiB in float32."""
-
-_LEAST_EXPONENT = 0.25
-"""Of the power of the steps with which a quadrature's error is taken to fall."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,110 +140,6 @@ def lanczos_quadrature(
         alphas, betas = (torch.cat(part) for part in zip(*parts, strict=True))
     nodes, weights = _gauss(alphas, betas)
     return Quadrature(nodes, weights, alphas, betas, products.count, is_exact=False, forms=forms)
-
-
-def matrix_function_trace(
-    A: LinearOperator,
-    function: Callable[[Tensor], Tensor],
-    num_probes: int = 10,
-    num_steps: int = 30,
-    *,
-    generator: torch.Generator | None = None,
-    progress: bool = False,
-) -> Estimate:
-    r"""The trace of a function of a symmetric operator, $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$.
-
-    By stochastic Lanczos quadrature. The standard error joins, in squares, that of the mean over
-    probes and an estimate of the quadrature's bias, extrapolated from the changes between half,
-    71 % and all of the steps. Where the bias is small beside the other, 95 % intervals cover in 93
-    to 97 % of runs from 3 probes on; where it is not, in more. Fewer than 8 steps may be spent on a
-    few outliers alone, and then tell nothing of the rest.
-
-    Args:
-        A: Symmetric operator `[n, n]`. Asymmetry is noticed.
-        function: f, on a tensor of eigenvalues, entry by entry.
-        num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps a probe; the bias falls fast with them where f is smooth.
-        generator: Source of randomness, on the operator's device.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The trace, a scalar tensor. Exact where the eigenvalues have a closed form (no products) or
-        `num_probes * num_steps` is at least n (n products) and n at most 16,384.
-
-    Raises:
-        ValueError: See `lanczos_quadrature`; or f is not finite on the spectrum.
-
-    Example:
-        >>> import torch
-        >>> from laplace_debias.linalg import matrix_function_trace
-        >>> from laplace_debias.operators import Diagonal
-        >>> float(matrix_function_trace(Diagonal(torch.tensor([1.0, 4.0])), torch.sqrt))
-        3.0
-    """
-    rule = lanczos_quadrature(
-        A,
-        num_probes,
-        num_steps,
-        function=function,
-        generator=generator,
-        progress=progress,
-        label="f(A)",
-    )
-    return integrate(rule, function, A.shape[0])
-
-
-def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Estimate:
-    """`size` times the integral of a function under a quadrature made for it, with its error.
-
-    Raises:
-        ValueError: The function is not finite at a node that counts.
-    """
-    if rule.is_exact or rule.forms is None:
-        exact = values_at(rule.nodes, rule.weights, function)
-        return Estimate.exact(size * (rule.weights * exact).sum(), rule.num_matvecs)
-    mean, standard_error, degrees = rule.forms.mean()
-    steps = rule.nodes.shape[1]
-    numbers = (steps // 2, round(steps / 2**0.5), steps)
-    values = []
-    for fewer in numbers:
-        nodes, weights = rule.shorter(fewer)
-        terms = weights * values_at(nodes, weights, function)
-        values.append(size * float(terms.sum(dim=1).mean()))
-    bias = torch.full_like(mean, _left_over(numbers, values))
-    return Estimate(
-        mean,
-        (standard_error**2 + bias**2).sqrt(),
-        rule.num_matvecs,
-        degrees_of_freedom=with_bias(degrees, standard_error**2, bias**2),
-    )
-
-
-def with_bias(degrees: Tensor, variance: Tensor, squared_bias: Tensor) -> Tensor:
-    """Satterthwaite's degrees of freedom of a variance and a bias that is taken as known."""
-    share = torch.where(squared_bias > 0, squared_bias / variance, torch.zeros_like(variance))
-    return degrees * (1 + share) ** 2
-
-
-def _left_over(numbers: tuple[int, int, int], values: list[float]) -> float:
-    """The error left in the last of three values, which three numbers of steps gave.
-
-    Errors are taken to fall like a power of the steps, with the exponent that both changes tell,
-    at least 1/4. Those that fall exponentially are overestimated.
-    """
-    half, middle, full = numbers
-    first, second, last = values
-    whole, rest = abs(last - first), abs(last - second)
-    low, high = _LEAST_EXPONENT, 64.0
-
-    def left(exponent: float, steps: int) -> float:
-        return (full / steps) ** exponent - 1
-
-    for _ in range(50):
-        exponent = (low + high) / 2
-        is_slower = rest * left(exponent, half) > whole * left(exponent, middle)
-        low, high = (low, exponent) if is_slower else (exponent, high)
-    return whole / left(low, half)
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -11,7 +11,8 @@ from laplace_debias.linalg.estimators.density_error import (
     quadrature_error,
     spread_of_probes,
 )
-from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature, with_bias
+from laplace_debias.linalg.estimators.function_trace import with_bias
+from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature
 from laplace_debias.linalg.results import SpectralDensity
 from laplace_debias.operators.base import LinearOperator
 

@@ -1,12 +1,11 @@
 r"""Conjugate gradients, and debiased conjugate gradients on two quadratics.
 
 Both are exact line searches on $\tfrac12 x^\top A x - b^\top x$ along conjugate directions (Eq. 3).
-Where the directions come from and where the step sizes are measured are two things here,
-`_ConjugateDirections` and `LineSearches`; debiasing measures them on a second quadratic (Eq. 8).
+`ConjugateDirections` makes the directions, `LineSearches` measures the step sizes. Debiasing
+measures them on a second quadratic (Eq. 8).
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,12 +14,10 @@ from tqdm import tqdm
 
 from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.results import DebiasedSolution, Iterate, Solution, Status
-from laplace_debias.linalg.solvers.line_searches import LineSearches, kept
+from laplace_debias.linalg.solvers.conjugate_directions import ConjugateDirections
+from laplace_debias.linalg.solvers.line_searches import LineSearches, Verdict, kept
+from laplace_debias.linalg.solvers.preconditioner import Preconditioner
 from laplace_debias.operators.base import LinearOperator
-
-Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
-# True, or a boolean for each right-hand side, to stop there.
-Verdict = bool | Tensor
 
 
 def cg(
@@ -80,7 +77,7 @@ def cg(
     check_operator(A)
     max_iter = _max_iter(max_iter, A)
     run = LineSearches(A, b, x0, tol, kept(keep))
-    directions = _ConjugateDirections(preconditioner, reorthogonalize)
+    directions = ConjugateDirections(preconditioner, reorthogonalize)
     if callback is not None:
         callback(run.iterate())
     for _ in _bar(max_iter, progress, "cg"):
@@ -160,7 +157,7 @@ def debiased_cg(
     parts = kept(keep)
     single = LineSearches(A, b, x0, tol, parts)
     debiased = LineSearches(A2, b2, x0, tol, parts & {"trajectory"})
-    directions = _ConjugateDirections(preconditioner, reorthogonalize)
+    directions = ConjugateDirections(preconditioner, reorthogonalize)
     if callback is not None:
         callback(single.iterate(), debiased.iterate())
     for _ in _bar(max_iter, progress, "debiased cg"):
@@ -182,151 +179,6 @@ def debiased_cg(
     debiased.end(~single.running, Status.EXHAUSTED)
     single.end(~debiased.running, Status.STOPPED)
     return DebiasedSolution(debiased.solution(Status.EXHAUSTED), single.solution(Status.MAX_ITER))
-
-
-def replay(
-    directions: Float[Tensor, "n steps *k"] | Iterable[Float[Tensor, "n *k"]],
-    A: LinearOperator,
-    b: Float[Tensor, "n *k"],
-    tol: float = 0.0,
-    x0: Float[Tensor, "n *k"] | None = None,
-    *,
-    stop: Callable[[Iterate], Verdict] | None = None,
-    keep: str | Iterable[str] = (),
-    callback: Callable[[Iterate], object] | None = None,
-    progress: bool = False,
-) -> Solution:
-    r"""Walk along given directions by step sizes measured on $(A, b)$: Eq. 8, afterwards.
-
-    The second half of `debiased_cg`, for directions that were stored or come from elsewhere
-    (eigenvectors, say). They need not be conjugate or normalised. Costs one product each (Eq. 12).
-
-    Args:
-        directions: As `Solution.directions`, `[n, T]` (`[n, T, k]` for k right-hand sides); or an
-            iterable of single ones `[n]` (`[n, k]`), for example read from a file. Where one is
-            zero, no step is taken.
-        A: The operator on which step sizes are measured, `[n, n]`.
-        b: Right-hand side, `[n]` or `[n, k]`.
-        tol: A right-hand side is done early when ‖b − Ax‖ ≤ tol·‖b‖.
-        x0: Where to start; zero if not given.
-        stop: As for `cg`.
-        keep: As for `cg`.
-        callback: As for `cg`.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The solution; its status is `EXHAUSTED` when all directions have been used.
-
-    Raises:
-        ValueError: As `cg`; or if a direction does not have the shape of `b`.
-    """
-    run = LineSearches(A, b, x0, tol, kept(keep))
-    if isinstance(directions, Tensor):
-        if directions.ndim != b.ndim + 1 or directions.shape[:1] != b.shape[:1]:
-            raise ValueError(
-                f"Directions of shape {tuple(directions.shape)} do not fit right-hand sides of "
-                f"shape {tuple(b.shape)}: expected [n, T] for [n], or [n, T, k] for [n, k]."
-            )
-        directions = directions.unbind(1)
-    if callback is not None:
-        callback(run.iterate())
-    for direction in tqdm(directions, desc="replay", unit="step", disable=not progress):
-        if run.done:
-            break
-        if direction.shape != b.shape:
-            raise ValueError(
-                f"A direction has shape {tuple(direction.shape)}, the right-hand side "
-                f"{tuple(b.shape)}: they must be equal."
-            )
-        if run.step(direction.reshape(b.shape[0], -1), always=True):
-            if callback is not None:
-                callback(run.iterate())
-            if stop is not None:
-                run.end(stop(run.iterate()), Status.STOPPED)
-    return run.solution(Status.EXHAUSTED)
-
-
-def relative_progress(
-    epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
-) -> Callable[[Iterate], Tensor]:
-    r"""Martens' stopping rule: stop when the quadratic has ceased to fall.
-
-    With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
-    $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.
-
-    Args:
-        epsilon: The relative progress per iteration below which to stop.
-        fraction: The share of the iterations so far over which progress is averaged.
-        at_least: The fewest iterations over which it is averaged.
-
-    Returns:
-        The rule, for the argument `stop` of `cg`.
-
-    Raises:
-        ValueError: If an argument is not positive.
-
-    Reference:
-        Martens (2010), Deep learning via Hessian-free optimization, Section 4.4.
-    """
-    if not (epsilon > 0 and fraction > 0 and at_least > 0):
-        raise ValueError(
-            f"epsilon, fraction and at_least must be positive, got {epsilon}, {fraction}, "
-            f"{at_least}."
-        )
-
-    def rule(iterate: Iterate) -> Tensor:
-        value = iterate.values[-1]
-        window = max(at_least, -int(-fraction * iterate.iteration // 1))
-        if iterate.iteration <= window:
-            return torch.zeros_like(value, dtype=torch.bool)
-        decrease = value - iterate.values[-1 - window]
-        return (value < 0) & (decrease / value < window * epsilon)
-
-    return rule
-
-
-class _ConjugateDirections:
-    """The next direction from the residual and the last direction, `[n, k]`."""
-
-    def __init__(self, preconditioner: Preconditioner | None, reorthogonalize: bool) -> None:
-        self._preconditioner = preconditioner
-        self._reorthogonalize = reorthogonalize
-        self._last: tuple[Tensor, Tensor] | None = None
-        # Residuals with their preconditioned selves, scaled to inner products of one.
-        self._residuals: list[tuple[Tensor, Tensor]] = []
-
-    def next(self, run: LineSearches) -> Tensor:
-        residual = run.residual
-        for earlier, dual in self._residuals:
-            residual = residual - earlier * torch.linalg.vecdot(dual, residual, dim=0)
-        preconditioned = self._precondition(residual)
-        rho = torch.linalg.vecdot(residual, preconditioned, dim=0)
-        run.end(~rho.isfinite(), Status.BREAKDOWN)
-        run.end(run.running & ~(rho > 0), Status.INDEFINITE_PRECONDITIONER)
-        direction = preconditioned
-        if self._last is not None:
-            rho_last, direction_last = self._last
-            direction = preconditioned + (rho / rho_last) * direction_last
-        direction = torch.where(run.running, direction, 0)
-        self._last = rho, direction
-        if self._reorthogonalize:
-            scale = torch.where(run.running, rho, 1).rsqrt() * run.running
-            scaled = residual * scale
-            dual = scaled if preconditioned is residual else preconditioned * scale
-            self._residuals.append((scaled, dual))
-        return direction
-
-    def _precondition(self, residual: Tensor) -> Tensor:
-        apply: Any = self._preconditioner
-        if apply is None:
-            return residual
-        result = apply @ residual if isinstance(apply, LinearOperator) else apply(residual)
-        if result.shape != residual.shape or result.dtype != residual.dtype:
-            raise ValueError(
-                f"The preconditioner maps {tuple(residual.shape)} {residual.dtype} to "
-                f"{tuple(result.shape)} {result.dtype}: it must keep shape and dtype."
-            )
-        return result
 
 
 def _max_iter(max_iter: int | None, A: LinearOperator) -> int:

@@ -20,6 +20,7 @@ from laplace_debias.linalg.results import Status
 from laplace_debias.linalg.solvers.conjugate_gradient import cg
 from laplace_debias.linalg.solvers.lsmr import lsmr
 from laplace_debias.linalg.solvers.neumann import default_scale, neumann
+from laplace_debias.linalg.solvers.preconditioner import Preconditioner
 from laplace_debias.operators.base import LinearOperator, Parameters
 from laplace_debias.operators.exact import exact_inverse, exact_solve
 from laplace_debias.operators.layout import ParameterLayout
@@ -41,7 +42,7 @@ def inverse(
     *,
     tol: float | None = None,
     max_iter: int | None = None,
-    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+    preconditioner: Preconditioner | None = None,
     damping: float | None = None,
     num_terms: int | None = None,
     scale: float | None = None,
@@ -130,7 +131,7 @@ def solve(
     *,
     tol: float | None = None,
     max_iter: int | None = None,
-    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+    preconditioner: Preconditioner | None = None,
     damping: float | None = None,
     num_terms: int | None = None,
     scale: float | None = None,

@@ -12,6 +12,9 @@ from laplace_debias.linalg.checks import check_operator, check_right_side
 from laplace_debias.linalg.results import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
 
+# True, or a boolean for each right-hand side, to stop there.
+Verdict = bool | Tensor
+
 _STATUSES = list(Status)
 _RUNNING = -1
 
@@ -94,7 +97,7 @@ class LineSearches:
         """Whether all are."""
         return not bool(self.running.any())
 
-    def end(self, which: bool | Tensor, status: Status) -> None:
+    def end(self, which: Verdict, status: Status) -> None:
         """End those among the running ones, `which` being one boolean or `[k]` of them."""
         chosen = torch.as_tensor(which, dtype=torch.bool, device=self._codes.device)
         self._codes = torch.where(self.running & chosen, _STATUSES.index(status), self._codes)

@@ -1,7 +1,5 @@
 """Linear equations by a truncated Neumann series."""
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -15,6 +13,7 @@ from laplace_debias.linalg.checks import (
 from laplace_debias.linalg.estimators.norms import spectral_norm
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import LinearSolution, Status
+from laplace_debias.linalg.solvers.preconditioner import Preconditioner, precondition
 from laplace_debias.operators.base import LinearOperator
 
 _GROWTH = 10.0
@@ -29,7 +28,7 @@ def neumann(
     num_terms: int = 100,
     *,
     scale: float | None = None,
-    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
+    preconditioner: Preconditioner | None = None,
     tol: float | None = None,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -82,7 +81,7 @@ def neumann(
     best, best_norms, residual, norms = x, start, b, start
     with Products(A, progress=progress, total=num_terms * (b.numel() // len(b))) as products:
         for _ in range(num_terms):
-            step = scale * _apply(preconditioner, residual)
+            step = scale * precondition(preconditioner, residual)
             x = x + step
             residual = residual - products(step)
             norms = residual.norm(dim=0)
@@ -125,7 +124,7 @@ def _statuses(norms: Tensor, start: Tensor, tol: float | None) -> tuple[Status, 
 
 def default_scale(
     A: LinearOperator,
-    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None,
+    preconditioner: Preconditioner | None,
     generator: torch.Generator | None,
 ) -> tuple[float, int]:
     """A scale with which the series of a positive definite operator converges, and its products."""
@@ -134,13 +133,3 @@ def default_scale(
     norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
     bound = float(norm.value + norm.standard_error)
     return (1 / bound if bound > 0 else 1.0), norm.num_matvecs
-
-
-def _apply(
-    preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None, residual: Tensor
-) -> Tensor:
-    if preconditioner is None:
-        return residual
-    if isinstance(preconditioner, LinearOperator):
-        return preconditioner @ residual
-    return preconditioner(residual)

@@ -5,9 +5,6 @@ $f(A) b \approx \|b\|\, V f(T)\, e_1$.
 """
 
 import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,20 +12,16 @@ from torch import Tensor
 
 from laplace_debias.linalg.checks import check_at_least, check_finite, check_square
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
-from laplace_debias.linalg.products import Products
+from laplace_debias.linalg.solvers.lanczos_function import LanczosFunction
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_inverse, exact_sqrt, least_eigenvalue_bound
-from laplace_debias.operators.structures.wrapper import Wrapper
 
 _EARLIER = 0.8
 """Steps of the earlier approximation of the root, relative to all: where errors fall as the inverse
 of the number of steps, the error is four times the change from the one to the other."""
 
 _MAX_ITER = 200
-
-# From a basis: f(T) e₁ `[size]`, and its error relative to its norm.
-Approximation = Callable[[KrylovBasis], tuple[Tensor, float]]
 
 
 def sqrt(A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None) -> LinearOperator:
@@ -137,70 +130,6 @@ def inverse_sqrt(
     bound = least_eigenvalue_bound(A)
     least = bound if bound is not None and bound > 0 else None
     return LanczosFunction(A, "inverse_sqrt", partial(_inverse_root, A, least), tol, max_iter)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LanczosFunction(Wrapper):
-    """A positive function of an operator whose products are Lanczos runs.
-
-    Args:
-        operator: What it is a function of.
-        name: What warnings call it.
-        approximation: The function of the projected operator.
-        tol: Where a product stops: its error, relative to its norm.
-        max_iter: Lanczos steps a column.
-    """
-
-    name: str
-    approximation: Approximation
-    tol: float
-    max_iter: int
-
-    @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def T(self) -> "LanczosFunction":  # noqa: N802
-        """The operator itself: it is symmetric."""
-        return self
-
-    def _matmat(self, matrix: Tensor) -> Tensor:
-        with Products(self.operator) as products:
-            columns = [self._times(products, column) for column in matrix.T]
-        missed = max(error for _, error in columns)
-        if missed > self.tol:
-            warnings.warn(
-                f"{self.name}: after {self.max_iter} Lanczos steps the relative error of a product "
-                f"is about {missed:.2g}, above `tol` = {self.tol:.2g}: raise `max_iter` or `tol`, "
-                "or add damping, `A + c * Identity(n)`.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return torch.stack([product for product, _ in columns], dim=1)
-
-    def _times(self, products: Products, column: Tensor) -> tuple[Tensor, float]:
-        """The product with a column, and its relative error."""
-        length = column.norm()
-        if length == 0:
-            return torch.zeros_like(column), 0.0
-        basis = KrylovBasis(self.operator, products, len(column), self.max_iter, None)
-        basis.add(column / length)
-        error, is_going_on = math.inf, True
-        while is_going_on and basis.size < basis.capacity and error > self.tol:
-            for _ in range(1 + basis.size // 10):
-                is_going_on = is_going_on and basis.size < basis.capacity and basis.expand(0)
-            coordinates, error = self.approximation(basis)
-        if len(basis.coupling) == 0 or basis.size == len(column):
-            # The Krylov space holds the product.
-            error = 0.0
-        return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
 
 def _root(A: LinearOperator, basis: KrylovBasis) -> tuple[Tensor, float]:

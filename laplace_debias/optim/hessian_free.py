@@ -1,7 +1,7 @@
 """Hessian-free optimisation with step sizes from a second batch."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,11 @@ from torch.optim import Optimizer
 
 from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
 from laplace_debias.operators import Diagonal
-from laplace_debias.operators.base import LinearOperator
-
-# Computes a batch's outputs and its mean loss anew: returns (loss, outputs).
-Closure = Callable[[], tuple[Tensor, Tensor]]
+from laplace_debias.optim.batch import Batch, Closure, flat
+from laplace_debias.optim.line import Line, backtrack
 
 # Levenberg and Marquardt's rule in Martens' form: trust the quadratic more or less.
 _TRUSTED, _DISTRUSTED, _FACTOR = 0.75, 0.25, 1.5
-# Armijo's share of the decrease that the slope promises, and how the step is cut until it is met.
-_SUFFICIENT, _BACKTRACK, _MAX_BACKTRACKS = 1e-2, 0.8, 30
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,11 @@ class DebiasedHessianFree(Optimizer):
     r"""Truncated Newton steps: directions from one batch, step sizes from another (Eq. 8).
 
     A step minimises the batch's quadratic, with the generalised Gauss-Newton matrix (GGN) and
-    damping, by conjugate gradients until Martens' rule stops them; adapts the damping by
-    Levenberg and Marquardt's rule; and searches the line to the minimum. With a second batch the
-    first one's directions are walked by step sizes measured on the second, which also decides on
-    damping and line search: neither is then fooled by the extremes of the batch that made the
-    directions. Without, it is the single-batch Hessian-free method.
+    damping, by conjugate gradients until Martens' rule stops them. It adapts the damping by
+    Levenberg and Marquardt's rule and searches the line to the minimum. With a second batch, the
+    step sizes along the first one's directions are measured on the second. The second batch also
+    decides on damping and line search: the extremes of the batch that made the directions mislead
+    neither. Without a second batch, this is the single-batch Hessian-free method.
 
     The loss must be convex in the outputs (cross-entropy, squared error, ...), so that the GGN
     is positive semi-definite, and closures must be deterministic: no dropout. Batch normalisation
@@ -69,8 +65,8 @@ class DebiasedHessianFree(Optimizer):
 
     Args:
         params: Parameters or groups.
-        damping: λ ≥ 0 at the start, a multiple of the identity. Adapted by factors, so that 0
-            stays 0; part of the state.
+        damping: λ ≥ 0 at the start, a multiple of the identity. It is adapted by factors, so that
+            0 stays 0, and is part of the state.
         max_iter: Iterations of conjugate gradients, at most.
         tol: Their tolerance on the residual, relative to the gradient.
         weight_decay: β of ½ β ‖θ‖², for each group.
@@ -129,7 +125,7 @@ class DebiasedHessianFree(Optimizer):
         super().__init__(params, {**options, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with a weight decay of their own; all else is the whole step's.
+        """Add parameters with a weight decay of their own; all other options are shared.
 
         Args:
             param_group: `params`, and perhaps `weight_decay`.
@@ -139,7 +135,7 @@ class DebiasedHessianFree(Optimizer):
                 from the other groups'.
         """
         first = self.param_groups[0] if self.param_groups else self.defaults
-        # The damping of the moment, not that of the start.
+        # The present damping, not that of the start.
         shared = {name: first[name] for name in self.defaults if name != "weight_decay"}
         for name, value in shared.items():
             if param_group.get(name, value) != value:
@@ -172,7 +168,7 @@ class DebiasedHessianFree(Optimizer):
         """
         parameters = self._parameters()
         options = self.param_groups[0]
-        theta = _flat(parameters)
+        theta = flat(parameters)
         decay = torch.cat(
             [
                 torch.full_like(p, group["weight_decay"]).flatten()
@@ -181,38 +177,21 @@ class DebiasedHessianFree(Optimizer):
                 if p.requires_grad
             ]
         )
-        shift = decay + options["damping"]
-
         with torch.enable_grad():
-            batch = _Batch(first, parameters, decay, theta)
-            A = batch.ggn + Diagonal(shift)
-            rule = relative_progress()
-            limits = {"tol": options["tol"], "max_iter": options["max_iter"]}
-            if second is None:
-                solution = cg(A, -batch.gradient, stop=rule, **limits)
-                judge, num_matvecs = batch, solution.num_matvecs
-            else:
-                judge = _Batch(second, parameters, decay, theta)
-                both = debiased_cg(
-                    A,
-                    judge.ggn + Diagonal(shift),
-                    -batch.gradient,
-                    -judge.gradient,
-                    stop=lambda single, debiased: rule(debiased),
-                    **limits,
-                )
-                solution, num_matvecs = both.debiased, both.num_matvecs
+            batch = Batch(first, parameters, decay, theta)
+            judge = batch if second is None else Batch(second, parameters, decay, theta)
+            solution, num_matvecs = self._newton_step(batch, judge, decay + options["damping"])
 
         step = solution.x
         # What conjugate gradients minimised holds the damping, which is no part of the loss.
         predicted = float(solution.values[-1] - options["damping"] * step.square().sum() / 2)
-        evaluate = _Line(second or first, parameters, decay, theta, step)
+        evaluate = Line(second or first, parameters, decay, theta, step)
         full = evaluate(1.0)
         ratio = (full - judge.loss) / predicted if predicted < 0 else 0.0
         size, new_loss = 1.0, full
         if options["line_search"]:
             slope = float(judge.gradient @ step)
-            size, new_loss = _backtrack(evaluate, judge.loss, slope, full)
+            size, new_loss = backtrack(evaluate, judge.loss, slope, full)
         evaluate.move(size)
         self.last_step = StepReport(
             loss=judge.loss,
@@ -228,6 +207,24 @@ class DebiasedHessianFree(Optimizer):
         if options["adapt_damping"] and predicted != 0:
             self._adapt(ratio)
         return theta.new_tensor(judge.loss)
+
+    def _newton_step(self, batch: Batch, judge: Batch, shift: Tensor) -> tuple[Solution, int]:
+        """The step by conjugate gradients, with step sizes from `judge`, and its products."""
+        options, rule = self.param_groups[0], relative_progress()
+        limits = {"tol": options["tol"], "max_iter": options["max_iter"]}
+        A = batch.ggn + Diagonal(shift)
+        if judge is batch:
+            solution = cg(A, -batch.gradient, stop=rule, **limits)
+            return solution, solution.num_matvecs
+        both = debiased_cg(
+            A,
+            judge.ggn + Diagonal(shift),
+            -batch.gradient,
+            -judge.gradient,
+            stop=lambda single, debiased: rule(debiased),
+            **limits,
+        )
+        return both.debiased, both.num_matvecs
 
     def _parameters(self) -> list[Tensor]:
         parameters = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
@@ -246,165 +243,3 @@ class DebiasedHessianFree(Optimizer):
                 group["damping"] *= _FACTOR
             elif ratio > _TRUSTED:
                 group["damping"] /= _FACTOR
-
-
-class _Batch:
-    """A batch's loss, gradient (both with weight decay) and GGN at the present parameters."""
-
-    def __init__(
-        self, closure: Closure, parameters: list[Tensor], decay: Tensor, theta: Tensor
-    ) -> None:
-        loss, outputs = _evaluated(closure)
-        if not (loss.requires_grad and outputs.requires_grad):
-            raise ValueError(
-                "The closure's loss or outputs depend on no parameter: compute both from the "
-                "model's forward pass, without torch.no_grad()."
-            )
-        self.loss = float(loss.detach()) + 0.5 * float(decay @ theta.square())
-        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        self.gradient = _flat(_filled(gradients, parameters)) + decay * theta
-        self.ggn = _GraphGGN(loss, outputs, parameters)
-
-
-class _GraphGGN(LinearOperator):
-    """The GGN of a loss that has been computed, by differentiating its graph twice.
-
-    Pearlmutter's and Schraudolph's product: the Jacobian's product is the derivative of its
-    adjoint's, the loss Hessian's that of the loss gradient's.
-    """
-
-    def __init__(self, loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> None:
-        self._outputs, self._parameters = outputs, parameters
-        self._cotangent = torch.zeros_like(outputs, requires_grad=True)
-        adjoint = torch.autograd.grad(
-            outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
-        )
-        # A parameter that the outputs do not depend on has no column.
-        self._adjoint = [(i, row) for i, row in enumerate(adjoint) if row is not None]
-        slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
-        if slope is None:
-            raise ValueError(
-                "The closure's loss is not computed from the outputs that it returns: return the "
-                "very tensor that goes into the loss."
-            )
-        self._slope = slope
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        size = sum(p.numel() for p in self._parameters)
-        return size, size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._parameters[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._parameters[0].device
-
-    @property
-    def is_symmetric(self) -> bool:
-        return True
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        return True
-
-    @property
-    def T(self) -> LinearOperator:  # noqa: N802
-        return self
-
-    def _matmat(self, matrix: Tensor) -> Tensor:
-        return torch.stack([self._product(column) for column in matrix.unbind(1)], dim=1)
-
-    def _product(self, vector: Tensor) -> Tensor:
-        sizes = [p.numel() for p in self._parameters]
-        parts = vector.split(sizes)
-        rows = [row for _, row in self._adjoint]
-        tangents = [parts[i].view_as(row) for i, row in self._adjoint]
-        (pushed,) = torch.autograd.grad(rows, self._cotangent, tangents, retain_graph=True)
-        bent = torch.zeros_like(pushed)
-        # The gradient of a squared error is linear, that of a linear loss constant.
-        if self._slope.requires_grad:
-            (bent,) = torch.autograd.grad(self._slope, self._outputs, pushed, retain_graph=True)
-        pulled = torch.autograd.grad(
-            self._outputs, self._parameters, bent, retain_graph=True, allow_unused=True
-        )
-        return _flat(_filled(pulled, self._parameters))
-
-
-class _Line:
-    """The loss on the line through the parameters, which are moved in place."""
-
-    def __init__(
-        self,
-        closure: Closure,
-        parameters: list[Tensor],
-        decay: Tensor,
-        theta: Tensor,
-        step: Tensor,
-    ) -> None:
-        self._closure, self._parameters, self._decay = closure, parameters, decay
-        self._theta, self._step = theta, step
-
-    def __call__(self, size: float) -> float:
-        """The loss with weight decay at θ + size · step, where the parameters are not left."""
-        theta = self.move(size)
-        try:
-            with torch.no_grad():
-                loss, _ = _evaluated(self._closure, finite=False)
-        finally:
-            self.move(0.0)
-        return float(loss) + 0.5 * float(self._decay @ theta.square())
-
-    def move(self, size: float) -> Tensor:
-        """Move the parameters to θ + size · step."""
-        theta = self._theta + size * self._step if size else self._theta
-        with torch.no_grad():
-            parts = theta.split([p.numel() for p in self._parameters])
-            for parameter, part in zip(self._parameters, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
-        return theta
-
-
-def _backtrack(evaluate: _Line, loss: float, slope: float, full: float) -> tuple[float, float]:
-    """The largest factor 0.8ⁱ that meets Armijo's condition with its loss; 0 if none does."""
-    if not slope < 0:
-        return 0.0, loss
-    size, new_loss = 1.0, full
-    for _ in range(_MAX_BACKTRACKS):
-        # Written so that NaN fails.
-        if new_loss <= loss + _SUFFICIENT * size * slope:
-            return size, new_loss
-        size *= _BACKTRACK
-        new_loss = evaluate(size)
-    return 0.0, loss
-
-
-def _evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
-    result = closure()
-    pair = isinstance(result, tuple) and len(result) == 2
-    if not (pair and all(isinstance(part, Tensor) for part in result)):
-        raise TypeError(
-            f"A closure must return (loss, outputs), two tensors, got {type(result).__name__}."
-        )
-    loss, outputs = result
-    if loss.ndim != 0:
-        raise TypeError(
-            f"A closure's loss must be a number, got shape {tuple(loss.shape)}: take its mean."
-        )
-    if finite and not loss.isfinite():
-        raise ValueError(
-            "The loss is NaN or Inf before the step: look at data and parameters, or start from a "
-            "smaller step or more damping."
-        )
-    return loss, outputs
-
-
-def _filled(gradients: Iterable[Tensor | None], parameters: list[Tensor]) -> list[Tensor]:
-    pairs = zip(gradients, parameters, strict=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in pairs]
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])

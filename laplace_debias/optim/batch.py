@@ -1,0 +1,142 @@
+"""A batch's loss with its gradient and curvature, from the graph that a closure has made."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from laplace_debias.operators import LinearOperator
+
+# Computes a batch's outputs and its mean loss anew: returns (loss, outputs).
+Closure = Callable[[], tuple[Tensor, Tensor]]
+
+
+class Batch:
+    """A batch's loss, gradient (both with weight decay) and GGN at the present parameters."""
+
+    def __init__(
+        self, closure: Closure, parameters: list[Tensor], decay: Tensor, theta: Tensor
+    ) -> None:
+        loss, outputs = evaluated(closure)
+        if not (loss.requires_grad and outputs.requires_grad):
+            raise ValueError(
+                "The closure's loss or outputs depend on no parameter: compute both from the "
+                "model's forward pass, without torch.no_grad()."
+            )
+        self.loss = float(loss.detach()) + 0.5 * float(decay @ theta.square())
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        self.gradient = flat(_filled(gradients, parameters)) + decay * theta
+        self.ggn = GraphGGN(loss, outputs, parameters)
+
+
+class GraphGGN(LinearOperator):
+    """The GGN of a loss that has been computed, by differentiating its graph twice.
+
+    By Pearlmutter's and Schraudolph's product: the product with the Jacobian is the derivative of
+    the product with its adjoint, and the product with the loss Hessian that of the loss gradient.
+    """
+
+    def __init__(self, loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> None:
+        self._outputs, self._parameters = outputs, parameters
+        self._cotangent = torch.zeros_like(outputs, requires_grad=True)
+        adjoint = torch.autograd.grad(
+            outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
+        )
+        # A parameter that the outputs do not depend on has no column.
+        self._adjoint = [(i, row) for i, row in enumerate(adjoint) if row is not None]
+        slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
+        if slope is None:
+            raise ValueError(
+                "The closure's loss is not computed from the outputs that it returns: return the "
+                "very tensor that goes into the loss."
+            )
+        self._slope = slope
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both the number of the parameters' entries."""
+        size = sum(p.numel() for p in self._parameters)
+        return size, size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self._parameters[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._parameters[0].device
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True: the loss is convex in the outputs."""
+        return True
+
+    @property
+    def T(self) -> LinearOperator:  # noqa: N802
+        """The operator itself."""
+        return self
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return torch.stack([self._product(column) for column in matrix.unbind(1)], dim=1)
+
+    def _product(self, vector: Tensor) -> Tensor:
+        sizes = [p.numel() for p in self._parameters]
+        parts = vector.split(sizes)
+        rows = [row for _, row in self._adjoint]
+        tangents = [parts[i].view_as(row) for i, row in self._adjoint]
+        (pushed,) = torch.autograd.grad(rows, self._cotangent, tangents, retain_graph=True)
+        bent = torch.zeros_like(pushed)
+        # The gradient of a squared error is linear, that of a linear loss constant.
+        if self._slope.requires_grad:
+            (bent,) = torch.autograd.grad(self._slope, self._outputs, pushed, retain_graph=True)
+        pulled = torch.autograd.grad(
+            self._outputs, self._parameters, bent, retain_graph=True, allow_unused=True
+        )
+        return flat(_filled(pulled, self._parameters))
+
+
+def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
+    """What a closure computes: the loss and the outputs.
+
+    Args:
+        closure: The closure.
+        finite: Whether a loss that is not finite is refused.
+
+    Raises:
+        TypeError: If it returns something else.
+        ValueError: If the loss is not finite.
+    """
+    result = closure()
+    pair = isinstance(result, tuple) and len(result) == 2
+    if not (pair and all(isinstance(part, Tensor) for part in result)):
+        raise TypeError(
+            f"A closure must return (loss, outputs), two tensors, got {type(result).__name__}."
+        )
+    loss, outputs = result
+    if loss.ndim != 0:
+        raise TypeError(
+            f"A closure's loss must be a number, got shape {tuple(loss.shape)}: take its mean."
+        )
+    if finite and not loss.isfinite():
+        raise ValueError(
+            "The loss is NaN or Inf before the step: look at data and parameters, or start from a "
+            "smaller step or more damping."
+        )
+    return loss, outputs
+
+
+def _filled(gradients: Iterable[Tensor | None], parameters: list[Tensor]) -> list[Tensor]:
+    pairs = zip(gradients, parameters, strict=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Tensors joined into one vector."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
