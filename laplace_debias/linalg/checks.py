@@ -11,7 +11,7 @@ from laplace_debias.operators.parts import numbers
 
 
 def check_finite(A: LinearOperator) -> None:
-    """Checks the numbers that an operator is made of, for where a closed form takes no product.
+    """Checks the numbers that an operator is made of: a closed form takes no product to check.
 
     Raises:
         ValueError: One of them is NaN or Inf.
@@ -29,7 +29,7 @@ def not_finite_error(what: str) -> ValueError:
 
 
 def check_operator(A: object) -> None:
-    """Checks that what is to be multiplied is an operator.
+    """Checks that the first argument is an operator.
 
     Raises:
         TypeError: It is something else.
@@ -45,14 +45,14 @@ def check_square(A: LinearOperator, what: str) -> int:
     """Checks that an operator is square, and gives its size.
 
     Raises:
-        TypeError: It is no operator.
+        TypeError: It is not an operator.
         ValueError: It is not square.
     """
     check_operator(A)
     if A.shape[0] != A.shape[1]:
         raise ValueError(
-            f"{what} of {type(A).__name__} of shape {A.shape}; expected a square operator. "
-            "Take `A.T @ A` or `A @ A.T`."
+            f"The {what} of a {type(A).__name__} of shape {A.shape} is not defined; expected a "
+            "square operator. Take `A.T @ A` or `A @ A.T`."
         )
     return A.shape[0]
 
@@ -74,7 +74,7 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
     """Checks the name of a method or another choice.
 
     Raises:
-        ValueError: It is none of the choices; the nearest is suggested.
+        ValueError: It is not among the choices; the nearest is suggested.
     """
     if value in choices:
         return
@@ -101,7 +101,7 @@ def asymmetry_error(A: LinearOperator, deviation: float, scale: float) -> ValueE
         f"{type(A).__name__} is not symmetric: entries that symmetry makes equal differ by "
         f"{deviation:.3g}, with products of norm {scale:.3g}. Take its symmetric part, "
         "`0.5 * (A + A.T)`, or for singular values the eigenvalues of `A.T @ A`. If it should be "
-        "symmetric, see whether two products with the same vector agree."
+        "symmetric, check whether two products with the same vector agree."
     )
 
 
@@ -114,7 +114,7 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
     """Checks a right-hand side against an operator: its shape, dtype, device and entries.
 
     Raises:
-        TypeError: It is no tensor.
+        TypeError: It is not a tensor.
         ValueError: It does not fit, has fewer than `least_columns` columns, or is not finite.
     """
     if not isinstance(b, Tensor):

@@ -12,11 +12,11 @@ from laplace_debias.linalg.checks import not_finite_error
 from laplace_debias.operators.base import LinearOperator
 
 _CHUNK_ELEMENTS = 2**26
-"""Entries of a chunk of columns unless told otherwise: 256 MiB in float32."""
+"""Default number of entries of a chunk of columns: 256 MiB in float32."""
 
 
 class Products:
-    """Multiplies with an operator and keeps the books.
+    """Multiplies with an operator and counts the products.
 
     A context manager: its progress bar ends with it.
 
@@ -47,7 +47,7 @@ class Products:
             )
         if 0 in A.shape:
             raise ValueError(
-                f"{type(A).__name__} has shape {A.shape}; expected a row and a column."
+                f"{type(A).__name__} has shape {A.shape}; expected at least one row and one column."
             )
         if chunk is not None and chunk < 1:
             raise ValueError(f"`chunk` is {chunk}; expected at least one column, or None.")

@@ -1,4 +1,4 @@
-"""Linear algebra that knows no network."""
+"""Linear operators, their structures and their arithmetic; independent of networks."""
 
 from laplace_debias.operators.algebra import Product, Scaled, Sum, Transpose
 from laplace_debias.operators.base import LinearOperator

@@ -137,7 +137,7 @@ class Product(LinearOperator):
 
     @property
     def is_symmetric(self) -> bool:
-        """True if it reads the same transposed, as XᵀX and XᵀMX with a symmetric M do."""
+        """True if its factors are the same transposed, as in XᵀX, or XᵀMX with symmetric M."""
         pairs = zip(self.factors, reversed(self.factors), strict=True)
         return all(_adjoint(a, b) for a, b in pairs)
 
@@ -189,7 +189,7 @@ class Transpose(Wrapper):
         return self.operator
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The adjoint of the operator converted: the product here is that of the one before."""
+        """The adjoint of the converted operator: `product` belongs to the one before."""
         return self.operator.to(*args, **kwargs).T
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class Transpose(Wrapper):
 
 
 def _adjoint(a: LinearOperator, b: LinearOperator) -> bool:
-    """Whether a is the adjoint of b, as far as their parts tell."""
+    """Whether a is the adjoint of b, as far as their parts show."""
     if isinstance(a, Transpose):
         return same(a.operator, b)
     if isinstance(b, Transpose):

@@ -1,4 +1,4 @@
-"""The base of every linear operator: what it takes to be multiplied."""
+"""The base class of linear operators: products, arithmetic, indexing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ Parameters = Mapping[str, Tensor] | Sequence[Tensor]
 
 
 class LinearOperator(ABC):
-    """A matrix that is only ever multiplied.
+    """A matrix that is given by its products.
 
     A subclass gives five things: `shape`, `dtype`, `device`, `_matmat` (the product with a matrix)
     and `T` (its adjoint). It may claim three more: that it is symmetric, that it is positive
-    semi-definite, and how named parameters lie in its columns. Everything else follows, or is a
-    free function that asks for the structure (`operators.exact`).
+    semi-definite, and how named parameters lie in its columns. Everything else follows from these,
+    or is a free function of the structure (`operators.exact`).
 
     Sums, products, multiples, powers and sub-matrices of operators are operators. They are lazy,
     except where the structure of the parts has a closed form.
@@ -50,7 +50,7 @@ class LinearOperator(ABC):
         tensor(2.2500)
     """
 
-    # NumPy would take an operator for a scalar and multiply entry by entry.
+    # Without this NumPy takes an operator for a scalar and multiplies entry by entry.
     __array_ufunc__ = None
 
     @property
@@ -79,12 +79,12 @@ class LinearOperator(ABC):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the operator claims to equal its adjoint; `assume` makes the claim for it."""
+        """Whether the operator claims to equal its adjoint; `assume` adds the claim."""
         return False
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it claims to be symmetric with no negative eigenvalue; see `assume`."""
+        """Whether it claims to be symmetric without negative eigenvalues; see `assume`."""
         return False
 
     @property
@@ -149,8 +149,8 @@ class LinearOperator(ABC):
     def _multiply_parameters(self, parameters: Parameters) -> Any:
         if self.layout is None:
             raise TypeError(
-                f"{type(self).__name__} does not know how parameters lie in its columns: multiply "
-                "it with a vector or a matrix."
+                f"{type(self).__name__} has no parameter layout, so named parameters cannot be "
+                "multiplied: use a vector or a matrix."
             )
         product = self @ self.layout.flatten(parameters)
         rows = self.T.layout
@@ -202,7 +202,7 @@ class LinearOperator(ABC):
         if not isinstance(exponent, int | np.integer) or exponent < 0:
             raise ValueError(
                 f"The exponent must be an integer of at least 0, got {exponent!r}: for negative "
-                "ones take a power of the inverse, for fractions a function of the spectrum."
+                "exponents take a power of the inverse, for fractions a function of the spectrum."
             )
         if exponent == 0:
             return identity_like(self)

@@ -1,8 +1,8 @@
-"""Eigendecompositions of symmetric matrices: the one place that makes them, and checks them.
+"""Eigendecompositions of symmetric matrices, checked. No other module calls LAPACK's drivers.
 
 LAPACK's drivers can fail without an error. MKL's single-precision `syevd`, for one, returns NaN for
 some well-scaled Kronecker factors on some processors, and reports that it did not converge for
-others. So what comes back is held against the matrix, and a failed decomposition is made again: in
+others. So every result is compared with the matrix, and a failed decomposition is repeated: in
 double precision, and then on the CPU by another algorithm.
 """
 
@@ -53,8 +53,8 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
         if _is_right(scaled, values, vectors):
             return _ldexp(values, exponent.squeeze(-1)), vectors
     raise torch.linalg.LinAlgError(
-        f"No eigendecomposition of {what}, {tuple(matrix.shape)} in {matrix.dtype}, is right: not "
-        "in its own precision, not in double precision and not on the CPU. Check how the matrix is "
+        f"Every eigendecomposition of {what}, {tuple(matrix.shape)} in {matrix.dtype}, failed its "
+        "checks: in its own precision, in double precision and on the CPU. Check how the matrix is "
         "scaled, and the installation of torch and its BLAS."
     )
 
@@ -64,7 +64,7 @@ def eigvalsh(
 ) -> Float[Tensor, "*batch d"]:
     """Eigenvalues alone, ascending; checked, and computed again if wrong, as by `eigh`.
 
-    Without eigenvectors there is no residual: what is checked besides the trace is that the squares
+    There are no eigenvectors, hence no residual. Besides the trace, the check is that the squares
     of the eigenvalues sum to the squared Frobenius norm.
 
     Raises:
@@ -140,15 +140,15 @@ def _scaled(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
     largest = matrix.detach().tril().abs().amax((-2, -1), keepdim=True)
     if not bool(largest.isfinite().all()):
         raise ValueError(
-            f"The eigenvalues of {what} are asked for, but it holds NaN or Inf: look for an input, "
-            "an activation or a gradient that overflows, or compute in a wider dtype."
+            f"{what} holds NaN or Inf, so it has no eigenvalues: look for an input, an activation "
+            "or a gradient that overflows, or compute in a wider dtype."
         )
     exponent = torch.frexp(largest).exponent
     return _ldexp(matrix, -exponent), exponent
 
 
 def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
-    # In two steps: a factor such as 2^-140 is no number of single precision, its root is.
+    # In two steps: single precision cannot hold a factor such as 2^-140, but it holds the root.
     half = exponent // 2
     for part in (half, exponent - half):
         x = x * torch.exp2(part.to(x.dtype))
@@ -198,8 +198,8 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     image = vectors @ z
     residual = symmetric @ image - vectors @ (values.unsqueeze(-1) * z)
     deviation = vectors.mT @ image - z
-    # NaN compares as wrong everywhere. A probe says nothing of where a NaN meets a zero, so all is
-    # looked at for that.
+    # Every comparison with NaN is false. A probe does not show a NaN that meets a zero, so all
+    # entries are checked for that.
     right = (
         values.isfinite().all()
         & vectors.isfinite().all()

@@ -13,7 +13,7 @@ def is_everything(index: Any) -> bool:
 
 
 def as_integer(index: Any, size: int) -> int | None:
-    """The index as a number from 0 on, None if it is no single integer.
+    """The index as a number from 0 on, None if it is not a single integer.
 
     Raises:
         IndexError: If it is out of range.

@@ -183,7 +183,7 @@ class DebiasedHessianFree(Optimizer):
             solution, num_matvecs = self._newton_step(batch, judge, decay + options["damping"])
 
         step = solution.x
-        # What conjugate gradients minimised holds the damping, which is no part of the loss.
+        # Conjugate gradients minimised the damped quadratic; the loss has no damping.
         predicted = float(solution.values[-1] - options["damping"] * step.square().sum() / 2)
         evaluate = Line(second or first, parameters, decay, theta, step)
         full = evaluate(1.0)
@@ -203,7 +203,7 @@ class DebiasedHessianFree(Optimizer):
             solution=solution,
             num_matvecs=num_matvecs,
         )
-        # Where no change is predicted, as at a minimum, there is nothing to judge by.
+        # Where no change is predicted, as at a minimum, the ratio says nothing.
         if options["adapt_damping"] and predicted != 0:
             self._adapt(ratio)
         return theta.new_tensor(judge.loss)

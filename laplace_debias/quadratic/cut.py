@@ -52,7 +52,7 @@ class Cut:
         """The coordinates of its minimum, −C⁻¹s.
 
         Raises:
-            ValueError: If C is not positive definite, so that there is none.
+            ValueError: If C is not positive definite, so that there is no minimum.
         """
         return solve_exactly(self.curvatures, -self.slopes)
 

@@ -24,9 +24,9 @@ class Quadratic:
     $$q(\theta) = L + g^\top (\theta - \theta_0)
     + \tfrac12 (\theta - \theta_0)^\top H (\theta - \theta_0)$$
 
-    From one mini-batch, from several or from the full set: compare what they say along the same
+    Make one from a mini-batch, from several or from the full set, and compare them along the same
     directions. Directions are vectors `[D]`, or columns `[D, k]`, of any length: slope and
-    curvature are those per unit of length along them, as for normalised ones.
+    curvature are per unit of length, as for normalised directions.
 
     Args:
         value: L, the loss at θ₀, a number.
@@ -137,7 +137,7 @@ class Quadratic:
     def __call__(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
         """q(θ) at one position `[D]` or at many `[D, k]`; one product each."""
         offset = self._offset(theta)
-        return self.value + (self._along(self.gradient, offset) + self._bend(offset) / 2)
+        return self.value + (self._inner(self.gradient, offset) + self._curve(offset) / 2)
 
     def gradient_at(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "dim *k"]:
         """∇q(θ) = g + H(θ − θ₀), of θ's shape; one product for each position."""
@@ -163,8 +163,8 @@ class Quadratic:
         """
         unit = self._unit(direction)
         if at is None:
-            return self._along(self.gradient, unit)
-        return self._along(self.gradient_at(self._at(at, direction)), unit)
+            return self._inner(self.gradient, unit)
+        return self._inner(self.gradient_at(self._at(at, direction)), unit)
 
     def curvature(self, direction: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
         """Curvatures c(d) = dᵀHd for unit vectors d (Eq. 10), the same at every position.
@@ -178,7 +178,7 @@ class Quadratic:
         Raises:
             ValueError: If a shape does not fit, or a direction is zero or not finite.
         """
-        return self._bend(self._unit(direction))
+        return self._curve(self._unit(direction))
 
     def slope_and_curvature(
         self,
@@ -188,11 +188,11 @@ class Quadratic:
         """Both, at one product for each direction, wherever they are measured."""
         unit = self._unit(direction)
         product = self.matrix @ unit
-        slope = self._along(self.gradient, unit)
+        slope = self._inner(self.gradient, unit)
         if at is not None:
             # H is symmetric: dᵀH(θ − θ₀) = (Hd)ᵀ(θ − θ₀).
-            slope = slope + self._along(self._offset(self._at(at, direction)), product)
-        return slope, self._along(unit, product)
+            slope = slope + self._inner(self._offset(self._at(at, direction)), product)
+        return slope, self._inner(unit, product)
 
     def cut(
         self,
@@ -283,7 +283,9 @@ class Quadratic:
         self._check(direction, "direction")
         norm = direction.norm(dim=0)
         if not (norm.isfinite() & (norm > 0)).all():
-            raise ValueError("A direction is zero or not finite: it points nowhere.")
+            raise ValueError(
+                "A direction is zero or not finite; expected a positive, finite length."
+            )
         return direction / norm
 
     def _at(self, at: Tensor, direction: Tensor) -> Tensor:
@@ -301,11 +303,11 @@ class Quadratic:
                 f"{name} has shape {tuple(tensor.shape)}: expected ({size},) or ({size}, k)."
             )
 
-    def _bend(self, offset: Tensor) -> Tensor:
-        return self._along(offset, self.matrix @ offset)
+    def _curve(self, offset: Tensor) -> Tensor:
+        return self._inner(offset, self.matrix @ offset)
 
     @staticmethod
-    def _along(left: Tensor, right: Tensor) -> Tensor:
+    def _inner(left: Tensor, right: Tensor) -> Tensor:
         """Inner products of a vector or columns with a vector or columns."""
         if right.ndim == 2 and left.ndim == 1:
             return left @ right

@@ -77,7 +77,7 @@ def test_inverse_warns_where_a_solve_does_not_converge():
 
 
 def test_options_that_a_method_does_not_know_are_refused():
-    with pytest.raises(ValueError, match=r"`damping` is no option of method='cg'.*'lsmr'"):
+    with pytest.raises(ValueError, match=r"`damping` is not an option of method='cg'.*'lsmr'"):
         inverse(POSITIVE, "cg", damping=0.1)
     with pytest.raises(ValueError, match="Did you mean 'neumann'"):
         inverse(POSITIVE, "neuman")

@@ -253,7 +253,7 @@ def test_solutions_by_a_named_method_and_with_its_options():
     torch.testing.assert_close(
         solve(wide, right, tol=1e-13), torch.linalg.pinv(wide.matrix) @ right, rtol=0, atol=1e-9
     )
-    with pytest.raises(ValueError, match="no option of method='cg'"):
+    with pytest.raises(ValueError, match="not an option of method='cg'"):
         solve(A, B, "cg", damping=0.5)
     with pytest.warns(RuntimeWarning, match="inverse by cg.*max_iter"):
         solve(A, B, tol=1e-13, max_iter=1)

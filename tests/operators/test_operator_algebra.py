@@ -357,7 +357,7 @@ def test_wrong_parameters_are_named():
         A @ {**parameters(4), "bias": randn(2, 5)}
     with pytest.raises(ValueError, match="differ in dtype or device"):
         A @ {**named, "bias": named["bias"].float()}
-    with pytest.raises(TypeError, match="does not know how parameters lie"):
+    with pytest.raises(TypeError, match="has no parameter layout"):
         Dense(randn(9, 9)) @ named
 
 

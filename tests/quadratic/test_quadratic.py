@@ -231,7 +231,7 @@ def test_bad_input_is_named(unchecked):
         Quadratic(q.value, g[:4], q.matrix, theta)
     with pytest.raises(ValueError, match="share one dtype"):
         Quadratic(q.value, g.float(), q.matrix, theta)
-    with pytest.raises(ValueError, match="points nowhere"):
+    with pytest.raises(ValueError, match="zero or not finite"):
         q.slope(torch.zeros(9).double())
     with pytest.raises(ValueError, match=r"direction has shape \(4,\)"):
         q.curvature(torch.ones(4).double())

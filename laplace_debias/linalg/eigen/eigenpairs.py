@@ -94,10 +94,10 @@ def searched_eigenpairs(
         beyond = {"largest": "above", "smallest": "below", "magnitude": "of magnitude above"}[which]
         status = Status.UNVERIFIED
         message = (
-            f"converged, but `max_matvecs` = {max_matvecs} ended the search for what they may have "
-            f"missed, a further copy of a multiple eigenvalue or another one {beyond} "
-            f"{-last if which == 'smallest' else last:.4g}: that there is none is not verified; "
-            "raise it to be sure"
+            f"converged, but `max_matvecs` = {max_matvecs} ended the search for further pairs: a "
+            f"further copy of a multiple eigenvalue, or another one {beyond} "
+            f"{-last if which == 'smallest' else last:.4g}, is not verified to be absent; raise it "
+            "to be sure"
         )
     pairs, device = result.pairs, basis.vectors.device
     rotation = pairs.combinations[:, :k].to(basis.vectors)

@@ -49,8 +49,8 @@ def eigsh(
       step. Simple and slow: its rate is the ratio of the eigenvalues after and before the block's
       end. Counts products by the block.
 
-    The operator must be symmetric. That is not assumed from a claim but noticed, at no cost, from
-    the projections. A structured operator's eigenpairs are exact (no products). Those of one of at
+    The operator must be symmetric. The projections show at no cost whether it is; a claim is not
+    needed. A structured operator's eigenpairs are exact (no products). Those of one of at
     most 32, or 2k, columns come from `to_dense` (as many products as columns).
 
     Args:
@@ -61,9 +61,9 @@ def eigsh(
         tol: Greatest residual norm, relative to the largest |eigenvalue| found; at least ten times
             the dtype's rounding. An eigenvalue whose gap to the others is wide compared to that is
             far more precise: its error is about the residual's square over the gap. Eigenvalues
-            closer than the tolerance to each other, or to those beyond the k-th, are not told
-            apart, nor are those below it told from zero: choose it well below the k-th eigenvalue
-            over the first.
+            closer than the tolerance to each other, or to those beyond the k-th, are not
+            distinguished; nor are those below it from zero. Choose it well below the ratio of the
+            k-th eigenvalue to the first.
         max_matvecs: Greatest number of products, up to the last block's; default
             `max(1000, 50 k)`, for `"power"` `max(10_000, 1000 k)`.
         generator: Source of the random start, on the operator's device.

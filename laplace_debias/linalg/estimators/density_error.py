@@ -73,11 +73,11 @@ def quadrature_error(
     density: Float[Tensor, " points"],
     width: float,
 ) -> Float[Tensor, " points"]:
-    """An estimate of the error that comes of having few nodes; warns where it is large.
+    """An estimate of the error of having few nodes; warns where it is large.
 
     The change to a rule about as good as twice the steps, and of that from half of the steps: next
     to zero, where a logarithmic scale looks, they converge slowly. Its root mean square between
-    neighbouring nodes, or what it is at the point if that is more.
+    neighbouring nodes, or its value at the point if that is more.
 
     Warns:
         RuntimeWarning: The integral of the error exceeds 0.1.

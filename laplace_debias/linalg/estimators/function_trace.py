@@ -28,7 +28,7 @@ def matrix_function_trace(
     probes and an estimate of the quadrature's bias, extrapolated from the changes between half,
     71 % and all of the steps. Where the bias is small beside the other, 95 % intervals cover in 93
     to 97 % of runs from 3 probes on; where it is not, in more. Fewer than 8 steps may be spent on a
-    few outliers alone, and then tell nothing of the rest.
+    few outliers alone, and then do not show the rest.
 
     Args:
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.

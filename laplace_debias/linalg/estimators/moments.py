@@ -44,7 +44,7 @@ def jackknifed_degrees_of_freedom(
 ) -> Float[Tensor, "*shape"]:
     r"""Satterthwaite's degrees of freedom of a variance, $2 v^2 / \mathrm{var}(v)$, at least 2.
 
-    The variance of v is the jackknife's. From less than four samples it says nothing, and the
+    The variance of v is the jackknife's. From fewer than four samples it is not defined, and the
     degrees of freedom are one less than their number.
 
     Args:

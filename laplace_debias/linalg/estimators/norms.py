@@ -38,7 +38,7 @@ def frobenius_norm(
 
     The square, $\mathbb{E}\|A\omega\|^2 = \|A\|_F^2$, is estimated without bias as a mean over
     probes; the norm is its root, with the standard error of the square over twice the norm (delta
-    method). With spherical and Gaussian probes the products' pairs tell the error, and 95 %
+    method). With spherical and Gaussian probes the products' pairs give the error, and 95 %
     intervals cover in 93 to 97 % of runs from 12 products on. With Rademacher probes, which are
     far better where $A^\top A$ is close to diagonal, the sample variance does: where few singular
     values are nearly all of the norm, intervals after 12 products cover in 90 %, after 30 in 94 %.

@@ -90,8 +90,8 @@ def lanczos_quadrature(
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.
         num_probes: Probes.
         num_steps: Lanczos steps, and products, a probe; at least 2.
-        function: f, if the probes' forms $\omega^\top f(A)\,\omega$ are wanted, whose spread the
-            Lanczos vectors tell.
+        function: f, if the probes' forms $\omega^\top f(A)\,\omega$ are wanted; the Lanczos vectors
+            give their spread.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
         label: What the progress bar says.
@@ -110,7 +110,7 @@ def lanczos_quadrature(
     """
     n = check_square(A, "spectrum")
     check_at_least(num_probes, 1, "num_probes")
-    check_at_least(num_steps, 2, "num_steps", "one node says nothing of the spread")
+    check_at_least(num_steps, 2, "num_steps", "one node does not show the spread")
     check_generator(generator, A)
     check_finite(A)
     known = eigenvalues(A)

@@ -82,7 +82,7 @@ def refine(
                 stacklevel=3,
             )
             return replace(estimate, converged=False)
-        # Hutchinson's rate tells how many it takes; twice as many at most before the next look.
+        # Hutchinson's rate gives the number; at most twice as many before the next check.
         needed = total * min(2.0, max(1.25, float((error / goal) ** 2)))
         total = min(max_matvecs, math.ceil(needed) + 1)
         if total >= size and estimate.num_matvecs + size <= max_matvecs:

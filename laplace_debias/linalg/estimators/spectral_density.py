@@ -18,7 +18,7 @@ from laplace_debias.operators.base import LinearOperator
 
 SCALES = ("linear", "log")
 _RELATIVE_WIDTH = 0.01
-"""Standard deviation of the smoothing unless told otherwise, relative to the spectrum's width."""
+"""Default standard deviation of the smoothing, relative to the spectrum's width."""
 
 _MARGIN = 6
 """Standard deviations by which the grid reaches beyond the nodes."""
@@ -46,15 +46,15 @@ def spectral_density(
     `negative_fraction`. A quadrature sees eigenvalues next to zero only as sharply as its steps
     allow, so that zeros come up as a peak at that resolution: a `floor` above it counts them.
 
-    The standard error is of two parts. The spread over probes: each rule tells the variance of its
-    own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ with g the Gaussian at λ. And the quadrature's
-    error: with nodes further apart than `width` the density is a comb of peaks. It is told by the
-    changes to averages of Gauss's rule and Laurie's anti-Gaussian one, of all and of half the
-    steps, as their root mean square from one node to the next. Where the steps resolve the width,
-    intervals of 95 % cover in 93 to 97 % of runs; where they do not, in more, and there is a
-    warning. For operators that are nearly diagonal the error is overestimated. On the logarithmic
-    scale nothing tells of eigenvalues smaller than the smallest nodes: where these are
-    many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
+    The standard error has two parts. One is the spread over probes: each rule gives the variance of
+    its own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ with g the Gaussian at λ. The other is the
+    quadrature's error: with nodes further apart than `width` the density is a comb of peaks. It is
+    estimated by the changes to averages of Gauss's rule and Laurie's anti-Gaussian one, of all and
+    of half the steps, as their root mean square from one node to the next. Where the steps resolve
+    the width, intervals of 95 % cover in 93 to 97 % of runs; where they do not, in more, and there
+    is a warning. For operators that are nearly diagonal the error is overestimated. On the
+    logarithmic scale the nodes do not show eigenvalues smaller than the smallest of them: where
+    these span many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
 
     Args:
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.

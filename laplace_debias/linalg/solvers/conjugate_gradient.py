@@ -46,11 +46,11 @@ def cg(
     remedy.
 
     Args:
-        A: Symmetric operator, `[n, n]`. One that has no positive curvature along a search
-            direction is found out, and the direction returned.
+        A: Symmetric operator, `[n, n]`. Curvature that is not positive along a search direction is
+            noticed, and the direction returned.
         b: Right-hand side `[n]`, or k of them `[n, k]`; of A's dtype and on its device.
         tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖.
-        max_iter: At most so many iterations; 10 n if not given, as SciPy does.
+        max_iter: The greatest number of iterations; 10 n if not given, as in SciPy.
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
             function of a matrix `[n, k]`.
         x0: Where to start; zero if not given, which saves a product.
@@ -67,7 +67,7 @@ def cg(
         The solution, its status and its history.
 
     Raises:
-        TypeError: If A is no operator, or b or x0 no tensor.
+        TypeError: If A is not an operator, or b or x0 not a tensor.
         ValueError: Before any product, if shapes, dtypes or devices do not fit, b or x0 hold NaN
             or Inf, or a number or name is out of range.
 
@@ -125,7 +125,7 @@ def debiased_cg(
         A2: The operator on which step sizes are measured, `[n, n]`.
         b: The right-hand side that makes the directions, `[n]` or `[n, k]`.
         b2: The right-hand side on which step sizes are measured, of the shape of `b`.
-        tol: A right-hand side is done as soon as either residual is so small, relative to its b.
+        tol: A right-hand side is done when either residual norm is at most `tol` times its ‖b‖.
         max_iter: As for `cg`.
         preconditioner: As for `cg`; it shapes the directions.
         x0: Where both start.

@@ -38,7 +38,7 @@ def sample_gaussian(
         The samples, `[num_samples, n]`.
 
     Raises:
-        TypeError: P is no operator or μ no tensor.
+        TypeError: P is not an operator, or μ not a tensor.
         ValueError: P is not square or not positive definite, μ does not fit it, a product is not
             finite, a number is out of range, or the generator is on another device.
 

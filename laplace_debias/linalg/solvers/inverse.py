@@ -61,10 +61,10 @@ def inverse(
     Args:
         A: Operator `[rows, columns]`; square but for LSMR.
         method: One of the above.
-        tol: For the solvers: where to stop, see there; default 1e-6, for Neumann none.
+        tol: For the solvers: where to stop, see there. Default 1e-6; Neumann has no default.
         max_iter: For CG and LSMR: iterations.
         preconditioner: For CG and Neumann: an approximate inverse of A, symmetric positive
-            definite for CG. A closed form has no need of it.
+            definite for CG. A closed form does not use it.
         damping: For LSMR: μ of $\|Ax - b\|^2 + \mu^2\|x\|^2$.
         num_terms: For Neumann: terms; default 100.
         scale: For Neumann: α; by default computed once, here.
@@ -95,7 +95,7 @@ def inverse(
         if name not in _OPTIONS[method]:
             takers = [repr(other) for other, names in _OPTIONS.items() if name in names]
             raise ValueError(
-                f"`{name}` is no option of method={method!r}; expected method="
+                f"`{name}` is not an option of method={method!r}; expected method="
                 f"{' or '.join(takers)}. Leave it out or change the method."
             )
     check_generator(generator, A)
@@ -115,9 +115,9 @@ def inverse(
         method = "cg" if A.is_positive_semidefinite else "lsmr"
         if method == "lsmr" and preconditioner is not None:
             raise ValueError(
-                f"{type(A).__name__} does not claim to be positive semi-definite, so that "
-                "method='auto' is 'lsmr', which takes no `preconditioner`: leave it out, or if A "
-                "is positive definite say method='cg'."
+                f"{type(A).__name__} does not claim to be positive semi-definite, so method='auto' "
+                "is 'lsmr', which takes no `preconditioner`: leave it out, or use method='cg' if A "
+                "is positive definite."
             )
     if method == "neumann" and scale is None:
         options["scale"], _ = default_scale(A, preconditioner, generator)
@@ -140,8 +140,8 @@ def solve(
     r"""The solution x of $A x = b$, as `inverse(A, ...) @ b`.
 
     In closed form for structured operators, by a factorisation in place of an inverse where that is
-    more precise. For how an iterative solver went, call it: `cg`, `lsmr` and `neumann` return their
-    status and residuals; here a solve that did not converge warns.
+    more precise. A solve that did not converge warns. For its status and residuals call the
+    iterative solver itself: `cg`, `lsmr` or `neumann`.
 
     Args:
         A: Operator `[rows, columns]`; square but for LSMR.
@@ -159,7 +159,7 @@ def solve(
         x, `[columns]` or `[columns, k]`; or named parameters, as b.
 
     Raises:
-        TypeError: A is no operator, or b neither tensor nor parameters.
+        TypeError: A is not an operator, or b neither a tensor nor parameters.
         ValueError: As `inverse`; A is singular in closed form; or b does not fit, or is not finite.
 
     Warns:

@@ -23,7 +23,7 @@ def kept(keep: str | Iterable[str]) -> frozenset[str]:
     """The parts of a run that are to be kept.
 
     Raises:
-        ValueError: If there is no such part.
+        ValueError: If a part is unknown.
     """
     parts = frozenset({keep} if isinstance(keep, str) else keep)
     unknown = sorted(parts - {"directions", "trajectory"})
@@ -157,7 +157,7 @@ class LineSearches:
         return True
 
     def iterate(self) -> Iterate:
-        """Where it stands."""
+        """The present iterate."""
         return Iterate(
             iteration=len(self._step_sizes),
             x=self._shaped(self._x),
@@ -170,7 +170,7 @@ class LineSearches:
         )
 
     def solution(self, otherwise: Status) -> Solution:
-        """What has become of it; `otherwise` is the status of those still running."""
+        """The solution so far; `otherwise` is the status of those still running."""
         self.end(True, otherwise)
         bad = self._bad_direction
         return Solution(
@@ -210,8 +210,8 @@ class LineSearches:
         if claims_positive(self._A) and bool(negative.any()):
             warnings.warn(
                 f"{type(self._A).__name__} claims to be positive semi-definite, but its curvature "
-                f"along a direction is {float(curvature[flat].min()):.3g}: its products and its "
-                "claim contradict each other. See `Solution.negative_direction`.",
+                f"along a direction is {float(curvature[flat].min()):.3g}: its products contradict "
+                "its claim. See `Solution.negative_direction`.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -238,7 +238,7 @@ class LineSearches:
 
 
 def claims_positive(A: LinearOperator) -> bool:
-    """Whether an operator says of itself that it has no negative curvature."""
+    """Whether an operator claims to have no negative curvature."""
     return bool(getattr(A, "is_positive_semidefinite", False))
 
 

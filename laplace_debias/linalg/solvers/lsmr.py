@@ -47,7 +47,7 @@ def lsmr(
     Args:
         A: Operator `[rows, columns]`; its adjoint is multiplied too.
         b: Right-hand sides, `[rows]` or `[rows, k]`.
-        damping: μ; for a symmetric positive definite A it is not `A + μ I` that is solved.
+        damping: μ. For a symmetric positive definite A this does not solve with `A + μ I`.
         tol: Where to stop: residual, or its projection on the range of A, relative to the norms of
             A and b.
         max_iter: Iterations a right-hand side, each two products; default

@@ -43,7 +43,7 @@ def sqrt(A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None) -
         An operator `[n, n]`.
 
     Raises:
-        TypeError: A is no operator.
+        TypeError: A is not an operator.
         ValueError: A is not square; it is known to have a negative eigenvalue, or upon a product a
             Ritz value is negative; a part or a product is not finite; a number is out of range.
 
@@ -102,7 +102,7 @@ def inverse_sqrt(
         An operator `[n, n]`.
 
     Raises:
-        TypeError: A is no operator.
+        TypeError: A is not an operator.
         ValueError: A is not square; it is known not to be positive definite, or upon a product a
             Ritz value is not positive, or below ℓ; a part or a product is not finite; a number is
             out of range.

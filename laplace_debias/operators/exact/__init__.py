@@ -1,7 +1,7 @@
-"""Closed forms: what a structure tells exactly, at the cost of its parts.
+"""Closed forms: exact results from an operator's structure, at the cost of its parts.
 
-Every function returns None where the structure tells nothing, so that the caller can go on with an
-iterative method, and raises where the quantity does not exist.
+Every function returns None where the structure has no closed form, so that the caller can use an
+iterative method. It raises where the quantity does not exist.
 """
 
 from laplace_debias.operators.exact.bounds import least_eigenvalue_bound

@@ -7,7 +7,7 @@ from laplace_debias.operators.structures.diagonal import Diagonal
 
 
 def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
-    """A lower bound of the eigenvalues of a symmetric operator `[n, n]`, None if nothing tells one.
+    """A lower bound of the eigenvalues of a symmetric operator `[n, n]`, or None if none is known.
 
     By Weyl's inequality the bounds of a sum's terms add up. An operator that claims to be positive
     semi-definite has the bound 0.

@@ -1,4 +1,4 @@
-"""Claims about operators whose structure does not show them."""
+"""Claims about operators that their structure does not show."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from laplace_debias.operators.structures.wrapper import Wrapper
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Assumed(Wrapper):
-    """A symmetric operator whose structure does not show it; made by `assume`.
+    """A symmetric operator whose structure does not show the symmetry; made by `assume`.
 
     Args:
         operator: The operator, square.
@@ -41,7 +41,7 @@ class Assumed(Wrapper):
 def assume(
     operator: LinearOperator, symmetric: bool = False, positive_semidefinite: bool = False
 ) -> LinearOperator:
-    """Claim what an operator's structure does not show; nobody checks it.
+    """Claim what an operator's structure does not show; the claim is not checked.
 
     Args:
         operator: The operator, `[n, n]`.

@@ -30,8 +30,8 @@ class EigenKronecker(LinearOperator):
             the identity, whose directions are the coordinate axes.
         U_A: Orthonormal eigenvectors on the input side, as columns, `[d_in, d_in]`, or None.
         magnitudes: Λ, the curvature along each direction, `[d_out, d_in]`.
-        added: The multiple of the identity that the magnitudes contain. Where none is below it, it
-            was added to what is not negative, and small magnitudes are no rounding errors.
+        added: The multiple of the identity that the magnitudes contain. Where no magnitude is below
+            it, it was added to a positive semi-definite operator, and small magnitudes are precise.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not fit each other.

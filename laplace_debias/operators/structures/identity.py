@@ -86,7 +86,7 @@ class Identity(LinearOperator):
         return self
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        # A copy: who changes the product must not change what was multiplied.
+        # A copy: a change of the product must not change what was multiplied.
         return matrix.clone()
 
     def to(self, *args: Any, **kwargs: Any) -> "Identity":

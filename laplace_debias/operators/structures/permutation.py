@@ -22,7 +22,7 @@ class Permutation(LinearOperator):
         dtype: The dtype of the entries.
 
     Raises:
-        ValueError: If the index is no permutation.
+        ValueError: If the index is not a permutation.
     """
 
     index: Int[Tensor, " n"]

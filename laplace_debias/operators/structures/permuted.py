@@ -27,8 +27,8 @@ class Permuted(Wrapper):
         layout: How named parameters lie in the rows and columns, if they do.
 
     Raises:
-        ValueError: If A is not square, the order is no permutation of its rows, or the layout is of
-            another size.
+        ValueError: If A is not square, the order is not a permutation of its rows, or the layout
+            is of another size.
     """
 
     order: Int[Tensor, " n"] | None = None

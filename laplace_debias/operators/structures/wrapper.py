@@ -1,4 +1,4 @@
-"""Operators that are made of one other."""
+"""Operators that wrap another one."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from laplace_debias.operators.layout import ParameterLayout
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Wrapper(LinearOperator):
-    """An operator made of one other: like it in all that a subclass does not say otherwise.
+    """An operator that wraps another one and has its properties, unless a subclass overrides them.
 
     A subclass gives `_matmat` and `T`.
 
     Args:
-        operator: The other.
+        operator: The wrapped operator.
     """
 
     operator: LinearOperator
