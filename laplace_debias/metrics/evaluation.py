@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laplace_debias.metrics.checks import check_classification, check_probs, check_same_device
 from laplace_debias.metrics.classification import accuracy, brier, ece, nll
-from laplace_debias.metrics.ood import aupr, auroc, entropy, fpr95
+from laplace_debias.metrics.ood import entropy, separation
 
 
 def evaluate(
@@ -56,9 +56,6 @@ def evaluate(
         "brier": brier(probs, labels),
         "mean_entropy": entropies.mean(),
     }
-    for name, other in probs_ood.items():
-        scores = entropy(other)
-        metrics[f"auroc_{name}"] = auroc(entropies, scores)
-        metrics[f"aupr_{name}"] = aupr(entropies, scores)
-        metrics[f"fpr95_{name}"] = fpr95(entropies, scores)
+    scores = {name: entropy(other) for name, other in probs_ood.items()}
+    metrics |= separation(entropies, scores)
     return {name: value.item() for name, value in metrics.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laplace_debias.metrics.checks import check_classification, check_probs, check_same_device
 from laplace_debias.metrics.classification import accuracy, brier, ece, nll
-from laplace_debias.metrics.ood import aupr, auroc, fpr95
+from laplace_debias.metrics.ood import separation
 
 
 def evaluate_multilabel(
@@ -77,10 +77,8 @@ def evaluate_multilabel(
                 f"`ood[{name!r}]` has {other.shape[1]} labels and `probs` {num_labels}; expected "
                 "as many. Predict both with the same model."
             )
-        scores = _entropy(other)
-        metrics[f"auroc_{name}"] = auroc(entropies, scores)
-        metrics[f"aupr_{name}"] = aupr(entropies, scores)
-        metrics[f"fpr95_{name}"] = fpr95(entropies, scores)
+    scores = {name: _entropy(other) for name, other in (ood or {}).items()}
+    metrics |= separation(entropies, scores)
     return {name: value.item() for name, value in metrics.items()}
 
 

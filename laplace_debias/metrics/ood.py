@@ -4,6 +4,8 @@ ID is the negative class (0), OOD the positive one (1): a good score, such as th
 predictive, is higher on OOD examples. Only the order of the scores counts.
 """
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
@@ -111,6 +113,22 @@ def fpr95(
         *_ranked(scores_id, scores_ood), min_sensitivity=0.95, validate_args=False
     )
     return 1 - specificity
+
+
+def separation(
+    scores_id: Float[Tensor, " num_id"], scores_ood: Mapping[str, Float[Tensor, " num_ood"]]
+) -> dict[str, Float[Tensor, ""]]:
+    """`auroc_<name>`, `aupr_<name>` and `fpr95_<name>` of every out-of-distribution set.
+
+    Args:
+        scores_id: Scores of in-distribution examples, `[num_id]`.
+        scores_ood: By the name of each set, the scores of its examples.
+    """
+    return {
+        f"{metric.__name__}_{name}": metric(scores_id, scores)
+        for name, scores in scores_ood.items()
+        for metric in (auroc, aupr, fpr95)
+    }
 
 
 def _ranked(

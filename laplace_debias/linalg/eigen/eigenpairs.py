@@ -7,7 +7,8 @@ from torch import Tensor
 
 from laplace_debias.linalg.checks import asymmetry_error, asymmetry_tolerance
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
-from laplace_debias.linalg.eigen.lanczos import RitzPairs, capacity, order, ritz_pairs, search
+from laplace_debias.linalg.eigen.lanczos import capacity, search
+from laplace_debias.linalg.eigen.ritz import RitzPairs, order, ritz_pairs
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import EigenPairs, Status
 from laplace_debias.operators.base import LinearOperator

@@ -1,36 +1,18 @@
-"""Extreme eigenpairs by thick-restart Lanczos, with a search for copies that it has missed."""
+"""Extreme eigenpairs by thick-restart Lanczos."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from laplace_debias.linalg.eigen.completeness import CompletenessCheck
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
+from laplace_debias.linalg.eigen.ritz import RitzPairs, order, ritz_pairs
 from laplace_debias.linalg.products import Products
-from laplace_debias.operators.eigh import eigh, eigvalsh
-
-_MISS = 1e-4
-"""Probability of overlooking an eigenvalue by either bound of `_Check.has_missed_nothing`."""
+from laplace_debias.operators.eigh import eigh
 
 _BASIS_BYTES = 2**31
-
-_OVERLAP = 0.1
-"""How much of a missed eigenvector the vectors that are kept for a check may hide."""
-
-
-@dataclass(frozen=True)
-class RitzPairs:
-    """Approximate eigenpairs in a basis, best first: values, combinations of rows, residuals.
-
-    `pending_residuals` is the part of the residuals that expanding the basis can lessen.
-    """
-
-    values: Tensor
-    combinations: Tensor
-    residuals: Tensor
-    pending_residuals: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,19 +35,6 @@ def capacity(n: int, k: int, bytes_per_entry: int) -> int:
     return min(n, max(k + 20, 2 * k, min(wanted, affordable)))
 
 
-def order(values: Tensor, which: str) -> Tensor:
-    """How wanted eigenvalues are: the greatest first."""
-    return {"largest": values, "smallest": -values, "magnitude": values.abs()}[which]
-
-
-def ritz_pairs(basis: KrylovBasis, which: str) -> RitzPairs:
-    """The Ritz pairs of a basis, the most wanted first."""
-    values, combinations = eigh(basis.projected, "the projected operator")
-    best = order(values, which).argsort(descending=True, stable=True)
-    values, combinations = values[best], combinations[:, best]
-    return RitzPairs(values, combinations, *basis.residuals(combinations))
-
-
 def search(
     basis: KrylovBasis,
     products: Products,
@@ -79,15 +48,15 @@ def search(
 ) -> SearchResult:
     r"""Expands a basis until its k most wanted Ritz pairs have converged.
 
-    A single Krylov sequence sees one vector of each eigenspace. So once all pairs have converged, a
-    random direction orthogonal to them starts a sequence of its own in the same basis. If an
-    eigenvalue among the wanted has been missed, it comes up there, and the search goes on; else the
-    sequence ends as soon as that is sure enough. That also guards their order: pairs converged to a
-    loose tolerance belong to eigenvalues, but need not be those of the most wanted.
+    A single Krylov sequence finds one vector of each eigenspace. So once all pairs have converged,
+    a random direction orthogonal to them starts another sequence in the same basis. If an
+    eigenvalue among the wanted was missed, this sequence finds it, and the search goes on.
+    Otherwise the sequence ends as soon as that is sure enough. This also guards the order of the
+    pairs: pairs that converged to a loose tolerance need not be the most wanted ones.
 
     Args:
         basis: Where to begin: empty, or invariant with at least k rows.
-        products: The books of products.
+        products: The products, counted.
         k: How many pairs.
         which: `"largest"`, `"smallest"` or `"magnitude"`.
         tol: Greatest residual norm, relative to the greatest |Ritz value|; not below rounding.
@@ -98,7 +67,7 @@ def search(
     Returns:
         The Ritz pairs, whether they have converged, and whether it is sure that none was missed.
     """
-    check: _Check | None = None
+    check: CompletenessCheck | None = None
     was_checked = False
     pairs: RitzPairs | None = None
     rounding = 10 * torch.finfo(basis.vectors.dtype).eps
@@ -128,7 +97,7 @@ def search(
             if has_converged and check is None and (is_settled or is_complete):
                 if is_complete or not verify:
                     return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
-                check, was_checked = _Check(basis, pairs, k, which), True
+                check, was_checked = CompletenessCheck(basis, pairs, k, which), True
                 if not basis.add_random():
                     pairs = ritz_pairs(basis, which)
                     return SearchResult(pairs, goal, has_converged=True, was_verified=True)
@@ -172,7 +141,7 @@ def _expand(
     pairs: RitzPairs | None,
     k: int,
     max_matvecs: int,
-    check: "_Check | None",
+    check: CompletenessCheck | None,
 ) -> None:
     """Follows one sequence for a few products: more, the longer it is to look at the basis."""
     length = basis.size - check.start if check else basis.size
@@ -194,93 +163,3 @@ def _expand(
         if not has_grown:
             return
         index = len(basis.coupling) - 1
-
-
-def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, which: str) -> int:
-    r"""How many pairs after the wanted may be kept apart from a check.
-
-    They shorten it, as the rest of the spectrum lies further off. But a missed eigenvector must not
-    hide in them: with one whose eigenvalue is among the wanted, a Ritz vector of value θ and
-    residual r has an inner product of at most $r / |\lambda_k - \theta|$.
-    """
-    ordered = order(pairs.values, which)
-    distance = (ordered[k - 1] - ordered[k:]).clamp(min=torch.finfo(torch.float64).tiny)
-    overlaps = ((pairs.residuals[k:] / distance) ** 2).cumsum(dim=0).sqrt()
-    return min(int((overlaps <= _OVERLAP).sum()), (basis.capacity - k) // 3)
-
-
-class _Check:
-    """A Krylov sequence in the complement of the pairs found, to see whether any was missed."""
-
-    def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, which: str) -> None:
-        basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, which)])
-        basis.park()
-        self._basis, self._which = basis, which
-        self._last = float(order(pairs.values[k - 1], which))
-        self.start = basis.size
-        self.steps = 0
-        self.is_exhausted = False
-        self.has_restarted = False
-
-    def has_found(self, goal: float) -> bool:
-        """Whether the sequence has come upon an eigenvalue beyond the last of the wanted."""
-        values = eigvalsh(
-            self._basis.projected[self.start :, self.start :], "the projected operator"
-        )
-        return bool((order(values, self._which) > self._last + goal).any())
-
-    def has_missed_nothing(self, low: float, high: float, goal: float) -> bool:
-        r"""Whether no eigenvalue of the complement lies beyond the wanted by more than `goal`.
-
-        It is sure if the sequence has exhausted the operator, and else by either of two bounds,
-        which fail with probability `_MISS` at most. Both compare the sequence's best value θ to the
-        last of the wanted, a gap of δ with `goal` included; n is the number of columns.
-
-        - A priori: from a random start, j steps leave the greatest eigenvalue of a positive
-          semi-definite operator underestimated by more than a factor $1 - \varepsilon$ with
-          probability at most $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. Shifted to be
-          positive, ε is δ over the distance of the last of the wanted from the spectrum's other
-          end, `low` or `high`. It is quick where δ is large.
-        - A posteriori: the start has an inner product of $\eta / \sqrt n$ with a missed
-          eigenvector, η below `_MISS` with a probability below `_MISS`. The Ritz vector is a
-          polynomial of the operator times the start, with its roots at the other Ritz values, so
-          its inner product with an eigenvector beyond θ is greater still, by a factor of one over
-          its own inner product s with the start. Its residual is then at least
-          $\delta \eta / (s \sqrt n)$. It is quick where the sequence has converged. (After a
-          restart, the start is no longer in the basis, and s taken to be 1.)
-
-        A small residual alone proves nothing: at large n that of the start itself is small, however
-        large the eigenvalues that it hardly sees.
-
-        Reference:
-            Kuczyński, Woźniakowski. Estimating the largest eigenvalue by the power and Lanczos
-            algorithms with a random start. SIAM Journal on Matrix Analysis and Applications, 1992.
-        """
-        if self.is_exhausted:
-            return True
-        if self._basis.size == self.start:
-            return False
-        n = self._basis.vectors.shape[1]
-        values, combinations = eigh(
-            self._basis.projected[self.start :, self.start :], "the projected operator"
-        )
-        residuals = (self._basis.coupling[:, self.start :] @ combinations).norm(dim=0)
-        overlaps = torch.ones_like(values) if self.has_restarted else combinations[0].abs()
-        last = self._last + goal
-        # What computed residuals can go down to.
-        rounding = 10 * torch.finfo(values.dtype).eps * self._basis.scale
-
-        def is_sure(gap: float, width: float, best: int) -> bool:
-            if gap <= 0:
-                return False
-            epsilon = min(1.0, gap / width) if width > 0 else 1.0
-            exponent = math.sqrt(epsilon) * (2 * self.steps - 1)
-            if math.log(1.648 * n**0.5) - exponent <= math.log(_MISS):
-                return True
-            residual, overlap = float(residuals[best]), float(overlaps[best])
-            return residual <= rounding or residual * overlap <= gap * _MISS / n**0.5
-
-        above = (last - float(values[-1]), last - low, -1)
-        below = (last + float(values[0]), last + high, 0)
-        sides = {"largest": [above], "smallest": [below], "magnitude": [above, below]}[self._which]
-        return all(is_sure(*side) for side in sides)
