@@ -1,0 +1,218 @@
+"""The rooms of the package, and who may import whom: read from the source, nothing is imported.
+
+`FLOORS` is the table. The picture in CONTRIBUTING.md is made of it: `picture()`.
+"""
+
+import ast
+import functools
+import graphlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "laplace_debias"
+
+# Floors from top to bottom, rooms with what they are for. A module may import its own room and the
+# rooms of the floors below; rooms of one floor do not see each other. The package itself is the
+# room of its `__init__.py`.
+FLOORS = (
+    {"commands": "the command line: one file per command"},
+    {"experiments": "the list of experiments"},
+    {
+        "experiments.bias": "the bias of mini-batch quadratics",
+        "experiments.cost": "run time and memory",
+        "experiments.debiasing": "ways to debias at equal data",
+        "experiments.optimisation": "conjugate gradients, Hessian-free training",
+        "experiments.posteriors": "Laplace posteriors against the prior precision",
+    },
+    {"experiments.shared": "what they share: settings, storage, training"},
+    {
+        PACKAGE: "the public names",
+        "report": "tables and pictures",
+        "problems": "test problems: networks, data sets, recipes",
+    },
+    {"laplace": "posteriors: fit, predict, tune, evaluate, save"},
+    {
+        "quadratic": "quadratic models of a loss",
+        "optim": "Hessian-free optimisation",
+    },
+    {"curvature.operators": "Hessian, GGN, Fisher, K-FAC, EKFAC as linear operators"},
+    {"curvature.fits": "factors, directions and magnitudes from data"},
+    {"curvature.layers": "one layer: blocks, activations, output gradients"},
+    {"curvature.losses": "losses and likelihoods as functions of the outputs"},
+    {"curvature.network": "the network and its data: inputs, selection, checks"},
+    {"linalg": "algorithms on any operator: trace, eigenpairs, solvers"},
+    {"operators": "linear operators and their algebra"},
+    {"system": "files, threads, random numbers"},
+)
+# Rooms beside the others: who may import them, and what they may import.
+ASIDE = {"metrics": (("commands", "experiments", "report", "laplace"), ("system",))}
+# Files that belong to the room of another name.
+MEMBERS = {"cli": "commands", "__main__": "commands", "curvature": "curvature.operators"}
+ROOMS = [room for floor in FLOORS for room in floor] + list(ASIDE)
+
+
+def picture():
+    """The floors as text, as CONTRIBUTING.md shows them."""
+    lines = []
+    for floor in FLOORS:
+        lines += ["  ↓"] if lines else []
+        lines += [f"{room:26}{purpose}" for room, purpose in floor.items()]
+    for room, (users, used) in ASIDE.items():
+        lines += ["", f"beside them: {room}", f"  imported by {', '.join(users)}"]
+        lines += [f"  imports {', '.join(used)}"]
+    return "\n".join(lines) + "\n"
+
+
+def path_of(module):
+    """A module's name below the package; the package's own for its `__init__.py`."""
+    return module.partition(".")[2] or PACKAGE
+
+
+def room_of(module):
+    """The room that a module belongs to; None if it has none."""
+    path = path_of(module)
+    if path in MEMBERS:
+        return MEMBERS[path]
+    above = [path, *(path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))]
+    return next((room for room in above if room in ROOMS), None)
+
+
+def may_import(room, other):
+    """Whether a module of one room may import one of another."""
+    if room == other:
+        return True
+    if other in ASIDE:
+        return room.partition(".")[0] in ASIDE[other][0]
+    if room in ASIDE:
+        return other in ASIDE[room][1]
+    floor = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    return floor[room] < floor[other]
+
+
+@functools.cache
+def sources():
+    """The syntax tree of every module of the package, by the module's name."""
+    trees = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[module] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+def imported(node):
+    """The dotted names that an import statement takes: modules, or what they hold."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: write the import from {PACKAGE} on"
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+@functools.cache
+def graph():
+    """The modules of the package that each of them imports, wherever the statement stands."""
+    modules = sources()
+    found = {}
+    for module, tree in modules.items():
+        names = {name for node in ast.walk(tree) for name in imported(node)}
+        names = {name if name in modules else name.rpartition(".")[0] for name in names}
+        found[module] = sorted(names & set(modules))
+    return found
+
+
+def test_every_module_has_a_room():
+    assert [module for module in sources() if room_of(module) is None] == []
+    assert {room_of(module) for module in sources()} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_only_go_down(room):
+    upward = [
+        f"{module} -> {other}"
+        for module, others in graph().items()
+        if room_of(module) == room
+        for other in others
+        if not may_import(room, room_of(other))
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_no_module_imports_itself_in_a_circle():
+    try:
+        graphlib.TopologicalSorter(graph()).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_functions_import_third_party_packages_alone():
+    """An import of our own within a function hides a circle. The command line starts fast by it."""
+    ours = {PACKAGE, *sys.stdlib_module_names}
+    hidden = [
+        f"{module}, line {node.lineno}: {name}"
+        for module, tree in sources().items()
+        if room_of(module) != "commands"
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        for name in imported(node)
+        if name.partition(".")[0] in ours
+    ]
+    assert not hidden, "\n".join(hidden)
+
+
+@pytest.mark.parametrize("room", ["operators", "linalg"])
+def test_linear_algebra_knows_no_network(room):
+    seen = [
+        f"{module}, line {node.lineno}"
+        for module, tree in sources().items()
+        if room_of(module) == room
+        for node in ast.walk(tree)
+        if any(f"{name}.".startswith("torch.nn.") for name in imported(node))
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.nn")
+    ]
+    assert not seen, "\n".join(seen)
+
+
+def test_the_picture_of_the_house_is_this_table():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"```text\n{picture()}```" in text, f"CONTRIBUTING.md should have\n\n{picture()}"
+
+
+@pytest.mark.parametrize(
+    ("room", "other", "is_allowed"),
+    [
+        ("laplace", "curvature.network", True),
+        ("curvature.network", "laplace", False),
+        ("report", "problems", False),
+        ("experiments.bias", "experiments.cost", False),
+        ("experiments.bias", "experiments.shared", True),
+        ("experiments.bias", "metrics", True),
+        ("linalg", "metrics", False),
+        ("metrics", "system", True),
+        ("metrics", "operators", False),
+        ("system", "operators", False),
+    ],
+)
+def test_what_the_table_says(room, other, is_allowed):
+    assert may_import(room, other) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("module", "room"),
+    [
+        (PACKAGE, PACKAGE),
+        (f"{PACKAGE}.cli", "commands"),
+        (f"{PACKAGE}.experiments.registry", "experiments"),
+        (f"{PACKAGE}.experiments.bias.cuts", "experiments.bias"),
+        (f"{PACKAGE}.curvature", "curvature.operators"),
+        (f"{PACKAGE}.laplace.files.sealed", "laplace"),
+        (f"{PACKAGE}.curvature.nowhere", None),
+    ],
+)
+def test_the_room_of_a_module(module, room):
+    assert room_of(module) == room
