@@ -13,6 +13,7 @@ from laplace_debias.operators.parts import same
 from laplace_debias.operators.structures.diagonal import Diagonal
 
 Spectrum = Callable[[Tensor], Tensor]
+"""A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
