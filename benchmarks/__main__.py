@@ -30,7 +30,6 @@ COMPARISONS = (
     "resnet50",
 )
 _ROOT = Path(__file__).parent.parent
-_MARKS = ("<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,14 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name} …", flush=True)
         if not _run(name, settings, options.results / f"{name}.json", options.append):
             failed.append(name)
-    page = _page(options.results)
-    if page is not None:
-        text, summary = page
+    text = _page(options.results)
+    if text is not None:
         (options.results / "benchmarks.md").write_text(text)
         print(text)
         if options.publish:
             (_ROOT / "docs" / "benchmarks.md").write_text(text)
-            _replace_between_marks(_ROOT / "README.md", summary)
     if failed:
         print(f"Failed: {', '.join(failed)}.", file=sys.stderr)
     return 1 if failed else 0
@@ -83,9 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--render", action="store_true", help="measure nothing, show what has been measured"
     )
-    parser.add_argument(
-        "--publish", action="store_true", help="write docs/benchmarks.md and the README's table"
-    )
+    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks.md")
     return parser
 
 
@@ -112,8 +107,8 @@ def _run(name: str, settings: Settings, path: Path, append: bool) -> bool:
     return True
 
 
-def _page(folder: Path) -> tuple[str, str] | None:
-    """The page of all measurements in a folder and its summary; None if there are none."""
+def _page(folder: Path) -> str | None:
+    """The page of all measurements in a folder; None if there are none."""
     measured = {
         name: (importlib.import_module(f"benchmarks.{name}"), results.read(path))
         for name in COMPARISONS
@@ -123,7 +118,6 @@ def _page(folder: Path) -> tuple[str, str] | None:
         return None
     goals = goals_table([(m.TITLE, m.GOALS, r.rows) for m, r in measured.values() if not r.quick])
     machines = sorted({_set_up(result) for _, result in measured.values()})
-    summary = "\n\n".join(machines) + "\n" + (f"\n{goals}\n" if goals else "")
     parts = [
         "# Benchmarks",
         "Written by `python -m benchmarks --publish`. Every comparison runs in a process of its "
@@ -131,33 +125,20 @@ def _page(folder: Path) -> tuple[str, str] | None:
         "round in alternating order. Times are medians over rounds, ratios medians of the ratios "
         "within a round. Added memory is the peak above what was held before the call, its "
         "result included.",
-        summary.rstrip(),
+        *machines,
+        *([goals] if goals else []),
     ]
     for module, result in measured.values():
         rounds = max((len(row.seconds) for row in result.rows), default=0)
         parts.append(f"## {module.TITLE}")
         parts.append(f"{inspect.getdoc(module.compare)} {rounds} rounds.")
         parts.append(comparison_table(result.rows, module.UNIT, module.REFERENCES))
-    return "\n\n".join(parts) + "\n", summary
+    return "\n\n".join(parts) + "\n"
 
 
 def _set_up(result: results.Result) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in result.versions.items())
     return f"{result.network}, float32; {result.machine}; {versions}."
-
-
-def _replace_between_marks(path: Path, text: str) -> None:
-    """Replace what stands between the marks of a file.
-
-    Raises:
-        ValueError: If the marks are not there.
-    """
-    begin, end = _MARKS
-    before, found, rest = path.read_text().partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise ValueError(f"{path.name} lacks the marks {begin.strip()} and {end.strip()}.")
-    path.write_text(before + begin + text + end + after)
 
 
 if __name__ == "__main__":

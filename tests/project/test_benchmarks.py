@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import results, timing
-from benchmarks.__main__ import COMPARISONS, _replace_between_marks, main
+from benchmarks.__main__ import COMPARISONS, main
 from benchmarks.report import FASTEST_PEER, Goal, comparison_table, goals_table, ratio
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, measure
@@ -145,17 +145,6 @@ def test_appended_rounds_join_those_of_the_same_set_up_alone(tmp_path):
     for other in (replace(first, machine="another"), replace(first, rows=ROWS[:2])):
         with pytest.raises(ValueError, match="without --append"):
             results.joined(first, other)
-
-
-def test_only_what_stands_between_the_marks_is_replaced(tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text("a\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nb\n")
-    _replace_between_marks(path, "new\n")
-    expected = "a\n<!-- benchmarks: begin -->\nnew\n<!-- benchmarks: end -->\nb\n"
-    assert path.read_text() == expected
-    path.write_text("no marks")
-    with pytest.raises(ValueError, match="lacks the marks"):
-        _replace_between_marks(path, "new")
 
 
 @pytest.mark.parametrize("arguments", [["--quick", "--publish"], ["--repetitions", "0"]])
