@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from test_layers import Attention, Bag, randomised
+from networks_of_tokens import Attention, Bag, randomised
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import dense as whole
