@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from cases import others_slow
 from conformance import NetworkConformance
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
@@ -243,7 +244,9 @@ def test_empirical_magnitudes_are_those_of_the_empirical_fisher(name):
     torch.testing.assert_close(operator.to_dense(), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["class weights", "binary, weighted", "squared", "positions"])
+@pytest.mark.parametrize(
+    "name", others_slow(["class weights", "binary, weighted", "squared", "positions"], "positions")
+)
 def test_drawn_labels_converge_to_the_closed_form(name):
     build, loss, y = CASES[name]
     model, x = build(), randn(N, *INPUTS[build], seed=1)

@@ -36,7 +36,12 @@ from laplace_debias.curvature.operators.network_operator import NetworkOperator
 
 
 @pytest.mark.parametrize(
-    ("operator", "name"), [(Hessian, "mlp"), (GGN, "by value"), (EmpiricalFisher, "mlp")]
+    ("operator", "name"),
+    [
+        pytest.param(Hessian, "mlp", marks=pytest.mark.slow),
+        (GGN, "by value"),
+        (EmpiricalFisher, "mlp"),
+    ],
 )
 def test_memory_bound_and_chunks_do_not_matter(operator, name):
     model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS

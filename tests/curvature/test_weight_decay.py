@@ -22,14 +22,27 @@ DECAY = 0.3
 WRN = get_problem("wrn101-digits")
 
 
-def network() -> nn.Module:
-    """A WideResNet whose scales and shifts differ from their initial values."""
+def resnet() -> nn.Module:
     torch.manual_seed(0)
-    model = wide_resnet(10, 1, 10, in_channels=1).double().eval()
+    return perturbed(wide_resnet(10, 1, 10, in_channels=1))
+
+
+def network() -> nn.Module:
+    """Parameters of the same kinds in fewer layers, whose products take a tenth of the time."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3)
+    layers = (nn.Conv2d(1, 3, 3, stride=2), norm, nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+    model = nn.Sequential(*layers)
+    model(WRN.data().train.batch(torch.arange(2))[0])
+    return perturbed(model)
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Scales and shifts differ from their initial values."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return model.double().eval()
 
 
 def trained_penalty(model: nn.Module) -> torch.Tensor:
@@ -53,7 +66,7 @@ def batch(number: int = 6):
 
 
 def test_the_mask_is_what_training_shrinks():
-    model = network()
+    model = resnet()
     mask = decay_mask(model.parameters())
     assert torch.equal(mask, trained_penalty(model) != 0)
     assert 0 < (~mask).sum() < mask.sum()
@@ -126,7 +139,7 @@ def test_decoupled_decay_is_no_penalty(name):
 
 
 def test_a_network_trained_with_decoupled_decay_has_no_beta(monkeypatch, tmp_path):
-    monkeypatch.setattr(setup, "trained_model", lambda *_: network())
+    monkeypatch.setattr(setup, "trained_model", lambda *_: resnet())
     for optimizer, expected in (("nadamw", 0.0), ("sgd", 0.05)):
         settings = setup.ExperimentSettings(
             output=tmp_path / optimizer,

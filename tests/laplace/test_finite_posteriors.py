@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from cases import one_axis_at_a_time
 from torch import nn
 
 from laplace_debias import Laplace
@@ -67,8 +68,7 @@ def assert_is_the_prior(la, x, num_seen):
     assert num_seen == 8
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize(("curvature", "mode"), one_axis_at_a_time(CURVATURES, MODES))
 def test_a_network_without_curvature_has_the_prior_for_a_posterior(curvature, mode, tmp_path):
     batches = two_batches()
     x = torch.cat([x for x, _ in batches])
@@ -101,9 +101,9 @@ def test_a_full_curvature_of_few_rows_survives_saving(tmp_path):
 # ------------------------------------------------------------- infinite inputs
 
 
-@pytest.mark.parametrize("backend", ["hooks", "backpack"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize(
+    ("curvature", "mode", "backend"), one_axis_at_a_time(CURVATURES, MODES, ["hooks", "backpack"])
+)
 def test_an_infinite_input_that_tanh_bounds_is_refused(curvature, mode, backend):
     # The diagonal has no directions to find: a debiased fit reads the second batch alone.
     reads_first = not (curvature == "diag" and mode == "debiased")
@@ -442,8 +442,9 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize(
+    ("curvature", "dtype"), one_axis_at_a_time(CURVATURES, [torch.float32, torch.float64])
+)
 def test_at_any_scale_a_posterior_is_right_or_refused_by_name(curvature, dtype):
     model = piecewise_linear(dtype)
     exact = piecewise_linear(dtype).double()

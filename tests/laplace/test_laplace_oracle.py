@@ -6,6 +6,7 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
+from cases import one_axis_at_a_time
 from torch.func import functional_call
 
 from laplace_debias import Laplace
@@ -14,6 +15,7 @@ from laplace_debias.laplace.functional.moments import Wanted, functional_moments
 
 NUM_DATA = 40
 DELTA = 0.7
+MODES = ["debiased", "full", "mini"]
 
 
 def close(actual, expected, tolerance=1e-8):
@@ -70,9 +72,9 @@ def operator_blocks(la):
     return [block.to_dense() for block in la.posterior.curvature.blocks.values()]
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
-@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
-@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+@pytest.mark.parametrize(
+    ("name", "mode", "curvature"), one_axis_at_a_time(oracle.SMALL_MODELS, MODES, ["ekfac", "kfac"])
+)
 def test_curvature_equals_the_dense_construction(name, mode, curvature):
     case = Case(name, curvature=curvature)
     case.fit(mode)
@@ -97,8 +99,7 @@ def test_full_kfac_is_the_kronecker_product_of_the_factors(name):
         close(actual, expected)
 
 
-@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
-@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+@pytest.mark.parametrize(("name", "mode"), one_axis_at_a_time(oracle.SMALL_MODELS, MODES))
 def test_functional_covariance_equals_dense_jacobians(name, mode):
     case = Case(name)
     la = case.fit(mode)
@@ -110,8 +111,7 @@ def test_functional_covariance_equals_dense_jacobians(name, mode):
     close(la.functional(case.x, diagonal=True)[1], actual.diagonal(dim1=1, dim2=2))
 
 
-@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
-@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+@pytest.mark.parametrize(("name", "mode"), one_axis_at_a_time(oracle.SMALL_MODELS, MODES))
 def test_log_marginal_likelihood_includes_every_constant(name, mode):
     case = Case(name)
     la = case.fit(mode)
@@ -177,8 +177,9 @@ def test_sample_covariance_converges_to_the_posterior_covariance():
     assert ((draws.mean(0) - la.mean).abs() / (dense.diag() / len(draws)).sqrt()).max() < 5
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
-@pytest.mark.parametrize("name", oracle.SMALL_MODELS)
+@pytest.mark.parametrize(
+    ("name", "curvature"), one_axis_at_a_time(oracle.SMALL_MODELS, ["kfac", "ekfac"])
+)
 def test_debiased_with_the_same_batch_twice_is_mini(name, curvature):
     mini, twice = Case(name, curvature=curvature), Case(name, curvature=curvature)
     mini.fit("mini")

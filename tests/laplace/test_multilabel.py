@@ -10,6 +10,7 @@ import math
 import oracle
 import pytest
 import torch
+from cases import one_axis_at_a_time
 from sklearn.metrics import accuracy_score, hamming_loss
 from torch import nn
 from torch.distributions import Bernoulli as TorchBernoulli
@@ -124,8 +125,7 @@ def close(actual, expected, tolerance=1e-9):
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("fisher", FISHERS)
-@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize(("curvature", "fisher"), one_axis_at_a_time(CURVATURES, FISHERS))
 def test_every_curvature_is_the_dense_one(curvature, fisher):
     model, (x, y) = network(), examples()
     likelihood = Recorded()
@@ -161,8 +161,9 @@ def test_every_curvature_is_the_dense_one(curvature, fisher):
     close(la.log_marginal_likelihood(), evidence)
 
 
-@pytest.mark.parametrize("mode", ["full", "debiased", "crossfit"])
-@pytest.mark.parametrize("curvature", ["kfac", "full"])
+@pytest.mark.parametrize(
+    ("curvature", "mode"), one_axis_at_a_time(["kfac", "full"], ["debiased", "full", "crossfit"])
+)
 def test_backends_modes_and_memory_agree(curvature, mode):
     model, (x, y) = network(), examples(80)
     one, two = (
@@ -191,8 +192,9 @@ def single(seed):
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double().eval()
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
+@pytest.mark.parametrize(
+    ("curvature", "fisher"), one_axis_at_a_time(["kfac", "ekfac", "diag"], ["exact", "empirical"])
+)
 def test_labels_of_networks_of_their_own_are_binary_problems(curvature, fisher):
     """Where no parameter serves two labels, the posterior is that of each label alone."""
     (x, y), singles = examples(12), [single(seed) for seed in range(NUM_LABELS)]

@@ -7,6 +7,7 @@ and sums A and G with the example's own T.
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import one_axis_at_a_time
 from torch import nn
 
 from laplace_debias import Laplace
@@ -321,8 +322,7 @@ def fitted(model, *data, curvature="kfac", mode="full", generator=0, **settings)
 # ---------------------------------------------------------------------- the right number at all
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "sharing"), one_axis_at_a_time(MODELS, ["expand", "reduce"]))
 def test_kfac_is_that_of_every_example_without_padding(name, sharing):
     model, data = build(name), examples(name)
     expected = oracle_blocks(model, data, sharing)
@@ -338,9 +338,10 @@ def test_one_example_after_the_other_without_padding(name):
     assert_blocks(fitted(model, *data), oracle_blocks(model, data, "expand"))
 
 
-@pytest.mark.parametrize("backend", ["hooks", "backpack"])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "sharing", "joint"),
+    one_axis_at_a_time(["hooks", "backpack"], ["expand", "reduce"], [False, True]),
+)
 def test_both_backends_leave_ignored_positions_out(backend, sharing, joint):
     model, data = build("by token"), examples("by token")
     batch = padded("by token", data, 7)
@@ -404,10 +405,15 @@ def test_positions_of_a_dead_relu_count():
 # ------------------------------------------------------------- the same whatever the padding is
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
-@pytest.mark.parametrize("name", ["causal", "bidirectional, mean"])
+@pytest.mark.parametrize(
+    ("name", "fisher", "sharing", "curvature"),
+    one_axis_at_a_time(
+        ["causal", "bidirectional, mean"],
+        ["exact", "mc", "empirical"],
+        ["expand", "reduce"],
+        ["kfac", "ekfac"],
+    ),
+)
 def test_posteriors_do_not_depend_on_the_padding(name, fisher, sharing, curvature):
     model, data = build(name), examples(name)
     settings = {"fisher": fisher, "sharing": sharing, "curvature": curvature}
@@ -416,8 +422,9 @@ def test_posteriors_do_not_depend_on_the_padding(name, fisher, sharing, curvatur
     assert_same(one, two, 1e-10)
 
 
-@pytest.mark.parametrize("mode", ["mini", "debiased", "crossfit"])
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize(
+    ("curvature", "mode"), one_axis_at_a_time(["kfac", "ekfac"], ["debiased", "mini", "crossfit"])
+)
 def test_every_mode(curvature, mode):
     model, data = build("bidirectional"), examples("bidirectional")
     halves = data[: N // 2], data[N // 2 :]

@@ -28,6 +28,18 @@ def one_axis_at_a_time(*axes):
     return combinations
 
 
+def others_slow(cases, *daily):
+    """All cases, for `parametrize`; those that are not named are slow.
+
+    Args:
+        cases: Names of cases, or a mapping of them.
+        daily: Those that are tested each day: where they differ in what is tested, not in data.
+    """
+    missing = set(daily) - set(cases)
+    assert not missing, f"no cases {missing}"
+    return [pytest.param(case, marks=() if case in daily else pytest.mark.slow) for case in cases]
+
+
 def _as_param(value):
     if hasattr(value, "values") and hasattr(value, "marks"):
         return value
