@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import peers
+from benchmarks.ours import problem_of
 from benchmarks.report import Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
-from laplace_debias import Laplace
-from laplace_debias.curvature.fits.kfac import eigenbases, factor_sums
+from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
 
 TITLE = "Eigendecompositions of all factors"
 UNIT = "s"
@@ -29,8 +29,8 @@ def compare(settings: Settings) -> list[Row]:
 
 def _ours(settings: Settings, dtype: torch.dtype) -> Callable[[], Run]:
     def build() -> Run:
-        la = Laplace(settings.model(), fisher="mc", factor_dtype=dtype)
-        sums, seen = factor_sums(la._problem(None), [settings.data(settings.batch)])
+        problem = problem_of(settings.model(), "mc", dtype=dtype)
+        sums, seen = factor_sums(problem, [settings.data(settings.batch)])
         return lambda _: eigenbases(dict(sums), seen.num_examples)
 
     return build

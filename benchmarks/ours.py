@@ -5,11 +5,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from benchmarks.settings import Settings
 from benchmarks.timing import Run
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits.kfac import factor_sums
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.sums import factor_sums
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+from laplace_debias.laplace.settings import MEMORY_BOUND
 
 # The fits that predictions and samples come from stand for the images of CIFAR-10.
 NUM_DATA = 45_000
@@ -37,14 +45,24 @@ def factors(
     """Kronecker factors of all parameters, without their eigendecompositions."""
 
     def build() -> Run:
-        la = Laplace(settings.model(), fisher=fisher, backend=backend, factor_dtype=dtype)
+        problem = problem_of(settings.model(), fisher, backend, dtype)
 
         def run(size: int) -> object:
-            return factor_sums(la._problem(None), [settings.data(size)])
+            return factor_sums(problem, [settings.data(size)])
 
         return run
 
     return build
+
+
+def problem_of(
+    model: nn.Module, fisher: str, backend: str = "auto", dtype: torch.dtype = torch.float32
+) -> Problem:
+    """What curvature a `Laplace` of all parameters takes of a classifier."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), Fisher(fisher))
+    stream = choose_backend(model, backend)
+    return Problem(model, cotangents, curvature_blocks(model, names), stream, dtype, MEMORY_BOUND)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

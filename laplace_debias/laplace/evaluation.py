@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, Independent
 
 from laplace_debias import metrics
-from laplace_debias.curvature.losses.cotangents import flat_terms
-from laplace_debias.curvature.losses.likelihood import Likelihood
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs

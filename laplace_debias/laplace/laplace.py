@@ -1,9 +1,8 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
@@ -13,34 +12,31 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.dense import WHOLE
-from laplace_debias.curvature.fits.kfac import Fitted, Problem
+from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.problem import CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.layers.blocks import Block, Sharing, curvature_blocks, parameter_order
+from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import Fisher
-from laplace_debias.curvature.losses.likelihood import Categorical, Likelihood, likelihood_from
-from laplace_debias.curvature.network.batches import Batches, OnDevice, with_progress
-from laplace_debias.curvature.network.class_dim import (
-    check_layout,
-    classes_last,
-    warn_of_probabilities,
+from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
+from laplace_debias.curvature.network.batches import (
+    Batches,
+    Counted,
+    FirstBatchKnown,
+    OnDevice,
+    Pairs,
+    with_progress,
 )
+from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
-from laplace_debias.curvature.network.first_batch import FirstBatchKnown
-from laplace_debias.curvature.network.inputs import Inputs, call, move, take
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
-from laplace_debias.curvature.network.selection import (
-    ParameterSelection,
-    check_parameters,
-    select_parameters,
-)
+from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
     check_no_autocast,
-    shadow,
 )
-from laplace_debias.laplace import predictive, tuning
+from laplace_debias.laplace import grids, predictive, tuning
 from laplace_debias.laplace.data_size import (
     Expected,
     data_size,
@@ -50,34 +46,25 @@ from laplace_debias.laplace.data_size import (
 )
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
-from laplace_debias.laplace.files import posterior_file as serialization
-from laplace_debias.laplace.functional.moments import Wanted, functional_moments
-from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.files import posterior_file
+from laplace_debias.laplace.first_look import look_at
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.grids import Grid
+from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import check_num_data, check_prior_precision
-from laplace_debias.laplace.settings import FOLDS, MEMORY_BOUND, Examples, FitSettings
+from laplace_debias.laplace.scale import check_scale, scale_of
+from laplace_debias.laplace.schemes import MODES, OF_FIRST_BATCHES, Full, Scheme, scheme_of
+from laplace_debias.laplace.settings import MEMORY_BOUND, FitSettings
 from laplace_debias.system.randomness import seeded
 from laplace_debias.system.threads import Lock
 
 PriorPrecision = float | Tensor
-# One δ a grid point, [P], or one for each block, [P, blocks].
-Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 
-MODES = ("full", "mini", "debiased", "crossfit", "shrinkage")
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
-# Examples that are run before a fit, to see what the outputs are.
-_FIRST_EXAMPLES = 4
 # Held for the moment in which a fit or a prior precision takes the place of another.
 _EXCHANGE = Lock()
-
-
-@dataclass(frozen=True)
-class _Selected:
-    """The Bayesian parameters, their blocks, and `parameter_order`."""
-
-    names: list[str]
-    blocks: list[Block]
-    order: Tensor | None
 
 
 class Laplace:
@@ -181,12 +168,11 @@ class Laplace:
         class_dim: int | None = None,
     ) -> None:
         self._settings = FitSettings(
-            curvature,
+            CurvatureKind(curvature, rank),
             Fisher(fisher, mc_samples),
             factor_dtype,
             joint,
             sharing,
-            rank,
             memory_bound,
             class_dim,
         )
@@ -195,7 +181,9 @@ class Laplace:
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
         self._params = params
-        self._selected = None if needs_example(model, params) else self._select(None)
+        self._parameters: BayesianParameters | None = None
+        if not needs_example(model, params):
+            self._parameters = BayesianParameters.of(model, params, self._settings, None)
         if class_dim not in (None, -1) and backend == "backpack":
             raise NotImplementedError(
                 f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
@@ -203,24 +191,21 @@ class Laplace:
             )
         self._backend = choose_backend(classes_last(model, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
-        self._posterior: GaussianPosterior | None = None
-        self._others: dict[str, int] = {}
-        self._nll: float = float("nan")
-        self._mode: str | None = None
+        self._fitted: Fitted | None = None
 
     def __repr__(self) -> str:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
-        is_known, is_fitted = self._selected is not None, self._posterior is not None
+        parameters, fitted = self._parameters, self._fitted
         return str(
             Described(
                 self.model,
                 self.likelihood,
-                self._settings.curvature,
-                self.param_names if is_known else None,
-                self.block_names if is_known else None,
+                self._settings.kind.name,
+                None if parameters is None else parameters.names,
+                None if parameters is None else parameters.block_names,
                 self._prior_precision,
-                self._mode,
-                self.num_data if is_fitted else None,
+                None if fitted is None else fitted.mode,
+                None if fitted is None else fitted.posterior.num_data,
             )
         )
 
@@ -236,75 +221,66 @@ class Laplace:
         return self._known.names
 
     @property
-    def _blocks(self) -> list[Block]:
-        return self._known.blocks
+    def block_names(self) -> list[str]:
+        """Names of the curvature blocks, in the order that per-block prior precisions take.
+
+        Raises:
+            RuntimeError: As `param_names`.
+        """
+        return self._known.block_names
 
     @property
-    def _known(self) -> _Selected:
-        if self._selected is None:
+    def _known(self) -> BayesianParameters:
+        if self._parameters is None:
             raise RuntimeError(
                 f'params="last_layer" of a {type(self.model).__name__} is found by running an '
                 "example, which the first fit does: call `fit(train_loader)` first, or name the "
                 "parameters, params=[...]."
             )
-        return self._selected
+        return self._parameters
 
-    def _select(self, example: Inputs | None) -> _Selected:
-        names = select_parameters(self.model, self._params, example)
-        check_parameters(self.model, names)
-        blocks = curvature_blocks(self.model, names, self._settings.joint, self._settings.sharing)
-        return _Selected(names, blocks, parameter_order(self.model, names, blocks))
+    @property
+    def _first_parameter(self) -> nn.Parameter:
+        """The first Bayesian parameter; the first trainable one as long as they are not known."""
+        if self._parameters is None:
+            return next(p for p in self.model.parameters() if p.requires_grad)
+        return self.model.get_parameter(self._parameters.names[0])
 
-    def _look_at(self, batches: FirstBatchKnown) -> None:
-        """Run examples of the first batch, and find or check what they tell of the model.
-
-        They tell the last layer, in which dimension the classes are, and logits from probabilities.
+    def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
+        """The Bayesian parameters, which the first batch may tell; checks what it tells of outputs.
 
         Raises:
             ValueError: If there is no last layer, it is not what it was, or there is no batch; if
                 the shapes leave open where the classes are.
         """
-        if self._selected is None and not batches.first:
+        parameters = self._parameters
+        if parameters is None and not batches.first:
             raise ValueError("The data holds no example: pass a loader with at least one batch.")
         for x, y in self._on_device(batches.first):
             if is_last_layer(self._params):
-                found = self._select(x)
-                if self._selected is None:
-                    self._selected = found
+                found = BayesianParameters.of(self.model, self._params, self._settings, x)
+                if parameters is None:
+                    parameters = self._parameters = found
                     self._prior_precision = self._check_prior_precision(self._prior_precision)
-                if self._selected.names != found.names:
+                if parameters.names != found.names:
                     raise ValueError(
-                        f'params="last_layer" was {self._selected.names}, but now the outputs come '
+                        f'params="last_layer" was {parameters.names}, but now the outputs come '
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
-            few = slice(0, _FIRST_EXAMPLES)
-            with torch.no_grad():
-                outputs = call(shadow(self._network), take(x, few))
-            # What is no tensor, or not of these examples, is refused where the fit looks at it.
-            if not isinstance(outputs, Tensor):
-                continue
-            shape = torch.Size((len(y), *outputs.shape[1:]))
-            check_layout(shape, y, self._settings.class_dim)
-            if isinstance(self.likelihood, Categorical):
-                warn_of_probabilities(outputs)
+            look_at(self._network, self.likelihood, x, y, self._settings.class_dim)
+        assert parameters is not None
+        return parameters
 
     @property
     def _network(self) -> nn.Module:
         """The model with its outputs `[B, ..., C]`."""
         return classes_last(self.model, self._settings.class_dim)
 
-    @property
-    def _first_parameter(self) -> nn.Parameter:
-        """The first Bayesian parameter; the first trainable one as long as they are not known."""
-        if self._selected is None:
-            return next(p for p in self.model.parameters() if p.requires_grad)
-        return self.model.get_parameter(self._selected.names[0])
-
     # ---------------------------------------------------------------- fitting
 
     def fit(
         self,
-        train_loader: Batches,
+        train_loader: Batches | Scheme,
         mode: str = "full",
         num_data: SupportsIndex | None = None,
         generator: torch.Generator | None = None,
@@ -315,14 +291,14 @@ class Laplace:
         """Fit the posterior's curvature.
 
         Args:
-            train_loader: Batches `(x, y)` of training data. `"ekfac"` in full mode goes through
-                them twice.
+            train_loader: Batches `(x, y)` of training data. `"ekfac"` in full mode reads them
+                twice. Or a way to fit with its data, such as `Split(directions, magnitudes)`; the
+                other arguments are then those of `fit_batches`.
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold (8 folds of its examples). `"shrinkage"`:
-                directions from the whole first batch, its factors' eigenvalues corrected in closed
-                form (K-FAC alone).
+                whole first batch, magnitudes out of fold (8 folds of its examples).
+                They are short for `Full`, `Split` and `CrossFit` of `schemes`.
             num_data: N, the number of training examples, which the curvature is scaled to whatever
                 the fit sees (a subset, say, that stands for all). If None, N is the number of
                 examples that the loader's sampler goes through, or for `"full"` of data that does
@@ -350,35 +326,34 @@ class Laplace:
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        if isinstance(train_loader, Scheme):
+            if mode != "full" or progress or scale:
+                raise ValueError(
+                    f"{type(train_loader).__name__}(...) says how to fit: leave out mode, progress "
+                    "and scale (fit_batches(..., scale=data) scales)."
+                )
+            expected = _expected_of(train_loader, num_data)
+            return self._fit(train_loader, expected, generator, train_loader.mode)
         if scale and mode == "full":
             raise ValueError('mode="full" sees all data, whose scale it has: leave out scale=True.')
-        # Of the other modes the batches are held, and may come from anything.
-        seen = train_loader if mode == "full" else []
-        again = train_loader if scale else None
+        if scale:
+            check_scale(train_loader)
         given = None if num_data is None else check_num_data(num_data)
-        self._settings.check(Examples(seen, shrinkage=mode == "shrinkage", scale=again))
         if mode == "full":
+            Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
-            data = with_progress(train_loader, progress, "fit")
-            return self._fit(Examples(data), expected, generator, mode)
-        wanted = 2 if mode == "debiased" else 1
-        expected = expected_of_some(train_loader, given, mode, wanted)
-        batches = list(itertools.islice(seeded(train_loader, generator), wanted))
-        if len(batches) < wanted:
+            scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
+            return self._fit(scheme, expected, generator, mode)
+        wanted = OF_FIRST_BATCHES[mode]
+        expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
+        batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
+        if len(batches) < wanted.num_batches:
             raise ValueError(
-                f'mode="{mode}" needs {wanted} batch(es), the loader gave {len(batches)}: use a '
-                "smaller batch size or more data."
+                f'mode="{mode}" needs {wanted.num_batches} batch(es), the loader gave '
+                f"{len(batches)}: use a smaller batch size or more data."
             )
-        examples = Examples(
-            batches[:1],
-            batches[1:] or None,
-            FOLDS if mode == "crossfit" else None,
-            mode == "shrinkage",
-            None if again is None else with_progress(again, progress, "scale"),
-        )
-        return self._fit(
-            examples, expected, generator, mode if again is None else f"{mode}, scaled"
-        )
+        scale_data = with_progress(train_loader, progress, "scale") if scale else None
+        return self._fit(wanted.scheme(batches), expected, generator, mode, scale_data)
 
     def fit_batches(
         self,
@@ -387,7 +362,6 @@ class Laplace:
         *,
         num_data: SupportsIndex | None = None,
         folds: int | None = None,
-        shrinkage: bool = False,
         generator: torch.Generator | None = None,
         scale: Batches | None = None,
     ) -> "Laplace":
@@ -400,9 +374,6 @@ class Laplace:
                 if None.
             folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
                 folds; no `magnitudes` then.
-            shrinkage: Correct the eigenvalues of K-FAC's factors in closed form instead, without
-                folds or `magnitudes`; at least two examples. What is assumed says
-                `curvature.fits.shrinkage`.
             generator: Seeds the labels of `fisher="mc"` and what loaders draw, as in `fit`.
             scale: Batches `(x, y)`, say all training data, that take a forward pass each: the
                 magnitudes are multiplied by the ratio of the loss's mean curvature in the outputs
@@ -416,80 +387,81 @@ class Laplace:
 
         Raises:
             ValueError: As `fit`; also for `folds` with `magnitudes`, fewer than two or more than
-                there are examples; for `shrinkage` with one of them, or of another curvature than
-                `"kfac"`.
+                there are examples.
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
-        if num_data is None:
-            for data in (directions, magnitudes):
-                refuse_misleading(data_size(data))
-        expected = Expected(None if num_data is None else check_num_data(num_data))
-        examples = Examples(directions, magnitudes, folds, shrinkage, scale)
-        return self._fit(examples, expected, generator, examples.mode)
+        scheme = scheme_of(directions, magnitudes, folds)
+        expected = _expected_of(scheme, num_data)
+        return self._fit(scheme, expected, generator, scheme.mode, scale)
 
     def _fit(
         self,
-        examples: Examples,
+        scheme: Scheme,
         expected: Expected,
         generator: torch.Generator | None,
         mode: str,
+        scale: Batches | None = None,
     ) -> "Laplace":
-        self._settings.check(examples)
+        kind = self._settings.kind
+        scheme.check(kind)
+        if scale is not None:
+            check_scale(scale, scheme.measured[0])
         check_deterministic(self.model)
         check_finite(self.model)
         check_no_autocast(self._first_parameter.device)
         with torch.inference_mode(False):
-            problem = self._problem(generator)
-            known = FirstBatchKnown(seeded(examples.directions, generator))
-            self._look_at(known)
-            problem = replace(problem, blocks=self._blocks)
-            examples = replace(examples, directions=known)
-            on_device = partial(self._on_device, generator=generator)
-            fitted = self._settings.fit(problem, self.likelihood, examples, on_device)
-        self._set_posterior(fitted, expected.given(fitted.seen.num_examples), mode)
+            problem = self._settings.problem(
+                self._network, self.likelihood, [], self._backend, generator
+            )
+            known = FirstBatchKnown(seeded(scheme.first_read, generator))
+            problem = replace(problem, blocks=self._look_at(known).blocks)
+            scheme = scheme.reading_first(known)
+            read = partial(self._read, generator)
+            ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
+            found = scheme.fit(kind, problem, read)
+        if scale is not None:
+            found = replace(found, curvature=found.curvature.map(lambda _, b: scaled(b, ratio)))
+            mode = f"{mode}, scaled"
+        self._take(found, expected.given(found.seen.num_examples), mode)
         return self
 
-    def _problem(self, generator: torch.Generator | None) -> Problem:
-        blocks = [] if self._selected is None else self._blocks
-        return self._settings.problem(
-            self._network, self.likelihood, blocks, self._backend, generator
-        )
-
-    def _set_posterior(self, fitted: Fitted, num_data: int, mode: str) -> None:
-        seen = fitted.seen
-        others = fingerprint(self.model, self.param_names)
-        mean, order = self._flat_parameters(), self._order_on_device()
-        nll = seen.nll * (num_data / seen.num_examples)
-        if not math.isfinite(nll):
-            raise ValueError(
-                f"The loss, summed over {num_data} examples, is {nll}: targets are too far from "
-                "the outputs for the likelihood (regression: in units of sigma). Check both, or "
-                "convert the model to a wider dtype."
-            )
+    def _take(self, found: CurvatureFit, num_data: int, mode: str) -> None:
+        """Make a fit the one that is predicted with; one that is refused leaves the last one."""
+        parameters = self._known
+        others = fingerprint(self.model, parameters.names)
+        mean = parameters.flat(self.model)
+        order = None if parameters.order is None else parameters.order.to(mean.device)
+        nll = found.seen.nll * (num_data / found.seen.num_examples)
         with _EXCHANGE:
             posterior = GaussianPosterior(
-                mean, fitted.curvature, num_data, self._prior_precision, order
+                mean, found.curvature, num_data, self._prior_precision, order
             )
-            # A fit that is refused leaves the one before as it was.
-            self._posterior, self._nll, self._others = posterior, nll, others
-            self._mode = mode
+            self._fitted = Fitted(
+                self.model,
+                self.likelihood,
+                self._settings,
+                parameters,
+                posterior,
+                nll,
+                others,
+                mode,
+            )
 
-    def _order_on_device(self) -> Tensor | None:
-        order = self._known.order
-        return None if order is None else order.to(self._first_parameter.device)
-
-    def _flat_parameters(self) -> Float[Tensor, " parameters"]:
-        values = [self.model.get_parameter(name).detach() for name in self.param_names]
-        return torch.cat([value.flatten() for value in values])
+    def _read(self, generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
+        """Batches on the model's device, of which at least one target must count."""
+        ignored = getattr(self.likelihood, "ignore_index", None)
+        return Counted(
+            self._on_device(batches, generator),
+            self.likelihood.counts_any,
+            "" if ignored is None else f"ignore_index={ignored}",
+            what,
+        )
 
     def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> OnDevice:
         if not isinstance(batches, FirstBatchKnown):
             batches = seeded(batches, generator)
         dtypes = {p.dtype for p in self.model.parameters()}
         return OnDevice(batches, self._first_parameter.device, dtypes)
-
-    def _moved(self, x: Inputs) -> Inputs:
-        return move(x, self._first_parameter.device, {p.dtype for p in self.model.parameters()})
 
     # -------------------------------------------------------------- posterior
 
@@ -500,9 +472,19 @@ class Laplace:
         Raises:
             RuntimeError: Before a fit.
         """
-        if self._posterior is None:
+        return self._state.posterior
+
+    @property
+    def _state(self) -> Fitted:
+        if self._fitted is None:
             raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
-        return self._posterior
+        return self._fitted
+
+    @property
+    def _unchanged_state(self) -> Fitted:
+        state = self._state
+        state.check_model()
+        return state
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
@@ -515,15 +497,6 @@ class Laplace:
         return self.posterior.num_data
 
     @property
-    def block_names(self) -> list[str]:
-        """Names of the curvature blocks, in the order that per-block prior precisions take.
-
-        Raises:
-            RuntimeError: As `param_names`.
-        """
-        return [WHOLE] if self._settings.is_whole else [block.name for block in self._blocks]
-
-    @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
         """δ; setting it needs no refit."""
         return self._prior_precision
@@ -532,8 +505,8 @@ class Laplace:
     def prior_precision(self, value: PriorPrecision) -> None:
         prior_precision = self._check_prior_precision(value)
         with _EXCHANGE:
-            if self._posterior is not None:
-                self._posterior = self._posterior.with_prior_precision(prior_precision)
+            if self._fitted is not None:
+                self._fitted = self._fitted.with_prior_precision(prior_precision)
             self._prior_precision = prior_precision
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
@@ -541,7 +514,7 @@ class Laplace:
         prior_precision = torch.as_tensor(value, dtype=torch.float64, device=first.device)
         prior_precision = prior_precision.detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
-        num_blocks = len(self.block_names) if self._selected else prior_precision.numel()
+        num_blocks = len(self.block_names) if self._parameters else prior_precision.numel()
         check_prior_precision(prior_precision, num_blocks, first.dtype)
         return prior_precision
 
@@ -565,18 +538,7 @@ class Laplace:
         Args:
             prior_precision: δ to evaluate at, differentiable; the current one if None.
         """
-        with _EXCHANGE:
-            posterior, nll = self.posterior, self._nll
-        delta = posterior.prior_precision if prior_precision is None else prior_precision
-        delta = torch.as_tensor(delta, dtype=torch.float64, device=self.mean.device)
-        check_prior_precision(delta.detach(), len(self.block_names))
-        normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
-        return (
-            -nll
-            + posterior.log_prior(delta)
-            + normaliser
-            - 0.5 * posterior.log_det_precision(delta)
-        )
+        return self._state.log_marginal_likelihood(prior_precision)
 
     # ------------------------------------------------------------- predicting
 
@@ -603,8 +565,9 @@ class Laplace:
                 has no such indices; if the memory bound is too small.
             RuntimeError: As `predict`.
         """
-        delta = self.prior_precision.unsqueeze(0)
-        mean, covariances = _shared_moments([self], x, [delta], diagonal, outputs)
+        state = self._unchanged_state
+        deltas = [state.posterior.prior_precision.unsqueeze(0)]
+        mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
         return mean, covariances[0, 0]
 
     def predict_grid(self, x: Inputs, prior_precisions: Grid) -> list[Distribution]:
@@ -622,27 +585,7 @@ class Laplace:
             ValueError: If there is no prior precision, or one that is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
-        return predict_grids([self], x, [prior_precisions])[0]
-
-    def _checked_posterior(self) -> GaussianPosterior:
-        posterior = self.posterior
-        check_no_autocast(posterior.mean.device)
-        current = self._flat_parameters()
-        if current.device != posterior.mean.device or current.dtype != posterior.mean.dtype:
-            raise RuntimeError(
-                f"The model has moved to {current.device}, {current.dtype} since the fit on "
-                f"{posterior.mean.device}, {posterior.mean.dtype}: move it back or fit again."
-            )
-        if not torch.equal(current, posterior.mean):
-            raise RuntimeError(
-                "The model's parameters have changed since the fit, so the posterior is not "
-                "around them any more: fit again."
-            )
-        if wrong := changed(self._others, fingerprint(self.model, self.param_names)):
-            raise RuntimeError(
-                f"{wrong[0]} has changed since the fit, so the model is another one: fit again."
-            )
-        return posterior
+        return grids.predictives([self._unchanged_state], x, [prior_precisions])[0]
 
     def predict(
         self,
@@ -679,21 +622,25 @@ class Laplace:
                 f'samples={samples} with method="{method}": give a positive number of samples to '
                 '"glm", "glm-mc" or "nn", none to "map".'
             )
-        posterior = self._checked_posterior()
+        state = self._unchanged_state
+        deltas = state.posterior.prior_precision.unsqueeze(0)
+        if method == "glm" and samples is None:
+            return grids.predictives([state], x, [deltas])[0][0]
+        num_samples = _DEFAULT_SAMPLES if samples is None else samples
         if method == "glm":
-            if samples is None:
-                return self.predict_grid(x, self.prior_precision.unsqueeze(0))[0]
-            mean, covariance = self.functional(x)
-            outputs = predictive.sample_outputs(mean.flatten(1), covariance, samples, generator)
+            mean, covariances = grids.moments([state], x, [deltas])
+            outputs = predictive.sample_outputs(
+                mean.flatten(1), covariances[0, 0], num_samples, generator
+            )
             return self.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
         with torch.inference_mode(False):
-            x = self._moved(x)
+            x = state.moved(x)
             if method == "map":
-                return self.likelihood.predictive(predictive.map_outputs(self._network, x), None)
-            draws = posterior.sample(_DEFAULT_SAMPLES if samples is None else samples, generator)
+                return self.likelihood.predictive(predictive.map_outputs(state.network, x), None)
+            draws = state.posterior.sample(num_samples, generator)
             is_linear = method == "glm-mc"
             push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            return self.likelihood.mixture(push(self._network, self.param_names, x, draws))
+            return self.likelihood.mixture(push(state.network, self.param_names, x, draws))
 
     # ------------------------------------------------- tuning and evaluation
 
@@ -740,7 +687,7 @@ class Laplace:
                 )
             grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
             grid = torch.as_tensor(grid, dtype=torch.float64)
-            self._checked_posterior()
+            self._state.check_model()
             batches = self._on_device(with_progress(loader, progress, "tune"), generator)
             found = tuning.tune_on_grid(
                 self.predict_grid,
@@ -783,7 +730,7 @@ class Laplace:
             ValueError: As `predict`; for an empty loader or one whose targets are all ignored; for
                 `ood` with a regression likelihood.
         """
-        self._checked_posterior()
+        self._state.check_model()
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator)
@@ -819,28 +766,7 @@ class Laplace:
             OSError: If the path is a folder, a device or may not be written; if the disk is full.
                 What was there before is still there.
         """
-        sharing = self._settings.sharing
-        with _EXCHANGE:
-            posterior, nll, others = self._checked_posterior(), self._nll, self._others
-            mode = self._mode
-        serialization.save(
-            Path(path),
-            posterior,
-            serialization.Header(
-                likelihood=serialization.likelihood_to_json(self.likelihood),
-                curvature=self._settings.curvature,
-                joint=bool(self._settings.joint),
-                sharing=sharing if isinstance(sharing, str) else dict(sharing),
-                param_names=self.param_names,
-                block_names=self.block_names,
-                num_data=posterior.num_data,
-                nll=nll,
-                rank=self._settings.rank,
-                others=others,
-                class_dim=self._settings.class_dim,
-                mode=mode,
-            ),
-        )
+        posterior_file.save(Path(path), self._unchanged_state)
 
     @classmethod
     def load(
@@ -875,11 +801,11 @@ class Laplace:
             IsADirectoryError: If it is a folder.
             OSError: If it cannot be read.
         """
-        header, tensors = serialization.load(Path(path))
-        serialization.check_names(header, dict(model.named_parameters()))
+        header, tensors = posterior_file.load(Path(path))
+        posterior_file.check_names(header, dict(model.named_parameters()))
         la = cls(
             model,
-            likelihood=serialization.likelihood_from_json(header.likelihood),
+            likelihood=posterior_file.likelihood_from_json(header.likelihood),
             curvature=header.curvature,
             params=header.param_names,
             rank=header.rank,
@@ -892,25 +818,35 @@ class Laplace:
             mc_samples=mc_samples,
             memory_bound=memory_bound,
         )
-        la._posterior = serialization.posterior_from(
-            header,
-            tensors,
-            la._flat_parameters(),
-            serialization.expected_blocks(
-                la._blocks, header.curvature, serialization.rank_of(header, tensors)
-            ),
-            la._order_on_device(),
-        )
-        la._others = fingerprint(model, la.param_names)
-        if wrong := changed(header.others, la._others):
+        parameters = la._known
+        posterior = posterior_file.posterior_from(header, tensors, parameters, model)
+        others = fingerprint(model, parameters.names)
+        if wrong := changed(header.others, others):
             raise ValueError(
                 f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
                 "posterior was fitted on."
             )
-        la._prior_precision = la._posterior.prior_precision
-        la._nll = header.nll
-        la._mode = header.mode
+        la._prior_precision = posterior.prior_precision
+        la._fitted = Fitted(
+            model,
+            la.likelihood,
+            la._settings,
+            parameters,
+            posterior,
+            header.nll,
+            others,
+            header.mode,
+        )
         return la
+
+
+def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
+    """N of a fit whose data are given."""
+    if num_data is not None:
+        return Expected(check_num_data(num_data))
+    for data in (scheme.first_read, scheme.measured[0]):
+        refuse_misleading(data_size(data))
+    return Expected(None)
 
 
 def predict_grids(
@@ -933,52 +869,4 @@ def predict_grids(
         ValueError: If they are not of one model; as `Laplace.predict_grid`.
         RuntimeError: As `Laplace.predict`.
     """
-    diagonal = all(la.likelihood.variances_suffice for la in posteriors)
-    grids = [torch.as_tensor(grid, dtype=torch.float64) for grid in prior_precisions]
-    if any(grid.ndim == 0 or len(grid) == 0 for grid in grids):
-        raise ValueError("The grid holds no prior precision: pass at least one, [δ].")
-    mean, covariances = _shared_moments(posteriors, x, grids, diagonal)
-    if mean.ndim > 2 and not diagonal:
-        covariances = predictive.within_positions(covariances, mean.shape)
-    return [
-        [la.likelihood.predictive(mean, covariance) for covariance in of_grid]
-        for la, of_grid in zip(posteriors, covariances, strict=True)
-    ]
-
-
-def _shared_moments(
-    posteriors: Sequence[Laplace],
-    x: Inputs,
-    prior_precisions: Sequence[Tensor],
-    diagonal: bool = False,
-    outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
-) -> tuple[Tensor, Tensor]:
-    first = posteriors[0]
-    if any(
-        la.model is not first.model
-        or la._blocks != first._blocks
-        or la._settings.is_whole != first._settings.is_whole
-        or la._settings.class_dim != first._settings.class_dim
-        for la in posteriors
-    ):
-        raise ValueError(
-            "The posteriors are of different models or Bayesian parameters: predict with each."
-        )
-    checked = [la._checked_posterior() for la in posteriors]
-    num_blocks = len(first.block_names)
-    for posterior, grid in zip(checked, prior_precisions, strict=True):
-        for point in grid:
-            posterior.check_prior_precision(point)
-    grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
-    with torch.inference_mode(False):
-        x = first._moved(x)
-        if outputs is not None:
-            outputs = predictive.chosen_outputs(predictive.map_outputs(first._network, x), outputs)
-        return functional_moments(
-            first._network,
-            first._blocks,
-            checked,
-            x,
-            torch.stack(grids).to(checked[0].mean),
-            Wanted(diagonal, outputs, first._settings.memory_bound),
-        )
+    return grids.predictives([la._unchanged_state for la in posteriors], x, prior_precisions)

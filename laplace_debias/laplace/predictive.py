@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from laplace_debias.curvature.fits.kfac import check_outputs
 from laplace_debias.curvature.network.inputs import Inputs, call, call_with
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.threads import FORWARD_MODE

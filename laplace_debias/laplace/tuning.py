@@ -10,7 +10,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.losses.likelihood import Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace.evaluation import Scored, score, together

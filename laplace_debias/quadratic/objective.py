@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.curvature.losses import LossFunction, output_loss
-from laplace_debias.curvature.network.network import Network, check_outputs
-from laplace_debias.curvature.network.repeatable_data import Batches, Data
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.weight_decay import decay_mask
 from laplace_debias.curvature.operators import GGN, Hessian
@@ -74,9 +76,9 @@ def _loss_and_gradient(
     for batch in tqdm(data, desc="loss", unit="batch", leave=False, disable=not progress):
         with torch.enable_grad():
             outputs = network.outputs(parameters, batch.inputs)
-            check_outputs(outputs)
-            output.check(outputs.shape, batch.targets)
-            labels = output.labels(batch.targets, batch.first)
+            check_finite_outputs(outputs)
+            output.check(outputs, batch.targets)
+            labels = output.labels(batch.targets, batch.first, outputs.ndim)
             total = output.value(outputs, labels)
         gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
         value += total.detach()

@@ -79,7 +79,7 @@ def inside_a_network(name):
 
 def dense_curvature(la):
     """The fitted curvature in the order of the parameters."""
-    order = parameter_order(la.model, la.param_names, la._blocks)
+    order = parameter_order(la.model, la.param_names, la._known.blocks)
     dense = la.posterior.curvature.to_dense()
     if order is None:
         return dense
@@ -94,8 +94,8 @@ def exact_ggn(model, x, likelihood, names):
 
 def block_mask(la):
     """Which entries of the dense curvature lie inside a block."""
-    order = parameter_order(la.model, la.param_names, la._blocks)
-    sizes = [block.size for block in la._blocks]
+    order = parameter_order(la.model, la.param_names, la._known.blocks)
+    sizes = [block.size for block in la._known.blocks]
     mask = torch.block_diag(*(torch.ones(n, n) for n in sizes)).bool()
     if order is not None:
         unordered = torch.empty_like(mask)

@@ -7,7 +7,7 @@ from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent, Normal
 
 from laplace_debias.curvature.losses.cotangents import Fisher, keyed_uniforms
-from laplace_debias.curvature.losses.likelihood import (
+from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,

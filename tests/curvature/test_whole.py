@@ -130,7 +130,7 @@ def test_low_rank_by_lanczos_is_low_rank_by_decomposition(monkeypatch):
 def test_there_are_no_more_directions_than_jacobian_rows():
     model, x, y = conv2d()
     la = Laplace(model, curvature="lowrank", rank=50).fit_batches([(x[:1], y[:1])])
-    assert la.posterior.curvature.blocks[whole.WHOLE].U.shape[1] == 2  # C − 1 columns
+    assert la.posterior.curvature.blocks[whole.DENSE_BLOCK].U.shape[1] == 2  # C − 1 columns
 
 
 @pytest.mark.parametrize("curvature", ["full", "lowrank", "diag"])

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.losses.likelihood import Categorical
+from laplace_debias.curvature.losses.likelihoods import Categorical
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 LIKELIHOODS = ("classification", "binary", "multilabel", "regression")

@@ -10,6 +10,7 @@ batches are the split-sample estimator (Lam, 2016, "Nonparametric eigenvalue-reg
 or covariance matrix estimator").
 """
 
+import operator
 from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
@@ -19,23 +20,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis, eigh, pooled
-from laplace_debias.curvature.fits.kfac import (
-    FITS,
-    Batches,
-    FactorSums,
-    Fitted,
-    Problem,
-    Sums,
-    add_to,
-    assemble,
-    eigenbases,
-    exact_sums,
-    factor_sums,
-    fit_diagonal,
-    together,
-)
+from laplace_debias.curvature.fits.kfac import FITS, assemble, exact_sums, fit_diagonal
 from laplace_debias.curvature.fits.magnitudes import along
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.sums import FactorSums, Sums, add_to, eigenbases, factor_sums
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs, join, take
 
 Fold = tuple[Inputs, Tensor]
@@ -45,7 +35,7 @@ Eigenpairs = tuple[Tensor, Tensor | None]
 _MUCH_SMALLER = 0.7
 
 
-def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str) -> Fitted:
+def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) -> CurvatureFit:
     """Directions from all examples at hand, magnitudes out of fold.
 
     K-FAC takes one pass over the data, EKFAC two. Both hold the factors of all folds. A factor of
@@ -55,7 +45,7 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
 
     Args:
         problem: The network and its blocks.
-        data: Batches `(x, y)`; example i belongs to fold i mod K.
+        data: Pairs `(x, y)`; example i belongs to fold i mod K.
         num_folds: K, at least 2.
         curvature: `"kfac"`, `"ekfac"` or `"diag"`.
 
@@ -72,7 +62,7 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
         factor_sums(problem, [fold], first) for fold, first in zip(folds, starts, strict=False)
     ]
     of_folds = [sums for sums, _ in passes]
-    seen = reduce(together, (seen for _, seen in passes))
+    seen = reduce(operator.add, (seen for _, seen in passes))
     del passes
     bases: dict[Block, Eigenbasis] = {}
     table: Sums = {}
@@ -80,7 +70,7 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
         bases = eigenbases({b: _total(of_folds, b) for b in problem.blocks}, seen.num_examples)
         table = exact_crossfit(problem, folds, starts, of_folds, bases)
         table = {block: bases[block].pooled(table[block], problem.dtype) for block in table}
-        return Fitted(assemble(problem, bases, table), seen)
+        return CurvatureFit(assemble(problem, bases, table), seen)
     sizes = torch.tensor([len(y) for _, y in folds]).to(folds[0][1].device)
     for block in problem.blocks:
         # A block's factors are freed once it is done with.
@@ -93,7 +83,7 @@ def fit_crossfit(problem: Problem, data: Batches, num_folds: int, curvature: str
         )
         bases[block] = basis
         table[block] = basis.pooled(torch.outer(along_G, along_A), problem.dtype)
-    return Fitted(assemble(problem, bases, table), seen)
+    return CurvatureFit(assemble(problem, bases, table), seen)
 
 
 def crossfit_magnitudes(
@@ -243,7 +233,7 @@ def _total(of_folds: list[FactorSums], block: Block) -> tuple[Tensor, Tensor]:
     return reduce(torch.add, G), reduce(torch.add, A)
 
 
-def split_folds(data: Batches, num_folds: int) -> list[Fold]:
+def split_folds(data: Pairs, num_folds: int) -> list[Fold]:
     """Cut the examples into folds.
 
     Raises:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.directions import eigh, pooled, resolution
-from laplace_debias.curvature.fits.kfac import Batches, Fitted, Problem, Seen, together
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.rows import Rows, sweep_rows
+from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.linalg import eigsh
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -21,20 +22,18 @@ from laplace_debias.operators import (
 )
 
 # The one block's name.
-WHOLE = "parameters"
-# What curvatures have it.
-WHOLE_CURVATURES = ("lowrank", "full")
+DENSE_BLOCK = "parameters"
 # Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
 _KEPT_ROWS = 2**30
 
 
-def fit_full(problem: Problem, directions: Batches, magnitudes: Batches | None) -> Fitted:
+def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
     """The whole curvature matrix `[D, D]`: directions from some data, magnitudes from others.
 
     Args:
         problem: The network and its blocks, whose entries, one block after the other, are the rows.
-        directions: Batches `(x, y)` whose curvature gives the eigenvectors.
-        magnitudes: Batches that the curvature along them is measured on; None for the same.
+        directions: Pairs `(x, y)` whose curvature gives the eigenvectors.
+        magnitudes: Pairs that the curvature along them is measured on; None for the same.
     """
     size = sum(block.size for block in problem.blocks)
     device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
@@ -45,14 +44,14 @@ def fit_full(problem: Problem, directions: Batches, magnitudes: Batches | None) 
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
         along = pooled(on_others, along, problem.dtype)
-        seen = together(seen, measured)
+        seen = seen + measured
     block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
-    return Fitted(BlockDiagonal({WHOLE: block}), seen)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), seen)
 
 
 def fit_low_rank(
-    problem: Problem, directions: Batches, magnitudes: Batches | None, rank: int
-) -> Fitted:
+    problem: Problem, directions: Pairs, magnitudes: Pairs | None, rank: int
+) -> CurvatureFit:
     """The leading eigenvectors of the curvature, and the curvature along them.
 
     In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
@@ -61,8 +60,8 @@ def fit_low_rank(
 
     Args:
         problem: As `fit_full` takes it.
-        directions: Batches `(x, y)` whose curvature gives the eigenvectors.
-        magnitudes: Batches that the curvature along them is measured on; None for the same.
+        directions: Pairs `(x, y)` whose curvature gives the eigenvectors.
+        magnitudes: Pairs that the curvature along them is measured on; None for the same.
         rank: How many directions, at most; there are no more than Jacobian rows.
     """
     kept: list[Rows] = []
@@ -86,17 +85,19 @@ def fit_low_rank(
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
         along = pooled(on_others, along, problem.dtype)
-        seen = together(seen, measured)
+        seen = seen + measured
     U, along = U.to(problem.dtype), along.to(problem.dtype).clamp_min(0)
-    return Fitted(BlockDiagonal({WHOLE: LowRankPlusDiagonal(U, along, 0.0)}), seen)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: LowRankPlusDiagonal(U, along, 0.0)}), seen)
 
 
-def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: int | None) -> Fitted:
+def fit_crossfit_dense(
+    problem: Problem, data: Pairs, num_folds: int, rank: int | None
+) -> CurvatureFit:
     """Directions from all examples at hand, magnitudes out of fold; see `kfac.crossfit`.
 
     Args:
         problem: As `fit_full` takes it.
-        data: Batches `(x, y)`; example i belongs to fold i mod K. Their Jacobian rows are kept.
+        data: Pairs `(x, y)`; example i belongs to fold i mod K. Their Jacobian rows are kept.
         num_folds: K, at least 2.
         rank: How many directions; None for all (`full`).
     """
@@ -105,7 +106,7 @@ def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: in
     seen = Seen(0, 0.0)
     for fold in folds:
         of_fold: list[Rows] = []
-        seen = together(seen, sweep_rows(problem, [fold], of_fold.append, seen.num_examples))
+        seen = seen + sweep_rows(problem, [fold], of_fold.append, seen.num_examples)
         rows.append(torch.cat(of_fold))
 
     def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -130,11 +131,11 @@ def fit_crossfit_whole(problem: Problem, data: Batches, num_folds: int, rank: in
         block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
     else:
         block = LowRankPlusDiagonal(U.to(problem.dtype), along.to(problem.dtype), 0.0)
-    return Fitted(BlockDiagonal({WHOLE: block}), seen)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), seen)
 
 
 def _measured(
-    problem: Problem, U: Float[Tensor, "parameters k"], batches: Batches, first: int
+    problem: Problem, U: Float[Tensor, "parameters k"], batches: Pairs, first: int
 ) -> tuple[Float[Tensor, " k"], Seen]:
     """Curvature of the mean loss along the columns of U."""
     along = U.new_zeros(U.shape[1])
@@ -177,9 +178,9 @@ def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     # No product is larger than the largest square.
     if not products.diagonal().isfinite().all():
         raise ValueError(
-            f"The curvature of {WHOLE} holds NaN or Inf: squares of the network's derivatives "
-            f"overflow {products.dtype}. Rescale the inputs, the targets and their sigma, or use "
-            "factor_dtype=torch.float64."
+            f"The curvature of {DENSE_BLOCK} holds NaN or Inf: squares of the network's "
+            f"derivatives overflow {products.dtype}. Rescale the inputs, the targets and their "
+            "sigma, or use factor_dtype=torch.float64."
         )
     return products
 
@@ -187,7 +188,7 @@ def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 class _RowGram(LinearOperator):
     """`Σ rowᵀ row` over data, whose rows are computed anew for every product."""
 
-    def __init__(self, problem: Problem, batches: Batches, size: int) -> None:
+    def __init__(self, problem: Problem, batches: Pairs, size: int) -> None:
         self._problem = problem
         self._batches = batches
         self._size = size

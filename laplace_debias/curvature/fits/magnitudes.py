@@ -1,40 +1,11 @@
 """Curvature along given directions: the magnitudes of a block, measured on any data."""
 
-import math
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import (
-    Uses,
-    activations,
-    output_gradients,
-    slices,
-    token_gradients,
-    tokens,
-    vector_rows,
-)
-
-# Numbers that a slice of an embedding's Jacobian holds.
-_SLICE = 2**22
-
-
-class Rotated(NamedTuple):
-    """Jacobians of some examples in a block's eigenbasis.
-
-    Attributes:
-        examples: Which examples of the batch.
-        J: `[b, K, d_out, d_in]`; of an embedding only the columns that are not zero.
-        columns: Which columns these are; None for all.
-    """
-
-    examples: slice
-    J: Float[Tensor, "part columns d_out some_d_in"]
-    columns: Int[Tensor, " some_d_in"] | None = None
+from laplace_debias.curvature.layers.jacobians import rotate_rows, rotated_jacobians
+from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 
 
 def along(factor: Tensor, U: Float[Tensor, "d d"] | None) -> Float[Tensor, " d"]:
@@ -65,8 +36,8 @@ def ekfac_magnitudes(
     if block.role == "weight" and _has_one_position(layer, uses):
         # One position: the square of the outer product is the outer product of the squares.
         x, g = uses[0]
-        a = _rotate_rows(activations(layer, block, x)[:, 0], U_A)
-        rows = _rotate_rows(output_gradients(layer, block, g)[..., 0], U_G)
+        a = rotate_rows(activations(layer, block, x)[:, 0], U_A)
+        rows = rotate_rows(output_gradients(layer, block, g)[..., 0], U_G)
         return rows.square().sum(0).T @ a.square()
     for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
         squares = J.square().sum((0, 1))
@@ -75,66 +46,6 @@ def ekfac_magnitudes(
         else:
             total.index_add_(1, columns, squares)
     return total
-
-
-def rotated_jacobians(
-    layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
-) -> Iterator[Rotated]:
-    r"""A block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, slice by slice.
-
-    Activations and output gradients are rotated, never their product: the cost is that of the
-    Jacobian itself plus one rotation of each row.
-
-    Args:
-        layer: The layer.
-        block: One of its blocks.
-        uses: Inputs `[B, ...]` and output gradients `[K, B, ...]` of the layer's uses.
-        U_G: `[d_out, d_out]`; None for the coordinate axes.
-        U_A: `[d_in, d_in]`; None for the coordinate axes.
-    """
-    if block.is_vector:
-        rows = _rotate_rows(vector_rows(layer, block, uses), U_G).movedim(0, 1)
-        yield Rotated(slice(0, rows.shape[0]), rows.unsqueeze(-1))
-        return
-    if block.role == "table":
-        yield from _looked_up(layer, block, uses, U_G, U_A)
-        return
-    num_columns = uses[0][1].shape[0]
-    for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
-        total: Tensor | None = None
-        for x, g in uses:
-            a = _rotate_rows(activations(layer, block, x[part]), U_A)
-            rows = output_gradients(layer, block, g[:, part])
-            rows = rows if U_G is None else U_G.T @ rows
-            # [K, b, d_out, T] → [b, K·d_out, T]: one batched product serves every column.
-            product = rows.movedim(0, 1).flatten(1, 2) @ a
-            total = product if total is None else total.add_(product)
-        assert total is not None
-        yield Rotated(part, total.unflatten(1, (num_columns, block.shape[0])))
-
-
-def _looked_up(
-    layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
-) -> Iterator[Rotated]:
-    """The Jacobian of an embedding: gradients added up token by token, zero for all others."""
-    assert U_A is None, "An embedding's input directions are the coordinate axes."
-    num_columns, batch = uses[0][1].shape[:2]
-    positions = sum(tokens(x).shape[1] for x, _ in uses)
-    # A slice has up to `step · positions` different tokens.
-    step = max(1, math.isqrt(_SLICE // (positions * block.shape[0] * num_columns)))
-    for start in range(0, batch, step):
-        part = slice(start, min(start + step, batch))
-        ids = torch.cat([tokens(x[part]) for x, _ in uses], dim=1)
-        g = torch.cat([token_gradients(layer, block, x[part], g[:, part]) for x, g in uses], dim=3)
-        g = g if U_G is None else U_G.T @ g
-        columns, places = torch.unique(ids, return_inverse=True)
-        J = g.new_zeros(*g.shape[:3], len(columns))
-        J.scatter_add_(3, places[None, :, None, :].expand_as(g), g)
-        yield Rotated(part, J.movedim(0, 1), columns)
-
-
-def _rotate_rows(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, "*n d"]:
-    return rows if U is None else rows @ U
 
 
 def _has_one_position(layer: nn.Module, uses: Uses) -> bool:

@@ -6,16 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.kfac import (
-    Batches,
-    Problem,
-    Seen,
-    check_finite_sums,
-    sweep,
-)
-from laplace_debias.curvature.fits.magnitudes import rotated_jacobians
+from laplace_debias.curvature.fits.problem import Problem, Seen
+from laplace_debias.curvature.fits.sums import check_finite_sums
+from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.network.batches import Pairs
 
 Rows = Float[Tensor, "rows parameters"]
 
@@ -24,7 +21,7 @@ OfBlock = Float[Tensor, "examples columns d"]
 
 
 def sweep_rows(
-    problem: Problem, batches: Batches, consume: Callable[[Rows], object], first: int = 0
+    problem: Problem, batches: Pairs, consume: Callable[[Rows], object], first: int = 0
 ) -> Seen:
     """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
 
@@ -51,7 +48,7 @@ def sweep_rows(
 
 def sweep_parts(
     problem: Problem,
-    batches: Batches,
+    batches: Pairs,
     of_block: Callable[[OfBlock], OfBlock],
     consume: Callable[[list[Tensor]], object],
     first: int = 0,

@@ -26,10 +26,11 @@ from backpack.core.derivatives.conv3d import Conv3DDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import LAYERS, Block
+from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.stream import Columns, Consume, Measure
 from laplace_debias.curvature.layers.tap import check_batched
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.layer_types import LAYERS
 
 Measured = TypeVar("Measured")
 _DERIVATIVES: dict[type[nn.Module], type[BaseDerivatives]] = {

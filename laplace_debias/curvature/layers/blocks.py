@@ -7,27 +7,16 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
+from laplace_debias.curvature.network.layer_types import (
+    CONVOLUTIONS,
+    LAYERS,
+    NORMS,
+    PROJECTIONS,
+    TRANSPOSED,
+    is_hugging_face_conv1d,
 )
-LAYERS = (
-    nn.Linear,
-    *CONVOLUTIONS,
-    *TRANSPOSED,
-    nn.Embedding,
-    *NORMS,
-    nn.MultiheadAttention,
-)
+
 SHARINGS = ("expand", "reduce")
-# Query, key and value, which `nn.MultiheadAttention` packs into one parameter.
-PROJECTIONS = ("query", "key", "value")
 
 # How positions share a weight: one answer, or one for a layer's path.
 Sharing = str | Mapping[str, str]
@@ -137,12 +126,6 @@ def is_overridden(layer: nn.Module) -> bool:
         and getattr(own, "_conv_forward", None) is getattr(kind, "_conv_forward", None)
         for kind in LAYERS
     )
-
-
-def is_hugging_face_conv1d(layer: nn.Module) -> bool:
-    """Whether a layer is transformers' `Conv1D`: a linear layer with a transposed weight."""
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__[:1]}
-    return "transformers.pytorch_utils.Conv1D" in names
 
 
 def parameter_order(

@@ -30,11 +30,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block, is_hugging_face_conv1d
+from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Masks, takes_part
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
 from laplace_debias.curvature.network.shadow import shadow
 
 # Nodes of the recorded graph whose derivative can vanish by the numbers alone.

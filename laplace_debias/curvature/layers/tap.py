@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import CONVOLUTIONS, TRANSPOSED
 from laplace_debias.curvature.network.attention import expose_projections
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
+from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, TRANSPOSED
 
 
 @dataclass(frozen=True)

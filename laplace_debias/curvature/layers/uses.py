@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import CONVOLUTIONS, TRANSPOSED, Block
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, TRANSPOSED
 
 # Layers whose outputs are [B, channels, ...]; those of the others are [B, ..., features].
 _CHANNELS_FIRST = (

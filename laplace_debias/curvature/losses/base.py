@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.losses.cotangents import keyed_uniforms, places
+from laplace_debias.curvature.losses.uniforms import Uniforms
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 # What the loss needs to know of a batch besides the outputs: targets, and weights of its rows.
@@ -34,11 +34,17 @@ class OutputLoss(ABC):
     is_recordable: bool = True
     is_convex: bool = True
 
-    def check(self, shape: torch.Size, targets: Tensor) -> None:  # noqa: B027 (any target fits)
-        """Raise a `ValueError` or `TypeError` if targets do not fit outputs of a shape."""
+    def check(self, outputs: Tensor, targets: Tensor) -> None:  # noqa: B027 (any target fits)
+        """Raise a `ValueError` or `TypeError` if targets do not fit outputs of this shape."""
 
-    def labels(self, targets: Tensor, first: int) -> Labels:
-        """What the other methods need of a batch whose first example is the `first` of the data."""
+    def labels(self, targets: Tensor, first: int, ndim: int) -> Labels:
+        """What the other methods need of a batch's targets.
+
+        Args:
+            targets: The targets.
+            first: Place of the batch's first example in the data.
+            ndim: How many dimensions the outputs have.
+        """
         return (targets,)
 
     @abstractmethod
@@ -74,7 +80,7 @@ class OutputLoss(ABC):
             'nn.BCEWithLogitsLoss only: use fisher="empirical" for other losses, or GGN.'
         )
 
-    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: "Uniforms") -> Tensor:
+    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """The gradient at labels drawn from the model's own distribution.
 
         Its outer product is, in expectation and example by example, the `hessian`.
@@ -88,28 +94,3 @@ class OutputLoss(ABC):
     def has_distribution(self) -> bool:
         """Whether labels can be drawn from the model."""
         return type(self).drawn_gradient is not OutputLoss.drawn_gradient
-
-
-class Uniforms:
-    """Uniform numbers keyed by seed, sample and the example's place in the data.
-
-    Args:
-        seed: Any integer.
-        sample: Which of several independent tables.
-        first: Place of the batch's first example in the data.
-    """
-
-    def __init__(self, seed: int, sample: int, first: int) -> None:
-        self._key = (seed, sample, first)
-
-    def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`.
-
-        Args:
-            like: Gives shape and device.
-            counted: Which entries count, `[B, ...]`: their numbers are those of an example without
-                the others. None for all.
-        """
-        rows = like.reshape(like.shape[0], -1)
-        columns = None if counted is None else places(counted.expand_as(like).flatten(1))
-        return keyed_uniforms(*self._key, rows, columns).reshape(like.shape)

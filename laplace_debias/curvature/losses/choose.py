@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.base import Labels, LossFunction, OutputLoss, OutputMap
 from laplace_debias.curvature.losses.known import BinaryCrossEntropy, CrossEntropy, SquaredError
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
 REDUCTIONS = ("mean", "sum")
 
@@ -77,12 +79,15 @@ class AnyLoss(OutputLoss):
         return product
 
 
-def output_loss(loss: LossFunction, reduction: str | None, num_data: int) -> OutputLoss:
+def output_loss(
+    loss: LossFunction | Likelihood, reduction: str | None, num_data: int
+) -> OutputLoss:
     """What the operators know of a loss.
 
     Args:
         loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss` with any arguments, or
-            any callable `loss(outputs, targets) -> scalar`.
+            any callable `loss(outputs, targets) -> scalar`; or a `Likelihood`, whose loss is the
+            mean of −log p(y | f) over examples, of outputs `[B, ..., C]`.
         reduction: Of a callable that has no attribute `reduction`: `"mean"` or `"sum"`.
         num_data: N, the number of examples in the data.
 
@@ -91,6 +96,13 @@ def output_loss(loss: LossFunction, reduction: str | None, num_data: int) -> Out
         ValueError: For a reduction that is missing, unknown, in contradiction with the loss's own,
             or that this loss's arguments make depend on the batch.
     """
+    if isinstance(loss, Likelihood):
+        if reduction not in (None, "mean"):
+            raise ValueError(
+                f"A likelihood's loss is the mean over examples, got reduction={reduction!r}: "
+                "multiply the operator by N for the sum."
+            )
+        return NegativeLogLikelihood(loss)
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(
             f"loss must be an instance such as nn.CrossEntropyLoss() or a callable "

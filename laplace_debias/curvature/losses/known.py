@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses.base import Labels, OutputLoss, OutputMap, Uniforms
-from laplace_debias.curvature.losses.likelihood import Categorical
+from laplace_debias.curvature.losses.base import Labels, OutputLoss, OutputMap
+from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.uniforms import Uniforms
 
 
 class CrossEntropy(OutputLoss):
@@ -22,8 +23,9 @@ class CrossEntropy(OutputLoss):
         self._ignore_index = loss.ignore_index
         self._smoothing = loss.label_smoothing
 
-    def check(self, shape: torch.Size, targets: Tensor) -> None:
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Class indices `[B, d1, ...]` in range or `ignore_index`, or probabilities of `shape`."""
+        shape = outputs.shape
         if len(shape) < 2:
             raise ValueError(
                 f"CrossEntropyLoss needs outputs [B, C] or [B, C, d1, ...], got {tuple(shape)}: "
@@ -158,8 +160,9 @@ class SquaredError(OutputLoss):
     def __init__(self, loss: nn.MSELoss) -> None:
         self.reduction = loss.reduction
 
-    def check(self, shape: torch.Size, targets: Tensor) -> None:
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Finite floating-point targets of the outputs' shape."""
+        shape = outputs.shape
         _check_like_outputs("MSELoss", shape, targets)
 
     def count(self, targets: Tensor) -> float:
@@ -203,8 +206,9 @@ class BinaryCrossEntropy(OutputLoss):
         self._weight = _non_negative(loss.weight, "weight")
         self._pos_weight = _non_negative(loss.pos_weight, "pos_weight")
 
-    def check(self, shape: torch.Size, targets: Tensor) -> None:
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Targets in [0, 1] of the outputs' shape; weights that broadcast to them."""
+        shape = outputs.shape
         _check_like_outputs("BCEWithLogitsLoss", shape, targets)
         if not ((targets >= 0) & (targets <= 1)).all():
             raise ValueError(
@@ -220,7 +224,7 @@ class BinaryCrossEntropy(OutputLoss):
                     f"needs {self._num_data} rows, in the order of the data."
                 )
 
-    def labels(self, targets: Tensor, first: int) -> Labels:
+    def labels(self, targets: Tensor, first: int, ndim: int) -> Labels:
         """Targets, T and w π of the batch's entries."""
         weight = self._rows(self._weight, targets, first)
         positive = weight * self._rows(self._pos_weight, targets, first)

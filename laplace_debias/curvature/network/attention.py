@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import PROJECTIONS
+from laplace_debias.curvature.network.layer_types import PROJECTIONS
 
 
 def expose_projections(network: nn.Module) -> None:

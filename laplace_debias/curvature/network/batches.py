@@ -1,18 +1,45 @@
-"""Batches of data: checked, moved to the model's device, with a progress bar."""
+"""Data: batches of inputs and targets, from anything that can be iterated over."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.curvature.losses.likelihood import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples
 
-# Pairs (inputs, targets), as tuples or, from a DataLoader, lists; inputs as `curvature.inputs` has
-# them.
+# Pairs (inputs, targets), as tuples or, from a DataLoader, lists; inputs as `inputs` has them.
 Batches = Iterable[Sequence[Any]]
+# The same, checked and on the model's device.
+Pairs = Iterable[tuple[Inputs, Tensor]]
+
+
+def checked_pair(batch: Any, name: str = "A batch") -> tuple[Inputs, Tensor]:
+    """A batch as inputs and targets, with as many targets as inputs.
+
+    Args:
+        batch: What the source yields.
+        name: What errors call it.
+
+    Raises:
+        TypeError: If it is not a pair of inputs and a tensor.
+        ValueError: If the numbers of examples differ.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise TypeError(
+            f"Batches must be pairs (inputs, targets), got {type(batch).__name__}"
+            f"{f' of length {len(batch)}' if isinstance(batch, Sized) else ''}: wrap the loader so "
+            "that it yields pairs; several inputs go into a tuple or a dict."
+        )
+    inputs, targets = batch
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"Targets must be a tensor, got {type(targets).__name__}.")
+    size = num_examples(inputs)
+    if targets.ndim == 0 or size != len(targets):
+        raise ValueError(f"{name} holds {size} inputs but targets of shape {tuple(targets.shape)}.")
+    return inputs, targets
 
 
 class OnDevice:
@@ -33,54 +60,67 @@ class OnDevice:
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for batch in self._batches:
-            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                raise TypeError(
-                    f"Batches must be pairs (inputs, targets), got {type(batch).__name__}"
-                    f"{f' of length {len(batch)}' if isinstance(batch, Sized) else ''}: wrap the "
-                    "loader so that it yields pairs."
-                )
-            x, y = batch
-            if not isinstance(y, Tensor):
-                raise TypeError(f"Targets must be a tensor, got {type(y).__name__}.")
+            x, y = checked_pair(batch)
             x = move(x, self._device, self._dtypes)
-            size = num_examples(x)
-            if y.ndim == 0 or size != len(y):
-                raise ValueError(
-                    f"A batch holds {size} inputs but targets of shape {tuple(y.shape)}."
-                )
             yield x, y.to(self._device, non_blocking=True)
 
 
 class Counted:
     """The same batches, of which at least one target must count.
 
-    Which ones do is seen as the batches pass, so that a pass over many is not held up; what is
-    missing is told at its end, before anything is made of it.
+    The check goes with the pass over the data, and raises at its end, before anything is made of
+    the data.
 
     Args:
         batches: The source.
-        likelihood: Says which targets count.
+        counts_any: Whether any target of a batch counts.
+        ignored: What targets are called that do not, such as `"ignore_index=-100"`; "" for no name.
         what: What the error calls the batches.
     """
 
-    def __init__(self, batches: OnDevice, likelihood: Likelihood, what: str) -> None:
+    def __init__(
+        self, batches: Pairs, counts_any: Callable[[Tensor], bool], ignored: str, what: str
+    ) -> None:
         self._batches = batches
-        self._likelihood = likelihood
+        self._counts_any = counts_any
+        self._ignored = ignored
         self._what = what
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         num_batches, counts = 0, False
         for x, y in self._batches:
             num_batches += 1
-            counts = counts or self._likelihood.counts_any(y)
+            counts = counts or self._counts_any(y)
             yield x, y
         if num_batches and not counts:
-            ignored = getattr(self._likelihood, "ignore_index", None)
-            kind = "" if ignored is None else f" (ignore_index={ignored})"
+            kind = f" ({self._ignored})" if self._ignored else ""
             raise ValueError(
                 f"Every target of the {self._what} is ignored{kind}, so that they tell nothing: "
                 "pass batches in which at least one target counts."
             )
+
+
+class FirstBatchKnown:
+    """Batches as the source has them, the first of which is fetched at once.
+
+    The first pass goes on with the iterator that gave it: a loader that shuffles is not begun
+    twice, and an iterator loses nothing.
+
+    Args:
+        batches: The source.
+
+    Attributes:
+        first: The first batch, a list of it alone; empty if there is none.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._begun: Iterator[Sequence[Any]] | None = iter(batches)
+        self.first = list(islice(self._begun, 1))
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        begun, self._begun = self._begun, None
+        return iter(self._batches) if begun is None else chain(self.first, begun)
 
 
 def with_progress(batches: Batches, progress: bool, what: str) -> Batches:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from laplace_debias.curvature.layers.blocks import LAYERS, NORMS, PROJECTIONS
 from laplace_debias.curvature.network.attention import expose_projections
 from laplace_debias.curvature.network.inputs import Inputs, call, take
+from laplace_debias.curvature.network.layer_types import LAYERS, NORMS, PROJECTIONS
 from laplace_debias.curvature.network.shadow import shadow
 
 LAST_LAYER = "last_layer"

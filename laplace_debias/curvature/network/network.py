@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.last_layer import needs_example
-from laplace_debias.curvature.network.repeatable_data import Batches, first_inputs
+from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     check_parameters,
@@ -125,7 +127,7 @@ class Network:
                 f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
                 f"{size} examples: expected {self.dtype}, one row an example."
             )
-        check_outputs(outputs)
+        check_finite_outputs(outputs)
         # Not to the last bit: parallel sums on an accelerator may differ in their order.
         if not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
             raise ValueError(
@@ -151,19 +153,6 @@ class Network:
 
 def _stamp(state: list[Tensor]) -> list[tuple[int, int]]:
     return [(x.data_ptr(), x._version) for x in state]
-
-
-def check_outputs(outputs: Tensor) -> None:
-    """Refuse NaN.
-
-    Raises:
-        ValueError: If an output is not finite.
-    """
-    if not outputs.isfinite().all():
-        raise ValueError(
-            "The model's outputs hold NaN or Inf for these examples: check the inputs' scale and "
-            "the checkpoint."
-        )
 
 
 class _Call(nn.Module):

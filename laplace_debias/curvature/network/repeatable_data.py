@@ -1,16 +1,15 @@
 """Data that is gone through again and again: the same batches each time, or an error."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.network.inputs import Inputs, move, num_examples
-
-Batches = Iterable[Any]
+from laplace_debias.curvature.network.batches import Batches, checked_pair
+from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, tensors_of
 
 _MASKED = -1234.5
 """What stands for −∞ in the mark of a batch."""
@@ -70,19 +69,14 @@ class Data:
         self._dtypes = dtypes
         self._marks: list[float] = []
         self.sizes: list[int] = []
-        for inputs, targets in map(_pair, batches):
-            size = num_examples(inputs)
-            if targets.ndim == 0 or targets.shape[0] != size:
-                raise ValueError(
-                    f"Batch {len(self.sizes)} holds {size} inputs but targets of shape "
-                    f"{tuple(targets.shape)}."
-                )
+        for index, batch in enumerate(batches):
+            inputs, targets = checked_pair(batch, f"Batch {index}")
             mark = _mark(inputs, targets)
             if not math.isfinite(mark):
                 raise ValueError(
                     f"Batch {len(self.sizes)} holds NaN or Inf: remove these examples."
                 )
-            self.sizes.append(size)
+            self.sizes.append(len(targets))
             self._marks.append(mark)
         if not self.sizes:
             raise ValueError(_EMPTY)
@@ -100,7 +94,7 @@ class Data:
         first = 0
         index = -1
         for index, pair in enumerate(self._batches):
-            inputs, targets = _pair(pair)
+            inputs, targets = checked_pair(pair)
             if index >= len(self.sizes) or not self._is_same(index, inputs, targets):
                 self._refuse(index)
             inputs = move(inputs, self._device, self._dtypes)
@@ -144,7 +138,7 @@ def first_inputs(batches: Batches) -> Inputs:
     """
     _check_repeatable(batches)
     for batch in batches:
-        return _pair(batch)[0]
+        return checked_pair(batch)[0]
     raise ValueError(_EMPTY)
 
 
@@ -160,34 +154,12 @@ def _check_repeatable(batches: Any) -> None:
         )
 
 
-def _pair(batch: Any) -> tuple[Inputs, Tensor]:
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise TypeError(
-            f"Batches must be pairs (inputs, targets), got {type(batch).__name__}"
-            f"{f' of length {len(batch)}' if isinstance(batch, Sized) else ''}: wrap the loader so "
-            "that it yields pairs; several inputs go into a tuple or a dict."
-        )
-    inputs, targets = batch
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"Targets must be a tensor, got {type(targets).__name__}.")
-    num_examples(inputs)
-    return dict(inputs) if isinstance(inputs, Mapping) else inputs, targets
-
-
-def tensors(inputs: Inputs) -> list[Tensor]:
-    """The tensors among the inputs, in order."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    leaves = inputs.values() if isinstance(inputs, Mapping) else inputs
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
 def _mark(inputs: Inputs, targets: Tensor) -> float:
     """A number that changes with the order of the examples and with any of their entries.
 
     It is not finite if they hold NaN or Inf where that is refused, see `Data`.
     """
-    leaves = tensors(inputs)
+    leaves = tensors_of(inputs)
     if len(leaves) > 1:
         # `isneginf` is not defined for complex numbers.
         leaves = [x if x.is_complex() else x.masked_fill(x.isneginf(), _MASKED) for x in leaves]

@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputMap
-from laplace_debias.curvature.network.repeatable_data import Batch, Batches
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
 from laplace_debias.operators import Transpose
@@ -55,7 +56,7 @@ class Jacobian(NetworkOperator):
         """The adjoint, `[D, N·C]`; it shares what is kept."""
         return Transpose(self, self._adjoint_matmat)
 
-    def _check_batch(self, shape: torch.Size, targets: Tensor) -> None:
+    def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         if shape[1:] != self._output_shape:
             raise ValueError(
                 f"The Jacobian's rows need outputs of one shape, got {tuple(self._output_shape)} "

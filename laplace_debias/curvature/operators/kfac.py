@@ -4,18 +4,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.kfac import Fitted, Problem, fit_ekfac, fit_kfac
+from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, curvature_blocks, parameter_order
-from laplace_debias.curvature.losses import LossFunction, OutputLoss, Uniforms, output_loss
-from laplace_debias.curvature.losses.cotangents import FISHERS
+from laplace_debias.curvature.losses import LossFunction, output_loss
+from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
 from laplace_debias.curvature.losses.known import BinaryCrossEntropy
+from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.repeatable_data import Batches, Data
+from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.randomness import seeded
@@ -125,7 +126,9 @@ class KFAC(Permuted):
         factor_dtype: torch.dtype = torch.float64,
         memory_bound: int = _MEMORY_BOUND,
     ) -> None:
-        _check_fisher(fisher, mc_samples, generator)
+        if fisher != "mc" and (mc_samples is not None or generator is not None):
+            raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
+        columns = Fisher(fisher, 1 if mc_samples is None else mc_samples)
         if factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
@@ -145,13 +148,7 @@ class KFAC(Permuted):
                     "`magnitudes`: leave `magnitudes` out, or weigh classes instead of examples."
                 )
             measured = LossData(seeded(magnitudes, generator), network, loss, reduction, None)
-        cotangents = LossCotangents(
-            of_loss.loss,
-            fisher,
-            (mc_samples or 1) if fisher == "mc" else 0,
-            _seed(generator, fisher),
-        )
-        cotangents.check()
+        cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
         problem = Problem(
             model, cotangents, blocks, choose_backend(model, backend), factor_dtype, memory_bound
         )
@@ -172,7 +169,7 @@ class KFAC(Permuted):
         return self.operator  # type: ignore[return-value]
 
     @staticmethod
-    def _fit() -> Callable[[Problem, Batches, Batches | None], Fitted]:
+    def _fit() -> Callable[[Problem, Pairs, Pairs | None], CurvatureFit]:
         return fit_kfac
 
 
@@ -189,61 +186,8 @@ class EKFAC(KFAC):
     """
 
     @staticmethod
-    def _fit() -> Callable[[Problem, Batches, Batches | None], Fitted]:
+    def _fit() -> Callable[[Problem, Pairs, Pairs | None], CurvatureFit]:
         return fit_ekfac
-
-
-@dataclass(frozen=True)
-class LossCotangents:
-    """The cotangents of a torch loss, summed over its terms.
-
-    Attributes:
-        loss: The loss.
-        fisher: `"exact"`, `"mc"` or `"empirical"`.
-        mc_samples: Labels an example for `"mc"`, else 0.
-        seed: Fixes them.
-    """
-
-    loss: OutputLoss
-    fisher: str
-    mc_samples: int
-    seed: int
-
-    def check(self) -> None:
-        """Require a loss that has these cotangents.
-
-        Raises:
-            TypeError: Otherwise.
-        """
-        if self.fisher != "empirical" and not self.loss.has_distribution:
-            raise TypeError(
-                f'fisher="{self.fisher}" needs nn.CrossEntropyLoss, nn.MSELoss or '
-                'nn.BCEWithLogitsLoss, whose Hessian has a root in closed form: use fisher="'
-                'empirical" for another loss, or GGN.'
-            )
-
-    def num_columns(self, outputs: Float[Tensor, "batch *outputs"]) -> int:
-        """As `Cotangents`."""
-        return {"exact": outputs[0].numel(), "mc": self.mc_samples, "empirical": 1}[self.fisher]
-
-    def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
-        """As `Cotangents`."""
-        return self.loss.counted(self.loss.labels(targets, first))
-
-    def __call__(self, outputs: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """As `Cotangents`."""
-        self.loss.check(outputs.shape, targets)
-        labels = self.loss.labels(targets, first)
-        value = self.loss.value(outputs, labels).double()
-        if self.fisher == "exact":
-            return self.loss.root(outputs, labels), value
-        if self.fisher == "empirical":
-            return self.loss.gradient(outputs, labels).unsqueeze(0), value
-        drawn = [
-            self.loss.drawn_gradient(outputs, labels, Uniforms(self.seed, sample, first))
-            for sample in range(self.mc_samples)
-        ]
-        return torch.stack(drawn) / self.mc_samples**0.5, value
 
 
 class LossData:
@@ -261,37 +205,21 @@ class LossData:
         self.num_examples = len(self._data)
         self.loss = output_loss(loss, reduction, self.num_examples)
         first = self._data.batch(0)
-        outputs = network.first_outputs(first.inputs, first.size).shape[1:]
+        outputs = network.first_outputs(first.inputs, first.size)
         total = 0.0
         self.has_example_weights = False
         for batch in self._data:
             # Sequences of another length are checked when their outputs are there.
             if batch.targets.shape[1:] == first.targets.shape[1:]:
-                self.loss.check(torch.Size((batch.size, *outputs)), batch.targets)
+                self.loss.check(outputs[:1].expand(batch.size, *outputs.shape[1:]), batch.targets)
             total += self.loss.count(batch.targets)
         if total <= 0:
             raise ValueError(
                 "The loss counts no target: all are ignored (ignore_index) or have weight 0."
             )
         if isinstance(self.loss, BinaryCrossEntropy):
-            self.has_example_weights = self.loss.has_rows(1 + len(outputs))
+            self.has_example_weights = self.loss.has_rows(outputs.ndim)
         self.scale = 1 / total if self.loss.reduction == "mean" else 1.0
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         return ((batch.inputs, batch.targets) for batch in self._data)
-
-
-def _check_fisher(fisher: str, mc_samples: int | None, generator: torch.Generator | None) -> None:
-    if fisher not in FISHERS:
-        raise ValueError(f"Unknown fisher={fisher!r}: use one of {', '.join(FISHERS)}.")
-    if fisher != "mc" and (mc_samples is not None or generator is not None):
-        raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
-    if mc_samples is not None and mc_samples < 1:
-        raise ValueError(f"mc_samples must be at least 1, got {mc_samples}.")
-
-
-def _seed(generator: torch.Generator | None, fisher: str) -> int:
-    if fisher != "mc":
-        return 0
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))

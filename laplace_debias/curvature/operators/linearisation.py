@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vjp, vmap
 from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.network.inputs import LAYER_BY_LAYER, PLAIN_ATTENTION, Inputs
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.repeatable_data import Batch, Data, tensors
+from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.operators.tracing import Program, Tensors, trace
 from laplace_debias.system.threads import FORWARD_MODE, Lock, SharedSetting
 
@@ -107,7 +107,7 @@ class Lineariser:
         The model's buffers too: what is left out becomes a constant of the program, and operations
         on constants alone are recorded as they are, in place where they work in place.
         """
-        return [*self._network.state, *tensors(inputs)]
+        return [*self._network.state, *tensors_of(inputs)]
 
     def _at(
         self, points: Tensors, inputs: Inputs

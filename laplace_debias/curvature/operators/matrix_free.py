@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import LossFunction, OutputMap, Uniforms, output_loss
-from laplace_debias.curvature.network.repeatable_data import Batch, Batches
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
@@ -70,7 +71,7 @@ class CurvatureOperator(NetworkOperator):
             like_first = batch.targets.shape[1:] if like_first is None else like_first
             # Sequences of another length are checked when their outputs are there.
             if batch.targets.shape[1:] == like_first:
-                self._check_batch(torch.Size((batch.size, *self._output_shape)), batch.targets)
+                self._check_batch(self._outputs_like(batch.size), batch.targets)
             if batch.index == 0:
                 self._check_value(batch)
             total += self._loss.count(batch.targets)
@@ -83,7 +84,7 @@ class CurvatureOperator(NetworkOperator):
     def _check_value(self, batch: Batch) -> None:
         """Refuse a loss that is no finite scalar on the first batch."""
         with torch.no_grad():
-            labels = self._loss.labels(batch.targets, batch.first)
+            labels = self._loss.labels(batch.targets, batch.first, self._first_outputs.ndim)
             value = self._loss.value(self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
@@ -106,8 +107,8 @@ class CurvatureOperator(NetworkOperator):
         """The operator itself: it is symmetric."""
         return self
 
-    def _check_batch(self, shape: torch.Size, targets: Tensor) -> None:
-        self._loss.check(shape, targets)
+    def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
+        self._loss.check(outputs, targets)
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         return None, 0
@@ -147,7 +148,7 @@ class Hessian(CurvatureOperator):
     """
 
     def _linearise(self, batch: Batch) -> Linearisation:
-        labels = self._loss.labels(batch.targets, batch.first)
+        labels = self._loss.labels(batch.targets, batch.first, self._first_outputs.ndim)
         return self._lineariser.second_order(batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
@@ -173,7 +174,8 @@ class GGN(CurvatureOperator):
         return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        return self._loss.hessian(outputs, self._loss.labels(batch.targets, batch.first)), 2
+        labels = self._loss.labels(batch.targets, batch.first, outputs.ndim)
+        return self._loss.hessian(outputs, labels), 2
 
 
 class Fisher(CurvatureOperator):
@@ -262,7 +264,7 @@ class Fisher(CurvatureOperator):
         return True
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        labels = self._loss.labels(batch.targets, batch.first)
+        labels = self._loss.labels(batch.targets, batch.first, outputs.ndim)
         if not self._samples:
             return self._loss.hessian(outputs, labels), 2
         gradients = [
@@ -295,7 +297,7 @@ class EmpiricalFisher(CurvatureOperator):
         return True
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        labels = self._loss.labels(batch.targets, batch.first)
+        labels = self._loss.labels(batch.targets, batch.first, outputs.ndim)
         return _outer_products(self._loss.gradient(outputs, labels)[None]), 1
 
 

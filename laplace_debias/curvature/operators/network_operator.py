@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputMap
-from laplace_debias.curvature.network.network import Network, check_outputs
-from laplace_debias.curvature.network.repeatable_data import Batch, Batches, Data
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Kept, Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout
@@ -77,6 +79,10 @@ class NetworkOperator(LinearOperator):
         self._output_shape = self._first_outputs.shape[1:]  # of one example of the first batch
         self._lineariser = Lineariser(self._network)
 
+    def _outputs_like(self, size: int) -> Tensor:
+        """Something of the shape that the outputs of a batch have."""
+        return self._first_outputs[:1].expand(size, *self._output_shape)
+
     @property
     def dtype(self) -> torch.dtype:
         """The parameters' dtype."""
@@ -107,8 +113,8 @@ class NetworkOperator(LinearOperator):
         linearisation = self._linearise(batch)
         outputs = linearisation.outputs
         if batch.index not in self._checked:
-            check_outputs(outputs)
-            self._check_batch(outputs.shape, batch.targets)
+            check_finite_outputs(outputs)
+            self._check_batch(outputs, batch.targets)
             self._checked.add(batch.index)
         at_outputs, num_tensors = self._at_outputs(outputs, batch)
         num_bytes = linearisation.num_bytes + num_tensors * outputs.nbytes
@@ -119,8 +125,8 @@ class NetworkOperator(LinearOperator):
         return self._lineariser.first_order(batch.inputs)
 
     @abstractmethod
-    def _check_batch(self, shape: torch.Size, targets: Tensor) -> None:
-        """Refuse targets that do not fit outputs of a shape."""
+    def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse targets that do not fit outputs of this shape."""
 
     @abstractmethod
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:

@@ -8,16 +8,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import eigh
-from laplace_debias.curvature.fits.kfac import Problem
+from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.rows import sweep_parts
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.stream import HookStream
 from laplace_debias.curvature.losses import LossFunction
+from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.repeatable_data import Batches
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.operators.kfac import LossCotangents, LossData
+from laplace_debias.curvature.operators.kfac import LossData
 
 MAX_ROWS = 10_000
 """Rows whose products are decomposed at most: 800 MB in double precision, and minutes."""
@@ -99,8 +100,7 @@ def ggn_spectrum(
     network = Network(model, "all" if params is None else params, data)
     blocks = curvature_blocks(model, network.names)
     of_loss = LossData(data, network, loss, None, None)
-    cotangents = LossCotangents(of_loss.loss, "exact", 0, 0)
-    cotangents.check()
+    cotangents = Cotangents(of_loss.loss, Fisher("exact"))
     with torch.inference_mode(False):
         rows = _Rows(model, cotangents, blocks, memory_bound)
         squares = rows.squares(of_loss) * of_loss.scale
@@ -142,7 +142,7 @@ class _Rows:
     def __init__(
         self,
         model: nn.Module,
-        cotangents: LossCotangents,
+        cotangents: Cotangents,
         blocks: Sequence[Block],
         memory_bound: int,
     ) -> None:
@@ -153,7 +153,7 @@ class _Rows:
         self._memory_bound = memory_bound
         self._problem = Problem(model, cotangents, blocks, HookStream, self.dtype, memory_bound)
 
-    def squares(self, batches: Batches) -> Float[Tensor, "examples columns"]:
+    def squares(self, batches: Pairs) -> Float[Tensor, "examples columns"]:
         """The square of every row, in double precision."""
         found: list[Tensor] = []
 

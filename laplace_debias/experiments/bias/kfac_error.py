@@ -13,9 +13,10 @@ from rich.console import Console
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from laplace_debias.curvature.fits.kfac import sweep
-from laplace_debias.curvature.fits.magnitudes import ekfac_magnitudes, rotated_jacobians
+from laplace_debias.curvature.fits.magnitudes import ekfac_magnitudes
+from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.confidence import half_width

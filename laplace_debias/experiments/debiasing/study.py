@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from laplace_debias.curvature.fits.kfac import Problem
+from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.losses.cotangents import Fisher, LikelihoodCotangents
-from laplace_debias.curvature.losses.likelihood import likelihood_from
+from laplace_debias.curvature.losses.likelihoods import likelihood_from
 from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.experiments.debiasing.study_fits import MEMORY_BOUND, StudyFits
 from laplace_debias.experiments.debiasing.study_report import StudyResult, report

@@ -12,9 +12,11 @@ from tqdm import tqdm
 from laplace_debias import metrics
 from laplace_debias.curvature.fits.crossfit import exact_crossfit
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
-from laplace_debias.curvature.fits.kfac import FactorSums, Problem, exact_sums, factor_sums
+from laplace_debias.curvature.fits.kfac import exact_sums
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.sums import FactorSums, factor_sums
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.losses.likelihood import Categorical
+from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.loss_curvature import mean_loss_curvature
 from laplace_debias.experiments.debiasing.schemes import (
     EKFAC,

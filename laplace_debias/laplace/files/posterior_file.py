@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.dense import WHOLE, WHOLE_CURVATURES
-from laplace_debias.curvature.fits.kfac import FITS
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
+from laplace_debias.curvature.fits.kinds import CURVATURES, DENSE
 from laplace_debias.curvature.layers.blocks import SHARINGS, Block
-from laplace_debias.curvature.losses.likelihood import (
+from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
@@ -46,6 +46,8 @@ from laplace_debias.laplace.files.sealed import (
     read_sealed,
     write_sealed,
 )
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -97,7 +99,7 @@ class Header:
 _INT64 = whole_number(-(2**63), 2**63 - 1)
 _FIELDS = {
     "likelihood": MAPPING,
-    "curvature": one_of((*FITS, *WHOLE_CURVATURES)),
+    "curvature": one_of(CURVATURES),
     "joint": FLAG,
     "sharing": either(one_of(SHARINGS), mapping_to(one_of(SHARINGS))),
     "param_names": list_of(TEXT, distinct=True),
@@ -160,8 +162,8 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
         curvature: The curvature's name.
         rank: Of a low-rank one.
     """
-    if curvature in WHOLE_CURVATURES:
-        return [whole_block(WHOLE, sum(block.size for block in blocks), rank)]
+    if curvature in DENSE:
+        return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
     if curvature == "diag":
         return [kronecker_block(block.name, block.shape, ("U_G", "U_A")) for block in blocks]
     return [
@@ -221,7 +223,7 @@ def likelihood_from_json(data: Mapping[str, Any]) -> Likelihood:
     return kinds[name](**options)
 
 
-def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
+def save(path: Path, fitted: Fitted) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
 
     The same posterior gives the same bytes. See `atomic` for links, permissions, and what a process
@@ -232,6 +234,8 @@ def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
         FileNotFoundError: If the folder does not exist.
         OSError: As `atomic.check_target`; if the disk is full or the file cannot be written.
     """
+    header = _header_of(fitted)
+    posterior = fitted.posterior
     check_target(path)
     plain = asdict(header)
     check_fields(plain, _FIELDS, "The posterior cannot be saved: it")
@@ -243,6 +247,29 @@ def save(path: Path, posterior: GaussianPosterior, header: Header) -> None:
     texts = {"format": FORMAT, "header": json.dumps(plain, allow_nan=False)}
     with written_atomically(path, make_folders=False) as temporary:
         write_sealed(temporary, texts, tensors)
+
+
+def _header_of(fitted: Fitted) -> Header:
+    """What a file says besides its tensors.
+
+    Raises:
+        ValueError: As `likelihood_to_json`.
+    """
+    settings, sharing = fitted.settings, fitted.settings.sharing
+    return Header(
+        likelihood=likelihood_to_json(fitted.likelihood),
+        curvature=settings.kind.name,
+        joint=bool(settings.joint),
+        sharing=sharing if isinstance(sharing, str) else dict(sharing),
+        param_names=fitted.parameters.names,
+        block_names=fitted.parameters.block_names,
+        num_data=fitted.posterior.num_data,
+        nll=fitted.nll,
+        rank=settings.kind.rank,
+        others=fitted.others,
+        class_dim=settings.class_dim,
+        mode=fitted.mode,
+    )
 
 
 def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
@@ -297,22 +324,22 @@ def check_names(header: Header, known: Collection[str]) -> None:
 def posterior_from(
     header: Header,
     tensors: Mapping[str, Tensor],
-    model_mean: Tensor,
-    blocks: Sequence[SavedBlock],
-    order: Tensor | None,
+    parameters: BayesianParameters,
+    model: nn.Module,
 ) -> GaussianPosterior:
     """Check a file's tensors against the model and build the posterior on the model's device.
 
     Args:
         header: The file's header.
         tensors: The file's tensors.
-        model_mean: The model's Bayesian parameters, `[D]`.
-        blocks: What the file must hold of the model's curvature blocks.
-        order: As `GaussianPosterior` has it.
+        parameters: The model's Bayesian parameters.
+        model: The model.
 
     Raises:
         ValueError: If the file belongs to another model, or to other parameters of this one.
     """
+    model_mean, order = parameters.flat(model), parameters.order
+    blocks = expected_blocks(parameters.blocks, header.curvature, rank_of(header, tensors))
     if header.block_names != [block.name for block in blocks]:
         raise ValueError(
             f"The file's curvature blocks {shown(header.block_names)} are not the model's "
@@ -365,7 +392,7 @@ def posterior_from(
         BlockDiagonal(operators),
         header.num_data,
         prior_precision.to(model_mean.device),
-        order,
+        None if order is None else order.to(model_mean.device),
     )
 
 

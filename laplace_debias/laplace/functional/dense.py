@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.dense import WHOLE
-from laplace_debias.curvature.fits.magnitudes import rotated_jacobians
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
@@ -17,16 +17,7 @@ from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 _ROWS = 2**18
 
 
-def places_of(blocks: Sequence[Block]) -> list[slice]:
-    """Where each block's entries lie among all."""
-    places, start = [], 0
-    for block in blocks:
-        places.append(slice(start, start + block.size))
-        start += block.size
-    return places
-
-
-class WholeMoments:
+class DenseMoments:
     r"""$J P^{-1} J^\top$, from the coordinates $JU$ along the directions and the rest of each row.
 
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
@@ -38,35 +29,39 @@ class WholeMoments:
     `orthonormalisers`.
 
     Args:
+        blocks: The parameters' blocks, one after the other the rows of the posteriors' one.
         posteriors: Posteriors with one block of all parameters.
-        prior_precisions: δ, `[posteriors, P]`.
+        prior_precisions: δ, `[posteriors, P, 1]`.
         diagonal: Whether to give variances alone.
-        roots: What `orthonormalisers` gives for the posteriors.
     """
 
     def __init__(
         self,
+        blocks: Sequence[Block],
         posteriors: Sequence[GaussianPosterior],
-        prior_precisions: Float[Tensor, "posteriors grid"],
+        prior_precisions: Float[Tensor, "posteriors grid 1"],
         diagonal: bool,
-        roots: Sequence[Tensor | None],
     ) -> None:
+        self._blocks = blocks
+        self._places = _places_of(blocks)
         self._posteriors = posteriors
-        self._roots = roots
-        self._deltas = prior_precisions.double()
+        self._roots = orthonormalisers(posteriors)
+        self._deltas = prior_precisions[:, :, 0].double()
         self._diagonal = diagonal
-        self._along: list[Tensor | None] = [None] * len(posteriors)
+
+    def add_last_layer(self, *_: object) -> int:
+        """None: directions mix the last layer with all others."""
+        return 0
+
+    def begin(self, into: Float[Tensor, "posteriors grid batch columns *again"]) -> None:
+        """As `BlockMoments.begin`."""
+        self._into = into
+        self._along: list[Tensor | None] = [None] * len(self._posteriors)
         self._gram: Tensor | None = None
 
-    def add(self, layer: nn.Module, block: Block, uses: Uses, place: slice) -> None:
-        """Take one block's Jacobian.
-
-        Args:
-            layer: The layer.
-            block: One of its blocks.
-            uses: Inputs and output gradients of the layer's uses.
-            place: Where the block's entries lie among all parameters.
-        """
+    def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
+        """As `BlockMoments.add`."""
+        block, place = self._blocks[index], self._places[index]
         for part, J, columns in rotated_jacobians(layer, block, uses, None, None):
             if columns is not None:
                 J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
@@ -83,15 +78,15 @@ class WholeMoments:
                     self._along[index] = total
                 total[part] += along
 
-    def moments(self) -> Float[Tensor, "posteriors grid batch columns *again"]:
-        """The covariances, or variances, of what was added."""
+    def end(self) -> None:
+        """Add the covariances, or variances, of what came since `begin`."""
         assert self._gram is not None
         results = []
         for posterior, along, deltas, root in zip(
             self._posteriors, self._along, self._deltas, self._roots, strict=True
         ):
             assert along is not None
-            block = posterior.curvature.blocks[WHOLE]
+            block = posterior.curvature.blocks[DENSE_BLOCK]
             magnitudes = block.magnitudes.flatten().double()
             rest = None
             if root is not None:
@@ -101,11 +96,8 @@ class WholeMoments:
                 weights = 1 / (posterior.num_data * magnitudes + delta)
                 total = self._product(along * weights, along)
                 results.append(total if rest is None else total + rest / delta)
-        return (
-            torch.stack(results)
-            .unflatten(0, (len(self._posteriors), -1))
-            .to(self._posteriors[0].mean)
-        )
+        total = torch.stack(results).unflatten(0, (len(self._posteriors), -1))
+        self._into += total.to(self._posteriors[0].mean)
 
     def _rest(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
         """Products of what the directions leave of each row; zero where that is rounding alone."""
@@ -119,6 +111,15 @@ class WholeMoments:
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         return (left * right).sum(-1) if self._diagonal else left @ right.mT
+
+
+def _places_of(blocks: Sequence[Block]) -> list[slice]:
+    """Where each block's entries lie among all."""
+    places, start = [], 0
+    for block in blocks:
+        places.append(slice(start, start + block.size))
+        start += block.size
+    return places
 
 
 def orthonormalisers(posteriors: Sequence[GaussianPosterior]) -> list[Float[Tensor, "k k"] | None]:
@@ -142,7 +143,7 @@ def orthonormalisers(posteriors: Sequence[GaussianPosterior]) -> list[Float[Tens
 
 
 def _directions(posterior: GaussianPosterior) -> Float[Tensor, "parameters k"]:
-    block = posterior.curvature.blocks[WHOLE]
+    block = posterior.curvature.blocks[DENSE_BLOCK]
     if isinstance(block, EigenKronecker):
         assert block.U_G is not None
         return block.U_G

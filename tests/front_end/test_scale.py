@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.losses.likelihood import Bernoulli, Categorical, Gaussian
+from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, Gaussian
 
 
 def network(outputs=3):

@@ -361,7 +361,7 @@ def piecewise_linear(dtype):
 def dense_blocks(la, model, x, sigma):
     """The curvature block by block in double precision; EKFAC along the package's directions."""
     curvature = la.posterior.curvature.blocks
-    if list(curvature) == [whole.WHOLE]:
+    if list(curvature) == [whole.DENSE_BLOCK]:
         return [oracle.ggn(model, x, "regression", la.param_names, sigma)]
     blocks = []
     for name, block in curvature.items():
@@ -372,7 +372,7 @@ def dense_blocks(la, model, x, sigma):
         elif role == "weight":
             factors = oracle.kfac_factors(model, x, "regression", layer, sigma)
             U = torch.kron(block.U_G.double(), block.U_A.double())
-            is_kfac = la._settings.curvature == "kfac"
+            is_kfac = la._settings.kind.name == "kfac"
             exact = oracle.kfac_block(factors) if is_kfac else oracle.measured_block(U, exact)[0]
         blocks.append(exact)
     return blocks

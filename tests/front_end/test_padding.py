@@ -14,7 +14,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
 from laplace_debias.curvature.layers import positions
 from laplace_debias.curvature.losses.cotangents import Fisher
-from laplace_debias.curvature.losses.likelihood import Categorical
+from laplace_debias.curvature.losses.likelihoods import Categorical
 
 F64 = torch.float64
 V, D, CLASSES, IGNORED, PAD = 5, 4, 3, -100, 0

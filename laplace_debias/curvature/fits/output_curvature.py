@@ -3,19 +3,18 @@
 import torch
 from torch import nn
 
-from laplace_debias.curvature.fits.kfac import check_outputs
-from laplace_debias.curvature.losses.cotangents import flat_terms
-from laplace_debias.curvature.losses.likelihood import Likelihood
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import call
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 
 
-def mean_loss_curvature(
+def mean_output_curvature(
     model: nn.Module,
-    likelihood: Likelihood,
-    batches: Batches,
+    loss: NegativeLogLikelihood,
+    batches: Pairs,
     empirical: bool = False,
     class_dim: int | None = None,
 ) -> float:
@@ -27,10 +26,10 @@ def mean_loss_curvature(
 
     Args:
         model: The trained network, with outputs `[B, ..., C]`.
-        likelihood: Its likelihood.
+        loss: Its loss.
         batches: `(x, y)` on the model's device.
         empirical: ‖∇_f ℓ‖² instead, the trace of the empirical Fisher's part.
-        class_dim: As `LikelihoodCotangents`.
+        class_dim: As `Cotangents`.
 
     Raises:
         ValueError: If there is no example, or outputs or targets are not what they must be.
@@ -41,14 +40,13 @@ def mean_loss_curvature(
         with torch.no_grad():
             outputs = call(network, x)
         check_outputs(outputs)
-        terms, labels = flat_terms(outputs, targets_classes_last(y, outputs.ndim, class_dim))
-        likelihood.check(terms, labels)
+        targets = targets_classes_last(y, outputs.ndim, class_dim)
+        loss.check(outputs, targets)
+        labels = loss.labels(targets, num_examples, outputs.ndim)
         if empirical:
-            values = likelihood.gradient(terms, labels).double().square().sum(1)
+            total += float(loss.gradient(outputs, labels).double().square().sum())
         else:
-            values = likelihood.hessian_trace(terms)
-        counted = likelihood.counted(labels)
-        total += float(values.sum() if counted is None else (values * counted).sum())
+            total += float(loss.hessian_trace(outputs, labels))
         num_examples += len(y)
     if num_examples == 0:
         raise ValueError("The data of the scale holds no example: pass at least one batch.")

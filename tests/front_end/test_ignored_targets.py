@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.losses.likelihood import Categorical, MultiLabel
+from laplace_debias.curvature.losses.likelihoods import Categorical, MultiLabel
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 IGNORED = "is ignored"
@@ -86,7 +86,7 @@ def test_an_ignored_batch_among_others_adds_examples_and_no_curvature(curvature)
     if curvature in ("diag", "lowrank", "full"):  # EKFAC's directions depend on the inputs, too.
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
     nll = F.cross_entropy(model(SOME[0]), SOME[1], reduction="sum").item()
-    assert la._nll == pytest.approx(nll, rel=1e-12)
+    assert la._fitted.nll == pytest.approx(nll, rel=1e-12)
     # A fold may be empty of targets, too.
     x, y = SOME
     la.fit_batches([(x, torch.where(torch.arange(8) % 2 == 0, y, -100))], folds=2)

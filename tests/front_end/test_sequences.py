@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import hessian
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.losses.likelihood import Categorical, Gaussian
+from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 5, 4, 3, 4
 
@@ -77,7 +77,7 @@ def test_the_loss_of_an_example_is_the_sum_over_its_counted_positions(decoder, d
     expected = BATCH * ggn.diagonal() + 1.0
     torch.testing.assert_close(actual.diagonal(), expected, rtol=1e-9, atol=1e-12)
     nll = F.cross_entropy(decoder(x).flatten(0, 1), y.flatten(), reduction="sum")
-    assert la._nll == pytest.approx(nll.item(), rel=1e-12)
+    assert la._fitted.nll == pytest.approx(nll.item(), rel=1e-12)
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_grids_of_covariances_equal_one_posterior_each(points):
     for diagonal in (False, True):
         _, covariances = functional_moments(
             case.model,
-            la._blocks,
+            la._known.blocks,
             [la.posterior],
             case.x,
             deltas[None],

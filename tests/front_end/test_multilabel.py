@@ -23,7 +23,7 @@ from torchmetrics.functional.classification import (
 
 from laplace_debias import Laplace, metrics
 from laplace_debias.curvature.losses.cotangents import Fisher
-from laplace_debias.curvature.losses.likelihood import (
+from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
     Likelihood,
@@ -402,7 +402,7 @@ def test_evaluate_and_tune_score_the_same_predictive():
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.float32):
         assert la.evaluate([(x, y.to(dtype))]) == la.evaluate([(x, y)])
         again = Laplace(model, "multilabel").fit_batches([(x, y.to(dtype))])
-        assert again._nll == la._nll
+        assert again._fitted.nll == la._fitted.nll
 
 
 @pytest.mark.parametrize("likelihood", ["binary", "multilabel"])

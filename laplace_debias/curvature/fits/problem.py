@@ -1,0 +1,63 @@
+"""What curvature is taken of, and what a fit gives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.stream import Backend
+from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.operators import BlockDiagonal
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What curvature is taken of, and how.
+
+    Attributes:
+        model: The trained network, left untouched.
+        cotangents: Which cotangents at its outputs stand for the loss Hessian.
+        blocks: The curvature blocks.
+        backend: Where the blocks' inputs and output gradients come from.
+        factor_dtype: In what factors are summed and decomposed.
+        memory_bound: Bytes that one chunk's output gradients may take.
+    """
+
+    model: nn.Module
+    cotangents: Cotangents
+    blocks: Sequence[Block]
+    backend: Backend
+    factor_dtype: torch.dtype
+    memory_bound: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the Bayesian parameters."""
+        return self.model.get_parameter(self.blocks[0].parameters[0]).dtype
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a pass over data saw.
+
+    Attributes:
+        num_examples: How many examples.
+        nll: Their summed loss; of a likelihood in nats.
+    """
+
+    num_examples: int
+    nll: float
+
+    def __add__(self, other: "Seen") -> "Seen":
+        """What two passes over different data saw."""
+        return Seen(self.num_examples + other.num_examples, self.nll + other.nll)
+
+
+@dataclass(frozen=True)
+class CurvatureFit:
+    """Curvature of the mean loss, and the data that it came from."""
+
+    curvature: BlockDiagonal
+    seen: Seen

@@ -1,0 +1,207 @@
+"""One pass over data: every block is measured on every batch, within a bound of memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.problem import Problem, Seen
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.layers.uses import Masks, Uses
+from laplace_debias.curvature.layers.verify import check_jacobians, check_overridden
+from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
+from laplace_debias.curvature.network.shadow import shadow
+
+# From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
+ConsumeInputs = Callable[
+    [nn.Module, Block, Sequence[Sequence[Tensor]], Sequence[Masks | None]], None
+]
+# Bytes of layers' inputs that are kept until A is computed from them.
+_MOST_KEPT = 2**30
+# A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
+# leave the processor's cache.
+_SHARE = 4
+
+
+def sweep(
+    problem: Problem,
+    batches: Pairs,
+    measure: Measure,
+    consume: Consume,
+    consume_inputs: ConsumeInputs | None = None,
+    first: int = 0,
+    *,
+    additive: bool = False,
+    extra_bytes: int = 0,
+) -> Seen:
+    """One pass over data: every batch's blocks are measured and handed over.
+
+    A batch is pushed through the network in chunks, to keep the output gradients of all columns
+    within the memory bound.
+
+    Args:
+        problem: The network and its blocks.
+        batches: `(x, y)` pairs on the model's device.
+        measure: What to compute of a block on a chunk of a batch.
+        consume: Takes what was measured of a block.
+        consume_inputs: If given, takes at the end of every batch (of a very large one also within)
+            the layer of one weight block after the other, what went into it, chunk by chunk, and
+            which positions take part. Then `measure` is told them too, where not all do.
+        first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
+            it, so that different data get different labels.
+        additive: Whether measuring one cotangent after the other costs no more than all at once.
+        extra_bytes: What is made for every cotangent of an example besides its output gradients.
+
+    Raises:
+        ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
+            or targets do not fit.
+    """
+    network = shadow(problem.model)
+    stream = problem.backend(network, problem.blocks)
+    kept = None if consume_inputs is None else _KeptInputs(network, problem.blocks, consume_inputs)
+    num_seen, nll, pace = 0, torch.zeros((), dtype=torch.float64), None
+    for all_x, all_y in batches:
+        if pace is None:
+            # Passes over further examples of the same fit need not look at the model again.
+            pace = _pace(problem, all_x, additive, extra_bytes, is_first_pass=first == 0)
+        for start in range(0, len(all_y), pace.examples):
+            part = slice(start, start + pace.examples)
+            x, y = take(all_x, part), all_y[part]
+
+            def columns(outputs: Tensor, y: Tensor = y, key: int = first + num_seen) -> Tensor:
+                nonlocal nll
+                check_outputs(outputs)
+                cotangents, value = problem.cotangents(outputs, y, key)
+                nll = nll.to(outputs.device) + value
+                return cotangents
+
+            if kept is None:
+                stream(x, columns, measure, consume, pace.columns)
+            else:
+                masks = pace.positions.find(x, y, first + num_seen)
+                stream(x, columns, kept.and_measure(measure, masks), consume, pace.columns)
+                kept.hand_over_if_full()
+            num_seen += len(y)
+        if kept is not None:
+            kept.hand_over()
+    if num_seen == 0:
+        raise ValueError("The data holds no example: pass a loader with at least one batch.")
+    return Seen(num_seen, nll.item())
+
+
+class _KeptInputs:
+    """What goes into the layers of weight blocks, kept until the end of a batch.
+
+    Args:
+        network: The network that is swept.
+        blocks: The curvature blocks.
+        consume: As `sweep` takes it.
+    """
+
+    def __init__(self, network: nn.Module, blocks: Sequence[Block], consume: ConsumeInputs) -> None:
+        self._network = network
+        self._blocks = [block for block in blocks if not block.is_vector]
+        self._consume = consume
+        self._parts: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
+        self._num_bytes = 0
+
+    def and_measure(self, measure: Measure, masks: Mapping[str, Masks]) -> Measure:
+        """`measure`, which keeps the inputs of a chunk's blocks on the way.
+
+        Args:
+            measure: What to compute of a block.
+            masks: Which positions take part, of the layers where not all do.
+        """
+        # Further cotangents of the same examples come with the same inputs.
+        fresh = set(self._blocks)
+
+        def keep_and_measure(layer: nn.Module, block: Block, uses: Uses) -> Any:
+            mask = masks.get(block.layer)
+            if block in fresh:
+                fresh.discard(block)
+                inputs = [x for x, _ in uses]
+                self._parts.setdefault(block, []).append((inputs, mask))
+                self._num_bytes += sum(x.numel() * x.element_size() for x in inputs)
+            return (
+                measure(layer, block, uses) if mask is None else measure(layer, block, uses, mask)
+            )
+
+        return keep_and_measure
+
+    def hand_over_if_full(self) -> None:
+        """Hand over what is kept if it takes much memory."""
+        if self._num_bytes > _MOST_KEPT:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Hand over what is kept, one block after the other, and forget it."""
+        while self._parts:
+            block, parts = self._parts.popitem()
+            self._consume(self._network.get_submodule(block.layer), block, *_joined(parts))
+        self._num_bytes = 0
+
+
+def _joined(
+    parts: list[tuple[list[Tensor], Masks | None]],
+) -> tuple[list[list[Tensor]], list[Masks | None]]:
+    """The parts of a batch in one, where they are alike."""
+    inputs, masks = [part for part, _ in parts], [mask for _, mask in parts]
+    is_masked = any(mask is not None for mask in masks)
+    if is_masked or len({tuple(x.shape[1:] for x in part) for part in inputs}) > 1:
+        return inputs, masks
+    return [[torch.cat(uses) for uses in zip(*inputs, strict=True)]], [None]
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How many examples and cotangents go through the network at once, and what finds padding."""
+
+    examples: int
+    columns: int
+    positions: PositionFinder
+
+
+def _pace(
+    problem: Problem, x: Inputs, additive: bool, extra_bytes: int, is_first_pass: bool
+) -> _Pace:
+    """What fits into the memory bound, found by running one example.
+
+    The first pass of a fit looks first whether the model is one whose curvature this is.
+
+    Raises:
+        ValueError: If one cotangent of one example does not fit; if the model is random, or its
+            outputs depend on the rest of the batch.
+        NotImplementedError: If a layer is not what its class says, or the outputs depend on its
+            parameters in another way than through it.
+    """
+    one = take(x, slice(0, 1))
+    network = shadow(problem.model)
+    tap = Tap(network, list(dict.fromkeys(b.layer for b in problem.blocks)))
+    outputs = tap.forward(one)
+    check_outputs(outputs)
+    if is_first_pass:
+        check_overridden(network, problem.blocks, tap.uses)
+        check_repeatable(problem.model, take(x, slice(0, 2)), outputs.detach())
+        check_jacobians(network, problem.model, problem.blocks, one, tap, outputs)
+    positions = PositionFinder(
+        problem.model, problem.blocks, problem.cotangents, network, tap.uses, outputs
+    )
+    columns = problem.cotangents.num_columns(outputs)
+    size = tap.output_bytes() + extra_bytes
+    if size > problem.memory_bound:
+        raise ValueError(
+            f"memory_bound={problem.memory_bound} is too small: one cotangent of one example "
+            f"takes {size} bytes; pass at least as many."
+        )
+    at_once = min(columns, problem.memory_bound // size)
+    if additive and tap.one_by_one and problem.backend is HookStream:
+        at_once = 1
+    examples = problem.memory_bound // (_SHARE * at_once * size)
+    return _Pace(max(1, examples), at_once, positions)

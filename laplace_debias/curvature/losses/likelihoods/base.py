@@ -1,0 +1,106 @@
+"""What a likelihood is: a loss in the outputs with a distribution and a predictive."""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Distribution
+
+
+class Likelihood(ABC):
+    """p(y | f) for network outputs f of shape `[B, C]`.
+
+    ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
+    the six abstract methods. Where a network has further positions, `[B, T, C]`, it sees each as an
+    example, and ℓ is their sum; `predictive` and `mixture` see the positions as they are.
+
+    Attributes:
+        variances_suffice: Whether `predictive` looks at the variances of the outputs alone.
+    """
+
+    variances_suffice: bool = False
+
+    @abstractmethod
+    def check(self, outputs: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
+        """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs."""
+
+    @abstractmethod
+    def nll(
+        self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
+    ) -> Float[Tensor, " batch"]:
+        """ℓ of every example, in nats, `[B]`; differentiable in the outputs."""
+
+    @abstractmethod
+    def hessian_root(
+        self, outputs: Float[Tensor, "batch outputs"]
+    ) -> Float[Tensor, "columns batch outputs"]:
+        """Columns `s_k` with `Σ_k s_k s_kᵀ = ∇²_f ℓ`, `[K, B, C]`, in closed form."""
+
+    @abstractmethod
+    def sample(
+        self,
+        outputs: Float[Tensor, "batch outputs"],
+        uniforms: Float[Tensor, "batch outputs"],
+    ) -> Tensor:
+        """Targets drawn from p(y | f), as many as examples: the labels of the Monte-Carlo Fisher.
+
+        By inversion, so that the caller decides where the randomness comes from.
+        """
+
+    @abstractmethod
+    def predictive(
+        self,
+        mean: Float[Tensor, "*batch outputs"],
+        covariance: Float[Tensor, "*batch outputs outputs"]
+        | Float[Tensor, "*batch outputs"]
+        | None,
+    ) -> Distribution:
+        """p(y) for Gaussian outputs `f ~ N(mean, covariance)`; at `f = mean` for None.
+
+        Closed form: exact for the Gaussian, the probit approximation (MacKay, 1992) for the others.
+
+        Args:
+            mean: `[B, C]`, or `[B, ..., C]`.
+            covariance: `[B, C, C]`; where `variances_suffice`, its diagonal `[B, C]` will do.
+        """
+
+    @abstractmethod
+    def mixture(self, samples: Float[Tensor, "samples *batch outputs"]) -> Distribution:
+        """p(y) averaged over samples of the outputs (Eq. 18)."""
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """Which targets count, `[B]`; None for all."""
+        return None
+
+    def counts_any(self, targets: Tensor) -> bool:
+        """Whether any target of a batch counts.
+
+        Args:
+            targets: `[B, ...]`, as batches hold them, with positions or without.
+        """
+        counted = self.counted(targets.flatten(0, -2) if targets.ndim > 2 else targets)
+        return counted is None or bool(counted.any())
+
+    def hessian_trace(self, outputs: Float[Tensor, "batch outputs"]) -> Float[Tensor, " batch"]:
+        """The trace of ∇²_f ℓ of every example, `[B]`, float64."""
+        return self.hessian_root(outputs.double()).square().sum((0, 2))
+
+    def gradient(
+        self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
+    ) -> Float[Tensor, "batch outputs"]:
+        """∇_f ℓ of every example, `[B, C]`."""
+        with torch.enable_grad():
+            f = outputs.detach().requires_grad_()
+            return torch.autograd.grad(self.nll(f, targets).sum(), f)[0]
+
+
+def probit(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Logits, each shrunk by its variance (MacKay, 1992).
+
+    The logistic function is close to the normal distribution function of √(π/8)·x.
+    """
+    is_matrix = covariance.ndim > mean.ndim
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+    return mean / (1 + math.pi / 8 * variances).sqrt()

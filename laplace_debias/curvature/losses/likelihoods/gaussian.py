@@ -1,0 +1,113 @@
+"""Regression with Gaussian noise."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+
+
+class Gaussian(Likelihood):
+    r"""Regression with Gaussian noise; targets are floating point, `[B, C]`.
+
+    $\ell = \tfrac12\|(f-y)/\sigma\|^2 + \sum_c \log\sigma_c + \tfrac C2\log 2\pi$
+
+    Args:
+        sigma: Standard deviation of the noise in the targets' units, one number or one an output.
+
+    Raises:
+        ValueError: If a standard deviation is not positive and finite.
+    """
+
+    def __init__(self, sigma: float | Sequence[float] | Tensor = 1.0) -> None:
+        self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu().clone()
+        if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
+            raise ValueError(f"sigma must be one positive number, or one an output, got {sigma}.")
+
+    def _sigma(self, outputs: Tensor) -> Tensor:
+        if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
+            raise ValueError(
+                f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
+            )
+        variance, limits = self.sigma.square(), torch.finfo(outputs.dtype)
+        if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
+            raise ValueError(
+                f"sigma is {self.sigma.tolist()}, whose square is out of the range of "
+                f"{outputs.dtype}: rescale the targets and sigma, or convert the model to a wider "
+                "dtype."
+            )
+        return self.sigma.to(outputs).expand(outputs.shape[-1])
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require floating-point targets of the outputs' shape."""
+        self._sigma(outputs)
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
+                f"{tuple(targets.shape)}: use `targets.reshape(...)`."
+            )
+        _check_finite_floats(targets, "Regression")
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-density of the targets."""
+        sigma = self._sigma(outputs)
+        constant = sigma.log().sum() + 0.5 * outputs.shape[-1] * math.log(2 * math.pi)
+        return 0.5 * ((outputs - targets) / sigma).square().sum(-1) + constant
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        """The C columns of `diag(1/σ)`, the same for every example."""
+        root = torch.diag(1 / self._sigma(outputs))
+        return root.unsqueeze(1).expand(-1, outputs.shape[0], -1)
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
+        """`f + σ ε` with standard normal ε, the normal quantiles of the uniforms."""
+        return outputs + self._sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
+
+    def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
+        """Normal with the outputs' covariance plus σ² on the diagonal."""
+        noise = torch.diag(self._sigma(mean).square()).expand(*mean.shape[:-1], -1, -1)
+        total = noise if covariance is None else covariance + noise
+        # Rounding may have made it unsymmetric by more than torch's check accepts.
+        total = (total + total.mT) / 2
+        if not _is_resolved(total):
+            largest = float(total.diagonal(dim1=-2, dim2=-1).max())
+            raise ValueError(
+                f"The predictive covariance is singular in {total.dtype}: beside variances of up "
+                f"to {largest:.3g} a noise of sigma = {self.sigma.tolist()} is lost to rounding. "
+                "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
+                "targets and sigma."
+            )
+        return MultivariateNormal(mean, covariance_matrix=total)
+
+    def mixture(self, samples: Tensor) -> MultivariateNormal:
+        """The normal with the mixture's mean and covariance."""
+        mean = samples.mean(0)
+        residuals = samples - mean
+        covariance = torch.einsum("s...i,s...j->...ij", residuals, residuals) / len(samples)
+        return self.predictive(mean, covariance)
+
+
+def _check_finite_floats(targets: Tensor, kind: str) -> None:
+    if not targets.is_floating_point():
+        raise TypeError(
+            f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."
+        )
+    if not torch.isfinite(targets).all():
+        raise ValueError(f"{kind} targets hold NaN or Inf: remove these examples.")
+
+
+def _is_resolved(covariance: Float[Tensor, "*batch outputs outputs"]) -> bool:
+    """Whether every output keeps a variance of its own, given the others, beside the rounding.
+
+    What Cholesky's pivots say in the covariance's own dtype depends on the machine: they are those
+    of double precision, held against the rounding of the entries.
+    """
+    root, info = torch.linalg.cholesky_ex(covariance.double())
+    own = root.diagonal(dim1=-2, dim2=-1).square()
+    rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
+    of_all = covariance.diagonal(dim1=-2, dim2=-1)
+    return bool((info == 0).all() & (own > rounding * of_all).all())

@@ -1,0 +1,46 @@
+"""Likelihoods by their names."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
+from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
+from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {
+    "classification": Categorical,
+    "regression": Gaussian,
+    "binary": Bernoulli,
+    "multilabel": MultiLabel,
+}
+
+
+def likelihood_from(
+    name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
+) -> Likelihood:
+    """The likelihood of a name, or the instance itself.
+
+    Args:
+        name: `"classification"`, `"regression"`, `"binary"`, `"multilabel"`, or a `Likelihood`.
+        sigma: Noise of `"regression"` (1.0 if not given).
+
+    Raises:
+        ValueError: For an unknown name, or a `sigma` that the likelihood has no use for.
+    """
+    if sigma is not None and name != "regression":
+        raise ValueError(
+            f'sigma belongs to likelihood="regression", not to {name!r}; build '
+            "`Gaussian(sigma)` to pass an instance."
+        )
+    if isinstance(name, Likelihood):
+        return name
+    if name == "regression":
+        return Gaussian(1.0 if sigma is None else sigma)
+    if name in LIKELIHOODS:
+        return LIKELIHOODS[name]()
+    raise ValueError(
+        f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', 'multilabel', "
+        "or an instance of Likelihood."
+    )

@@ -1,0 +1,77 @@
+"""What comes out of a network: finite, of the expected shape, the same twice."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.inputs import Inputs, call, take
+from laplace_debias.curvature.network.shadow import shadow
+
+
+def check_outputs(outputs: Any) -> None:
+    """Require finite outputs of shape `[B, C]` or `[B, ..., C]`.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
+        came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"The model must return outputs of shape [batch, outputs] or [batch, positions, "
+            f"outputs], got {came}: wrap it in a module that flattens or selects them."
+        )
+    check_finite_outputs(outputs)
+
+
+def check_finite_outputs(outputs: Tensor) -> None:
+    """Require finite outputs.
+
+    Raises:
+        ValueError: If an output is not finite.
+    """
+    if not outputs.isfinite().all():
+        raise ValueError(
+            "The model's outputs hold NaN or Inf for these examples: check the inputs' scale and "
+            "the checkpoint."
+        )
+
+
+def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
+    """Require a model to give the same outputs again, whatever else is in the batch.
+
+    Args:
+        model: The model.
+        x: One example or more.
+        outputs: What the first of them gave, alone.
+
+    Raises:
+        ValueError: If it draws random numbers that no module's mode tells of, or mixes the
+            examples of a batch.
+    """
+    largest = float(outputs.abs().max())
+
+    def differ(others: Tensor, rtol: float, atol: float) -> bool:
+        same_shape = others.shape == outputs.shape
+        return not same_shape or not torch.allclose(outputs, others, rtol, atol * largest)
+
+    with torch.no_grad():
+        beside_another = call(shadow(model), x)[:1]
+        if not differ(beside_another, 1e-3, 1e-5):
+            return
+        again = call(shadow(model), take(x, slice(0, 1)))
+    if differ(again, 1e-3, 1e-5):
+        raise ValueError(
+            "Two forward passes give different outputs: the model draws random numbers "
+            "(`F.dropout` without `training=self.training`, noise, ...), and curvature is that of "
+            "a function. Make its forward pass deterministic in eval mode."
+        )
+    # Other sizes of a batch have other roundings.
+    tolerance = max(1e-2, 16 * torch.finfo(outputs.dtype).eps)
+    if differ(beside_another, tolerance, tolerance):
+        raise ValueError(
+            "An example's outputs are others alone than beside a second one: the model mixes the "
+            "examples of a batch (statistics over the batch, attention along the wrong dimension, "
+            "...), and curvature per example is not defined. Let every example have outputs of "
+            "its own."
+        )

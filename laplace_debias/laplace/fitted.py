@@ -1,0 +1,111 @@
+"""The frozen state of a fit: what predictions, grids and files read."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.class_dim import classes_last
+from laplace_debias.curvature.network.fingerprint import changed, fingerprint
+from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.shadow import check_no_autocast
+from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.posterior_range import check_prior_precision
+from laplace_debias.laplace.settings import FitSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A posterior, and all that goes with it.
+
+    Attributes:
+        model: The user's model.
+        likelihood: Its likelihood.
+        settings: What was fitted.
+        parameters: The Bayesian parameters.
+        posterior: The Gaussian over them.
+        nll: Summed negative log-likelihood of the N examples, in nats.
+        others: The `fingerprint` of what the model holds besides the Bayesian parameters.
+        mode: How it was fitted, for `repr`; None if that is not known.
+
+    Raises:
+        ValueError: If the negative log-likelihood is not finite.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    settings: FitSettings
+    parameters: BayesianParameters
+    posterior: GaussianPosterior
+    nll: float
+    others: dict[str, int]
+    mode: str | None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.nll):
+            raise ValueError(
+                f"The loss, summed over {self.posterior.num_data} examples, is {self.nll}: targets "
+                "are too far from the outputs for the likelihood (regression: in units of sigma). "
+                "Check both, or convert the model to a wider dtype."
+            )
+
+    @property
+    def network(self) -> nn.Module:
+        """The model with its outputs `[B, ..., C]`."""
+        return classes_last(self.model, self.settings.class_dim)
+
+    def with_prior_precision(self, prior_precision: Tensor) -> "Fitted":
+        """The same fit under another prior.
+
+        Raises:
+            ValueError: As `GaussianPosterior`.
+        """
+        return replace(self, posterior=self.posterior.with_prior_precision(prior_precision))
+
+    def moved(self, x: Inputs) -> Inputs:
+        """Inputs on the model's device; raises as `move`."""
+        return move(x, self.posterior.mean.device, {p.dtype for p in self.model.parameters()})
+
+    def check_model(self) -> None:
+        """Require the model to be what it was at the fit.
+
+        Raises:
+            RuntimeError: If anything that its checkpoint holds has changed, or under autocast.
+        """
+        mean = self.posterior.mean
+        check_no_autocast(mean.device)
+        current = self.parameters.flat(self.model)
+        if current.device != mean.device or current.dtype != mean.dtype:
+            raise RuntimeError(
+                f"The model has moved to {current.device}, {current.dtype} since the fit on "
+                f"{mean.device}, {mean.dtype}: move it back or fit again."
+            )
+        if not torch.equal(current, mean):
+            raise RuntimeError(
+                "The model's parameters have changed since the fit, so the posterior is not "
+                "around them any more: fit again."
+            )
+        if wrong := changed(self.others, fingerprint(self.model, self.parameters.names)):
+            raise RuntimeError(
+                f"{wrong[0]} has changed since the fit, so the model is another one: fit again."
+            )
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | float | None = None
+    ) -> Float[Tensor, ""]:
+        """As `Laplace.log_marginal_likelihood`."""
+        posterior = self.posterior
+        delta = posterior.prior_precision if prior_precision is None else prior_precision
+        delta = torch.as_tensor(delta, dtype=torch.float64, device=posterior.mean.device)
+        check_prior_precision(delta.detach(), len(self.parameters.block_names))
+        normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
+        return (
+            -self.nll
+            + posterior.log_prior(delta)
+            + normaliser
+            - 0.5 * posterior.log_det_precision(delta)
+        )

@@ -1,0 +1,138 @@
+"""Functional covariance of posteriors that are block-diagonal."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
+from laplace_debias.curvature.layers.tap import Use
+from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.laplace.functional.weights import weighted_gram, weighted_squares
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.operators import EigenKronecker
+
+
+class BlockMoments:
+    r"""$J P^{-1} J^\top$ as the sum over blocks, each in its own eigenbasis.
+
+    Args:
+        blocks: The blocks, in the posteriors' order.
+        posteriors: Posteriors over them.
+        prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
+        diagonal: Whether to give variances alone.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        posteriors: Sequence[GaussianPosterior],
+        prior_precisions: Float[Tensor, "posteriors grid blocks"],
+        diagonal: bool,
+    ) -> None:
+        self._blocks = blocks
+        self._posteriors = posteriors
+        self._prior_precisions = prior_precisions
+        self._diagonal = diagonal
+
+    def add_last_layer(
+        self,
+        into: Float[Tensor, "posteriors grid batch columns *again"],
+        layer: nn.Module,
+        last: Use,
+        outputs: Tensor,
+        chosen: Int[Tensor, "batch k"] | None,
+    ) -> int:
+        r"""Add the blocks of a linear layer whose outputs are the network's, `[B, C]`.
+
+        With its input φ its Jacobian is $J = I \otimes \phi^\top$, which takes no backward pass.
+
+        Args:
+            into: Where to add them.
+            layer: The layer.
+            last: Its use.
+            outputs: The network's outputs.
+            chosen: Which outputs; None for all.
+
+        Returns:
+            How many blocks there are: none of another layer.
+        """
+        of_layer = [i for i, block in enumerate(self._blocks) if block.layer == last.layer]
+        is_known = all(self._blocks[i].role in ("weight", "bias") for i in of_layer)
+        if not (isinstance(layer, nn.Linear) and outputs.ndim == 2 and is_known):
+            return 0
+        for index in of_layer:
+            self._add_linear(into, index, last, chosen)
+        return len(of_layer)
+
+    def _add_linear(
+        self, total: Tensor, index: int, last: Use, chosen: Int[Tensor, "batch k"] | None
+    ) -> None:
+        r"""Add $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2 / P_{ij}\big)_i\,U_G^\top$."""
+        block = self._blocks[index]
+        phi = last.x if not block.is_vector else last.x.new_ones(len(last.x), 1)
+        if block.is_joint:
+            phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
+        for into, posterior, deltas in zip(
+            total, self._posteriors, self._prior_precisions[:, :, index], strict=True
+        ):
+            operator = posterior.curvature.blocks[block.name]
+            assert isinstance(operator, EigenKronecker)
+            precisions = posterior.num_data * operator.magnitudes + deltas[:, None, None]
+            rotated = phi if operator.U_A is None else phi @ operator.U_A
+            along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
+            U_G = operator.U_G
+            if U_G is None:
+                U_G = torch.eye(block.shape[0], dtype=phi.dtype, device=phi.device)
+            # [C, d_out] for every example alike, or its own choice of rows [B, k, d_out].
+            rows = U_G if chosen is None else U_G[chosen]
+            if self._diagonal:
+                into += (rows.square() @ along.unsqueeze(-1)).squeeze(-1)
+                continue
+            for point, variances in zip(into, along, strict=True):
+                point += (rows * variances.unsqueeze(1)) @ rows.mT
+
+    def begin(self, into: Float[Tensor, "posteriors grid batch columns *again"]) -> None:
+        """Begin with some columns, whose covariances or variances are added to `into`."""
+        self._into = into
+
+    def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
+        """Take one block's inputs and output gradients.
+
+        Args:
+            index: The block's number.
+            layer: Its layer.
+            uses: Inputs and output gradients of the layer's uses.
+        """
+        block = self._blocks[index]
+        for members in self._with_same_directions(block.name):
+            operators = [self._posteriors[m].curvature.blocks[block.name] for m in members]
+            curvature = torch.stack(
+                [
+                    self._posteriors[member].num_data * operator.magnitudes
+                    for member, operator in zip(members, operators, strict=True)
+                ]
+            )
+            grids = self._prior_precisions[members, :, index]
+            U_G, U_A = operators[0].U_G, operators[0].U_A
+            for part, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
+                seen = curvature if columns is None else curvature[..., columns]
+                rows, seen = J.flatten(2), seen.flatten(1)
+                if self._diagonal:
+                    self._into[members, :, part] += weighted_squares(rows, seen, grids)
+                    continue
+                for member, of_member, grid in zip(members, seen, grids, strict=True):
+                    self._into[member, :, part] += weighted_gram(rows, of_member, grid)
+
+    def end(self) -> None:
+        """Nothing is left to add: every block was added as it came."""
+
+    def _with_same_directions(self, block: str) -> list[list[int]]:
+        """Numbers of the posteriors, those together that hold the very same directions."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for position, posterior in enumerate(self._posteriors):
+            operator = posterior.curvature.blocks[block]
+            groups.setdefault((id(operator.U_G), id(operator.U_A)), []).append(position)
+        return list(groups.values())

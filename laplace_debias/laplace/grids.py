@@ -1,0 +1,95 @@
+"""Linearised predictions of fitted states: moments of the outputs, over grids of δ."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Distribution
+
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.laplace import predictive
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
+
+# One δ a grid point, [P], or one for each block, [P, blocks].
+Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
+
+
+def predictives(
+    fits: Sequence[Fitted], x: Inputs, prior_precisions: Sequence[Grid]
+) -> list[list[Distribution]]:
+    """The closed-form `"glm"` predictives of several fits of one model, in one pass.
+
+    Args:
+        fits: Fits of the same model and Bayesian parameters.
+        x: Inputs, `[B, ...]`.
+        prior_precisions: A grid for each of them, all of one length.
+
+    Returns:
+        For each fit its predictives at the grid's points.
+
+    Raises:
+        ValueError: If a grid is empty; as `moments`.
+    """
+    variances_suffice = all(fitted.likelihood.variances_suffice for fitted in fits)
+    grids = [torch.as_tensor(grid, dtype=torch.float64) for grid in prior_precisions]
+    if any(grid.ndim == 0 or len(grid) == 0 for grid in grids):
+        raise ValueError("The grid holds no prior precision: pass at least one, [δ].")
+    mean, covariances = moments(fits, x, grids, variances_suffice)
+    if mean.ndim > 2 and not variances_suffice:
+        covariances = predictive.within_positions(covariances, mean.shape)
+    return [
+        [fitted.likelihood.predictive(mean, covariance) for covariance in of_grid]
+        for fitted, of_grid in zip(fits, covariances, strict=True)
+    ]
+
+
+def moments(
+    fits: Sequence[Fitted],
+    x: Inputs,
+    prior_precisions: Sequence[Tensor],
+    diagonal: bool = False,
+    outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "fits grid batch *covariance"]]:
+    """Mean and covariances of the linearised network's outputs, exact.
+
+    Args:
+        fits: Fits of the same model and Bayesian parameters.
+        x: Inputs, `[B, ...]`.
+        prior_precisions: A grid for each of them, `[P]` or `[P, blocks]`.
+        diagonal: Whether variances will do.
+        outputs: Which outputs, as `Laplace.functional` takes them.
+
+    Raises:
+        ValueError: If the fits are not of one model; for a prior precision out of range; as
+            `functional_moments`.
+    """
+    first = fits[0]
+    if any(
+        fitted.model is not first.model
+        or fitted.parameters.blocks != first.parameters.blocks
+        or fitted.settings.kind.is_dense != first.settings.kind.is_dense
+        or fitted.settings.class_dim != first.settings.class_dim
+        for fitted in fits
+    ):
+        raise ValueError(
+            "The posteriors are of different models or Bayesian parameters: predict with each."
+        )
+    for fitted, grid in zip(fits, prior_precisions, strict=True):
+        for point in grid:
+            fitted.posterior.check_prior_precision(point)
+    num_blocks = len(first.parameters.block_names)
+    grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
+    with torch.inference_mode(False):
+        x = first.moved(x)
+        if outputs is not None:
+            outputs = predictive.chosen_outputs(predictive.map_outputs(first.network, x), outputs)
+        return functional_moments(
+            first.network,
+            first.parameters.blocks,
+            [fitted.posterior for fitted in fits],
+            x,
+            torch.stack(grids).to(first.posterior.mean),
+            OutputRequest(diagonal, outputs, first.settings.memory_bound),
+        )

@@ -1,0 +1,164 @@
+"""Ways to fit, as values: which examples give the directions, and which the magnitudes.
+
+A scheme holds its data, and knows which function of a `CurvatureKind` serves it. A new way to fit
+is one more class here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.network.batches import Batches, Pairs
+
+# From batches and what errors call them to the same, checked and on the model's device.
+Read = Callable[[Batches, str], Pairs]
+
+FOLDS = 8
+"""How many folds `mode="crossfit"` takes."""
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """A way to fit, with the data that it reads.
+
+    Attributes:
+        mode: What kind of fit it makes, as `repr` and posterior files name it.
+        first_field: The field that holds the data which a fit reads first.
+    """
+
+    mode: ClassVar[str]
+    first_field: ClassVar[str] = "data"
+
+    @property
+    def first_read(self) -> Batches:
+        """The data that a fit reads first."""
+        return getattr(self, self.first_field)
+
+    def reading_first(self, data: Batches) -> "Scheme":
+        """The same scheme with other data in the place of `first_read`."""
+        return replace(self, **{self.first_field: data})
+
+    @property
+    def measured(self) -> tuple[Batches, str]:
+        """The data that the magnitudes are measured on, and what errors call them."""
+        return self.first_read, "data"
+
+    def check(self, kind: CurvatureKind) -> None:  # noqa: B027 (most schemes read everything once)
+        """Refuse data that can be read only once where it is read twice.
+
+        Raises:
+            TypeError: For an iterator that is read twice.
+        """
+
+    @abstractmethod
+    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
+        """The curvature, of data that `check` let pass."""
+
+
+@dataclass(frozen=True)
+class Full(Scheme):
+    """Directions and magnitudes from the same examples: all of the data, or a mini-batch.
+
+    Of a mini-batch the magnitudes are biased: they are the extremes of that batch.
+
+    Attributes:
+        data: Batches `(x, y)`.
+    """
+
+    mode = "given batches"
+    data: Batches
+
+    def check(self, kind: CurvatureKind) -> None:
+        """As `Scheme.check`."""
+        if kind.reads_twice and isinstance(self.data, Iterator):
+            raise TypeError(
+                f"curvature={kind.name!r} reads the data twice, but this iterator can be read only "
+                "once: pass a DataLoader or a list of batches."
+            )
+
+    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
+        """As `Scheme.fit`."""
+        return kind.fit(problem, read(*self.measured), None)
+
+
+@dataclass(frozen=True)
+class Split(Scheme):
+    """Directions from some examples, magnitudes from others, which removes the bias (Eq. 9).
+
+    Attributes:
+        directions: Batches `(x, y)` that give the eigenbases.
+        magnitudes: Batches that the curvature along them is measured on.
+    """
+
+    mode = "debiased"
+    first_field = "directions"
+    directions: Batches
+    magnitudes: Batches
+
+    @property
+    def measured(self) -> tuple[Batches, str]:
+        """As `Scheme.measured`."""
+        return self.magnitudes, "batches of the magnitudes"
+
+    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
+        """As `Scheme.fit`."""
+        directions = read(self.directions, "batches of the directions")
+        return kind.fit(problem, directions, read(*self.measured))
+
+
+@dataclass(frozen=True)
+class CrossFit(Scheme):
+    """Directions from all the examples at hand, magnitudes out of fold.
+
+    See `curvature.fits.crossfit`.
+
+    Attributes:
+        data: Batches `(x, y)`, which are held in memory.
+        folds: K, at least 2.
+    """
+
+    mode = "crossfit"
+    data: Batches
+    folds: int = FOLDS
+
+    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
+        """As `Scheme.fit`."""
+        return kind.crossfit(problem, read(*self.measured), self.folds)
+
+
+def scheme_of(directions: Batches, magnitudes: Batches | None, folds: int | None) -> Scheme:
+    """The scheme that the arguments of `Laplace.fit_batches` say.
+
+    Raises:
+        ValueError: For folds together with magnitudes.
+    """
+    if folds is None:
+        return Full(directions) if magnitudes is None else Split(directions, magnitudes)
+    if magnitudes is not None:
+        raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
+    return CrossFit(directions, folds)
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """A mode that reads a loader's first batches.
+
+    Attributes:
+        num_batches: How many.
+        scheme: Makes the scheme of them.
+    """
+
+    num_batches: int
+    scheme: Callable[[Sequence[Any]], Scheme]
+
+
+OF_FIRST_BATCHES = {
+    "mini": FirstBatches(1, Full),
+    "debiased": FirstBatches(2, lambda batches: Split(batches[:1], batches[1:])),
+    "crossfit": FirstBatches(1, CrossFit),
+}
+# The first one reads all batches.
+MODES = ("full", *OF_FIRST_BATCHES)
