@@ -12,12 +12,10 @@ from benchmarks.timing import Run
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import factor_sums
-from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.layers.blocks import curvature_blocks
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Fisher
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
-from laplace_debias.laplace.settings import MEMORY_BOUND
+from laplace_debias.curvature.network.selection import select_parameters
 
 # The fits that predictions and samples come from stand for the images of CIFAR-10.
 NUM_DATA = 45_000
@@ -59,10 +57,9 @@ def problem_of(
     model: nn.Module, fisher: str, backend: str = "auto", dtype: torch.dtype = torch.float32
 ) -> Problem:
     """What curvature a `Laplace` of all parameters takes of a classifier."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), Fisher(fisher))
-    stream = choose_backend(model, backend)
-    return Problem(model, cotangents, curvature_blocks(model, names), stream, dtype, MEMORY_BOUND)
+    names = select_parameters(model, "all")
+    loss = NegativeLogLikelihood(Categorical())
+    return Problem.of(model, loss, names, Fisher(fisher), dtype, backend)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

@@ -45,7 +45,7 @@ class Scored(NamedTuple):
         return -self.log_probs.double().mean().item()
 
 
-def together(parts: Sequence[Scored], what: str) -> Scored:
+def joined(parts: Sequence[Scored], what: str) -> Scored:
     """The scores of several batches in one.
 
     Args:
@@ -96,7 +96,7 @@ def evaluate_predictions(
         is_multilabel = _is_multilabel(predictive)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         parts.append(score(likelihood, predictive, y, class_dim))
-    scored = together(parts, "evaluate")
+    scored = joined(parts, "evaluate")
     if not has_probabilities:
         if ood:
             raise ValueError("OOD detection by the entropy needs class probabilities.")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.problem import CurvatureFit
+from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import Fisher
@@ -55,7 +55,7 @@ from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import check_num_data, check_prior_precision
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import MODES, OF_FIRST_BATCHES, Full, Scheme, scheme_of
-from laplace_debias.laplace.settings import MEMORY_BOUND, FitSettings
+from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.system.randomness import seeded
 from laplace_debias.system.threads import Lock
 

@@ -14,8 +14,6 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.class_dim import check_class_dim
 
-MEMORY_BOUND = 2**27
-
 
 @dataclass(frozen=True)
 class FitSettings:

@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace.evaluation import Scored, score, together
+from laplace_debias.laplace.evaluation import Scored, joined, score
 from laplace_debias.metrics import accuracy, brier, ece, nll
 
 # Metrics of class probabilities; True where more is better.
@@ -83,7 +83,7 @@ def tune_on_grid(
         predictives = predict_grid(x, grid)
         for parts, predicted in zip(points, predictives, strict=True):
             parts.append(score(likelihood, predicted, y, class_dim))
-    values = [_value(metric, together(parts, "tune on")) for parts in points]
+    values = [_value(metric, joined(parts, "tune on")) for parts in points]
     return _best(metric, grid.tolist(), values)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis, eigh, pooled
 from laplace_debias.curvature.fits.kfac import FITS, assemble, exact_sums, fit_diagonal
-from laplace_debias.curvature.fits.magnitudes import along
+from laplace_debias.curvature.fits.magnitudes import directional_curvature
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.fits.sums import FactorSums, Sums, add_to, eigenbases, factor_sums
 from laplace_debias.curvature.layers.blocks import Block
@@ -125,7 +125,7 @@ def crossfit_magnitudes(
         others = within.projected(total) - own
         of_others, basis = eigh(others / (num_examples - size))
         rest = values.new_zeros(len(values) - len(of_others))
-        measured = torch.cat([along(own, basis), rest])
+        measured = torch.cat([directional_curvature(own, basis), rest])
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
         magnitudes += pooled(measured, torch.cat([of_others, rest]), precision) / num_examples
     return magnitudes

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Eigenbasis
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
-from laplace_debias.curvature.fits.magnitudes import along, ekfac_magnitudes
+from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_magnitudes
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import (
     Sums,
@@ -43,7 +43,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     along_A: Sums = {}
 
     def project_gradients(block: Block, G: Tensor) -> None:
-        add_to(along_G, block, along(G.to(problem.factor_dtype), bases[block].U_G))
+        add_to(along_G, block, directional_curvature(G.to(problem.factor_dtype), bases[block].U_G))
 
     def project_inputs(
         layer: nn.Module,
@@ -52,7 +52,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         masks: Sequence[Masks | None],
     ) -> None:
         A = input_factor(layer, block, inputs, masks).to(problem.factor_dtype)
-        add_to(along_A, block, along(A, bases[block].U_A))
+        add_to(along_A, block, directional_curvature(A, bases[block].U_A))
 
     measured = sweep(
         problem,

@@ -8,7 +8,7 @@ from laplace_debias.curvature.layers.jacobians import rotate_rows, rotated_jacob
 from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 
 
-def along(factor: Tensor, U: Float[Tensor, "d d"] | None) -> Float[Tensor, " d"]:
+def directional_curvature(factor: Tensor, U: Float[Tensor, "d d"] | None) -> Float[Tensor, " d"]:
     r"""Curvature of a factor along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
     Args:

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.blocks import Block, curvature_blocks
 from laplace_debias.curvature.layers.stream import Backend
-from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.losses.base import OutputLoss
+from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
 from laplace_debias.operators import BlockDiagonal
+
+MEMORY_BOUND = 2**27
+"""Bytes that output gradients may take, unless a user says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,32 @@ class Problem:
     backend: Backend
     factor_dtype: torch.dtype
     memory_bound: int
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        loss: OutputLoss,
+        names: Sequence[str],
+        fisher: Fisher,
+        factor_dtype: torch.dtype,
+        backend: str = "auto",
+        memory_bound: int = MEMORY_BOUND,
+    ) -> "Problem":
+        """The problem of some parameters of a model, one block each.
+
+        Args:
+            model: The model.
+            loss: Its loss in the outputs.
+            names: The parameters, as `select_parameters` gives them.
+            fisher: Which cotangents stand for the loss Hessian.
+            factor_dtype: In what factors are summed and decomposed.
+            backend: As `choose_backend` takes it.
+            memory_bound: Bytes that one chunk's output gradients may take.
+        """
+        blocks = curvature_blocks(model, names)
+        stream = choose_backend(model, backend)
+        return cls(model, Cotangents(loss, fisher), blocks, stream, factor_dtype, memory_bound)
 
     @property
     def dtype(self) -> torch.dtype:

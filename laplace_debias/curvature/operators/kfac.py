@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.losses import LossFunction, output_loss
@@ -20,8 +20,6 @@ from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.randomness import seeded
-
-_MEMORY_BOUND = 2**27
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -124,7 +122,7 @@ class KFAC(Permuted):
         sharing: Sharing = "expand",
         backend: str = "auto",
         factor_dtype: torch.dtype = torch.float64,
-        memory_bound: int = _MEMORY_BOUND,
+        memory_bound: int = MEMORY_BOUND,
     ) -> None:
         if fisher != "mc" and (mc_samples is not None or generator is not None):
             raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')

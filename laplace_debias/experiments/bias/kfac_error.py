@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.curvature.fits.magnitudes import ekfac_magnitudes
+from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.confidence import half_width
 from laplace_debias.experiments.shared.experiment import Experiment
@@ -138,14 +143,20 @@ def _laplace(trained: Trained, curvature: str) -> Laplace:
     return Laplace(trained.model, curvature=curvature, params="weights", backend="hooks")
 
 
+def _problem(trained: Trained) -> Problem:
+    """What the posteriors of `_laplace` take curvature of."""
+    names = select_parameters(trained.model, "weights")
+    loss = NegativeLogLikelihood(Categorical())
+    return Problem.of(trained.model, loss, names, Fisher(), torch.float64, backend="hooks")
+
+
 def _norms(trained: Trained, batches: Sequence[Batch], settings: KfacErrorSettings) -> Rows:
     """‖C‖_F² of every full-batch block, with its standard error."""
-    la = _laplace(trained, "kfac")
-    problem = la._problem(None)
+    problem = _problem(trained)
     generator = torch.Generator().manual_seed(settings.seed)
     probes = {
         block: torch.randn(block.size, settings.probes, generator=generator).to(problem.dtype)
-        for block in la._blocks
+        for block in problem.blocks
     }
     probes = {block: Z.to(trained.device) for block, Z in probes.items()}
     products = {block: torch.zeros_like(Z) for block, Z in probes.items()}
@@ -192,13 +203,13 @@ def _errors(
         else:
             la.fit_batches([(x, y)], folds=settings.folds if mode == "crossfit" else None)
         fitted[name] = dict(la.posterior.curvature.blocks)
-    along = _along(la, full, fitted)
+    on_full = _full_batch_magnitudes(trained, full, fitted)
     squared_norms = {row["block"]: float(row["squared_norm"]) for row in norms}
     rows = []
     for name, blocks in fitted.items():
         errors = {}
         for key, block in blocks.items():
-            magnitudes, M = block.magnitudes.double(), along[name][key].double()
+            magnitudes, M = block.magnitudes.double(), on_full[name][key].double()
             square = (magnitudes.square() - 2 * magnitudes * M).sum().item() + squared_norms[key]
             errors[key] = square
         errors[_OVERALL] = sum(errors.values())
@@ -214,8 +225,8 @@ def _errors(
     return rows
 
 
-def _along(
-    la: Laplace, batches: Sequence[Batch], fitted: dict[str, dict[str, EigenKronecker]]
+def _full_batch_magnitudes(
+    trained: Trained, batches: Sequence[Batch], fitted: dict[str, dict[str, EigenKronecker]]
 ) -> dict[str, dict[str, Tensor]]:
     """The full batch's exact curvature along each fit's directions, by fit and block."""
     # Fits of the same examples share their directions.
@@ -247,7 +258,7 @@ def _along(
         for name, values in magnitudes.items():
             sums[name][block.name] += values
 
-    seen = sweep(la._problem(None), batches, measure, collect)
+    seen = sweep(_problem(trained), batches, measure, collect)
     return {
         name: {key: value / seen.num_examples for key, value in sums[owner].items()}
         for name, owner in of_directions.items()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.crossfit import crossfit_magnitudes
 from laplace_debias.curvature.fits.directions import eigh
-from laplace_debias.curvature.fits.magnitudes import along
+from laplace_debias.curvature.fits.magnitudes import directional_curvature
 
 EKFAC = "EKFAC, "
 """What the names of EKFAC's methods begin with."""
@@ -184,22 +184,26 @@ def magnitudes_of(
             (values[MINI], bases["all"]),
             factors.precision,
         )
-    values[ORACLE] = along(factors.full, bases["all"])
+    values[ORACLE] = directional_curvature(factors.full, bases["all"])
 
     even, odd = factors.fold(0, 2), factors.fold(1, 2)
     bases["half"] = _eigh(even)[1]
-    values[oracle_name(b)] = along(factors.full, bases["half"])
-    values[split_name(b, b)] = along(odd, bases["half"]) / b
+    values[oracle_name(b)] = directional_curvature(factors.full, bases["half"])
+    values[split_name(b, b)] = directional_curvature(odd, bases["half"]) / b
     per_batch = b // plan.average_batch_size
     measured = odd
     for m in range(2, plan.further_batches + 2):
         measured = measured + factors.further[(m - 2) * per_batch :][:per_batch].sum(0)
-        values[split_name(b, m * b)] = along(measured, bases["half"]) / (m * b)
+        values[split_name(b, m * b)] = directional_curvature(measured, bases["half"]) / (m * b)
 
     quarter = factors.fold(3, 4)
     bases["most"], bases["few"] = _eigh(total - quarter)[1], _eigh(quarter)[1]
-    values[split_name(3 * b // 2, b // 2)] = along(quarter, bases["most"]) / (b // 2)
-    values[split_name(b // 2, 3 * b // 2)] = along(total - quarter, bases["few"]) / (3 * b // 2)
+    values[split_name(3 * b // 2, b // 2)] = directional_curvature(quarter, bases["most"]) / (
+        b // 2
+    )
+    values[split_name(b // 2, 3 * b // 2)] = directional_curvature(
+        total - quarter, bases["few"]
+    ) / (3 * b // 2)
 
     values[FULL_WITH_MINI] = values[MINI]
     values[FULL_WITH_CROSSFIT] = values[plan.usual]
@@ -222,12 +226,14 @@ def _averages(
         ahead = []
         for before, batch in zip(averages, batches[1:], strict=False):
             _, of_before = eigh(before)
-            ahead.append(along(batch, of_before))
+            ahead.append(directional_curvature(batch, of_before))
         *_, values[average_name(decay, NEXT)] = _running(ahead, decay)
         *_, directions = _running(batches[::2], decay)
         *_, magnitudes = _running(batches[1::2], decay)
         bases[f"stream {decay:g}"] = _eigh(directions)[1]
-        values[average_name(decay, STREAM)] = along(magnitudes, bases[f"stream {decay:g}"])
+        values[average_name(decay, STREAM)] = directional_curvature(
+            magnitudes, bases[f"stream {decay:g}"]
+        )
 
 
 def _batches(factors: Factors, plan: Plan) -> Iterator[Float[Tensor, "d d"]]:

@@ -12,10 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.layers.blocks import curvature_blocks
-from laplace_debias.curvature.losses.cotangents import Fisher, LikelihoodCotangents
-from laplace_debias.curvature.losses.likelihoods import likelihood_from
+from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.experiments.debiasing.study_fits import MEMORY_BOUND, StudyFits
 from laplace_debias.experiments.debiasing.study_report import StudyResult, report
@@ -74,14 +73,9 @@ def study(
     example = train.batch(order[:1])[0].to(next(model.parameters()).device)
     names = select_parameters(model, settings.params, example)
     fisher = Fisher(settings.fisher, 1, settings.seed)
-    problem = Problem(
-        model,
-        LikelihoodCotangents(likelihood_from("classification", None), fisher),
-        curvature_blocks(model, names),
-        choose_backend(model, "auto"),
-        model.get_parameter(names[0]).dtype,
-        MEMORY_BOUND,
-    )
+    loss = NegativeLogLikelihood(Categorical())
+    dtype = model.get_parameter(names[0]).dtype
+    problem = Problem.of(model, loss, names, fisher, dtype, memory_bound=MEMORY_BOUND)
     fits = StudyFits(problem, settings, train, order, test.batch(chosen), store)
     rows = store.rows("full", fits.full_rows)
     for draw in range(settings.draws):

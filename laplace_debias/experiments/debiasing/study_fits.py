@@ -13,11 +13,12 @@ from laplace_debias import metrics
 from laplace_debias.curvature.fits.crossfit import exact_crossfit
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.fits.kfac import exact_sums
+from laplace_debias.curvature.fits.output_curvature import mean_output_curvature
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import FactorSums, factor_sums
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.likelihoods import Categorical
-from laplace_debias.curvature.losses.loss_curvature import mean_loss_curvature
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.experiments.debiasing.schemes import (
     EKFAC,
     FULL,
@@ -31,7 +32,7 @@ from laplace_debias.experiments.debiasing.schemes import (
 )
 from laplace_debias.experiments.debiasing.study_settings import DebiasingSettings
 from laplace_debias.experiments.shared.store import Row, Store
-from laplace_debias.laplace.functional.moments import Wanted, functional_moments
+from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.problems import Images
@@ -177,7 +178,8 @@ class StudyFits:
 
     def _loss_curvature(self, indices: Tensor) -> float:
         batches = self._batches(indices, "outputs")
-        return mean_loss_curvature(self._problem.model, Categorical(), batches)
+        loss = NegativeLogLikelihood(Categorical())
+        return mean_output_curvature(self._problem.model, loss, batches)
 
     @property
     def full(self) -> tuple[FactorSums, dict[Block, Eigenbasis]]:
@@ -266,7 +268,7 @@ class StudyFits:
                 list(posteriors.values()),
                 x.to(self._device, dtype),
                 deltas,
-                Wanted(True, None, MEMORY_BOUND),
+                OutputRequest(True, None, MEMORY_BOUND),
             )
             means.append(mean.double().cpu())
             variances.append(variance.double().cpu())
