@@ -1,22 +1,24 @@
 """Laplace approximations of trained networks, debiased for mini-batches."""
 
-from typing import TYPE_CHECKING, Any
+from laplace_debias.curvature.losses.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
+from laplace_debias.laplace import CrossFit, Full, Laplace, Split
+from laplace_debias.quadratic import Quadratic
 
-if TYPE_CHECKING:
-    from laplace_debias.laplace import Laplace
-
-__all__ = ["Laplace"]
-
-
-def __getattr__(name: str) -> Any:
-    # The front-end brings the metrics, and they bring torchvision: half a dozen seconds that a
-    # user of the operators alone need not wait for.
-    if name == "Laplace":
-        from laplace_debias.laplace import Laplace
-
-        return Laplace
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "CrossFit",
+    "Full",
+    "Gaussian",
+    "Laplace",
+    "Likelihood",
+    "MultiLabel",
+    "Quadratic",
+    "Split",
+]

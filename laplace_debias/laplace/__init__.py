@@ -1,5 +1,6 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
 from laplace_debias.laplace.laplace import Laplace, predict_grids
+from laplace_debias.laplace.schemes import CrossFit, Full, Split
 
-__all__ = ["Laplace", "predict_grids"]
+__all__ = ["CrossFit", "Full", "Laplace", "Split", "predict_grids"]

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from laplace_debias.curvature.losses import LossFunction, output_loss
+from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
@@ -42,7 +42,7 @@ class Objective:
 
 def objective(
     model: nn.Module,
-    loss: LossFunction,
+    loss: Loss,
     data: Batches,
     curvature: str,
     params: ParameterSelection,
@@ -65,7 +65,7 @@ def objective(
 
 
 def _loss_and_gradient(
-    network: Network, loss: LossFunction, data: Data, reduction: str | None, progress: bool
+    network: Network, loss: Loss, data: Data, reduction: str | None, progress: bool
 ) -> tuple[Tensor, Tensor]:
     """The loss on the data as one batch, and its gradient `[D]`, in one pass."""
     output = output_loss(loss, reduction, len(data))

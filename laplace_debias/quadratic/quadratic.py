@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.losses import Loss
 from laplace_debias.linalg import Iterate, Status, cg
 from laplace_debias.operators import Diagonal, Identity, LinearOperator
 from laplace_debias.quadratic.cut import Cut, solve_exactly
@@ -66,7 +67,7 @@ class Quadratic:
     def from_data(
         cls,
         model: nn.Module,
-        loss: Callable[..., Tensor],
+        loss: Loss,
         data: Iterable[Sequence[Any]],
         curvature: str = "ggn",
         params: str | Sequence[str] | Callable[..., bool] = "all",
@@ -83,7 +84,7 @@ class Quadratic:
 
         Args:
             model: A deterministic model, in eval mode.
-            loss: A torch loss, or a function of outputs and targets.
+            loss: A torch loss, a function of outputs and targets, or a `Likelihood`.
             data: A re-iterable of batches (inputs, targets): one batch in a list, a loader, ...
             curvature: `"ggn"` or `"hessian"`.
             params: Which parameters are θ, as for `GGN`.

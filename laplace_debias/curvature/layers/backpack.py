@@ -16,14 +16,10 @@ convolutional layers of a sequential network. What stands around them is of this
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
-from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.conv1d import Conv1DDerivatives
-from backpack.core.derivatives.conv2d import Conv2DDerivatives
-from backpack.core.derivatives.conv3d import Conv3DDerivatives
-from backpack.core.derivatives.linear import LinearDerivatives
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
@@ -33,12 +29,20 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import LAYERS
 
 Measured = TypeVar("Measured")
-_DERIVATIVES: dict[type[nn.Module], type[BaseDerivatives]] = {
-    nn.Linear: LinearDerivatives,
-    nn.Conv1d: Conv1DDerivatives,
-    nn.Conv2d: Conv2DDerivatives,
-    nn.Conv3d: Conv3DDerivatives,
-}
+# Layers that BackPACK pushes columns through.
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@cache
+def _derivatives() -> dict[type[nn.Module], Any]:
+    """BackPACK's rules, by layer; imported with the first fit, as they take half a second."""
+    from backpack.core.derivatives.conv1d import Conv1DDerivatives
+    from backpack.core.derivatives.conv2d import Conv2DDerivatives
+    from backpack.core.derivatives.conv3d import Conv3DDerivatives
+    from backpack.core.derivatives.linear import LinearDerivatives
+
+    rules = (LinearDerivatives, Conv1DDerivatives, Conv2DDerivatives, Conv3DDerivatives)
+    return dict(zip(_LAYERS, rules, strict=True))
 
 
 def why_not_backpack(model: nn.Module) -> str | None:
@@ -59,7 +63,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
             return f"{name} has forward hooks, which BackPACK does not see"
         if type(module) is nn.Sequential:
             continue
-        if type(module) in _DERIVATIVES:
+        if type(module) in _LAYERS:
             if getattr(module, "groups", 1) != 1:
                 return f"{name} is a grouped convolution"
             if isinstance(getattr(module, "padding", 0), str):
@@ -128,8 +132,8 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
         z: Its output, `[B, ...]`.
         gradients: `[K, B, ...]`.
     """
-    rule = _DERIVATIVES.get(type(layer))
-    if rule is not None:
+    if type(layer) in _LAYERS:
+        rule = _derivatives()[type(layer)]
         # Where BackPACK looks for them; the layer is that of a `shadow`.
         layer.input0, layer.output = x, z
         try:

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.uniforms import Uniforms
 
 LossFunction = Callable[[Any, Tensor], Tensor]
+# What operators take for a loss.
+Loss = LossFunction | Likelihood
 # What the loss needs to know of a batch besides the outputs: targets, and weights of its rows.
 Labels = tuple[Tensor, ...]
 # A linear map of tangents at the outputs, [..., *outputs] to the same.

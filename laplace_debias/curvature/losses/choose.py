@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses.base import Labels, LossFunction, OutputLoss, OutputMap
+from laplace_debias.curvature.losses.base import Labels, Loss, LossFunction, OutputLoss, OutputMap
 from laplace_debias.curvature.losses.known import BinaryCrossEntropy, CrossEntropy, SquaredError
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
@@ -79,9 +79,7 @@ class AnyLoss(OutputLoss):
         return product
 
 
-def output_loss(
-    loss: LossFunction | Likelihood, reduction: str | None, num_data: int
-) -> OutputLoss:
+def output_loss(loss: Loss, reduction: str | None, num_data: int) -> OutputLoss:
     """What the operators know of a loss.
 
     Args:

@@ -57,10 +57,10 @@ class Jacobian(NetworkOperator):
         return Transpose(self, self._adjoint_matmat)
 
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
-        if shape[1:] != self._output_shape:
+        if outputs.shape[1:] != self._output_shape:
             raise ValueError(
                 f"The Jacobian's rows need outputs of one shape, got {tuple(self._output_shape)} "
-                f"and {tuple(shape[1:])} an example: pad the inputs to one length."
+                f"and {tuple(outputs.shape[1:])} an example: pad the inputs to one length."
             )
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:

@@ -10,7 +10,7 @@ from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
 from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, curvature_blocks, parameter_order
-from laplace_debias.curvature.losses import LossFunction, output_loss
+from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
 from laplace_debias.curvature.losses.known import BinaryCrossEntropy
 from laplace_debias.curvature.network.batches import Batches, Pairs
@@ -108,7 +108,7 @@ class KFAC(Permuted):
     def __init__(
         self,
         model: nn.Module,
-        loss: LossFunction,
+        loss: Loss,
         data: Batches,
         params: ParameterSelection | None = None,
         num_data: int | None = None,
@@ -195,7 +195,7 @@ class LossData:
         self,
         batches: Batches,
         network: Network,
-        loss: LossFunction,
+        loss: Loss,
         reduction: str | None,
         num_data: int | None,
     ) -> None:

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from laplace_debias.curvature.losses import Labels, OutputLoss
-from laplace_debias.curvature.network.inputs import LAYER_BY_LAYER, PLAIN_ATTENTION, Inputs
+from laplace_debias.curvature.network.inputs import (
+    LAYER_BY_LAYER,
+    PLAIN_ATTENTION,
+    Inputs,
+    tensors_of,
+)
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.operators.tracing import Program, Tensors, trace

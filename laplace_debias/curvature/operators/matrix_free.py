@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses import LossFunction, OutputMap, Uniforms, output_loss
+from laplace_debias.curvature.losses import Loss, OutputMap, Uniforms, output_loss
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -53,7 +53,7 @@ class CurvatureOperator(NetworkOperator):
     def __init__(
         self,
         model: nn.Module,
-        loss: LossFunction,
+        loss: Loss,
         data: Batches,
         params: ParameterSelection | None = None,
         num_data: int | None = None,
@@ -215,7 +215,7 @@ class Fisher(CurvatureOperator):
     def __init__(
         self,
         model: nn.Module,
-        loss: LossFunction,
+        loss: Loss,
         data: Batches,
         params: ParameterSelection | None = None,
         num_data: int | None = None,

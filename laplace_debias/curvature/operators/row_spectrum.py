@@ -12,7 +12,7 @@ from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.rows import sweep_parts
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.stream import HookStream
-from laplace_debias.curvature.losses import LossFunction
+from laplace_debias.curvature.losses import Loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
@@ -47,7 +47,7 @@ class RowSpectrum:
 
 def ggn_spectrum(
     model: nn.Module,
-    loss: LossFunction,
+    loss: Loss,
     data: Batches,
     k: int,
     params: ParameterSelection | None = None,

@@ -1,0 +1,105 @@
+"""Ways to fit as values: what they fit, and that a new one is a class."""
+
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import CrossFit, Full, Laplace, Split
+from laplace_debias.laplace.schemes import Scheme
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+
+
+def batch(seed, size=8):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 3, generator=g, dtype=torch.float64)
+    return x, torch.randint(3, (size,), generator=g)
+
+
+A, B = [batch(0)], [batch(1)]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
+@pytest.mark.parametrize(
+    ("scheme", "arguments", "options"),
+    [
+        (Full(A), (A,), {}),
+        (Split(A, B), (A, B), {}),
+        (CrossFit(A, 4), (A,), {"folds": 4}),
+    ],
+    ids=["full", "split", "crossfit"],
+)
+def test_a_scheme_fits_what_the_arguments_say(model, curvature, scheme, arguments, options):
+    of_scheme = Laplace(model, curvature=curvature).fit(scheme, num_data=100)
+    of_arguments = Laplace(model, curvature=curvature).fit_batches(
+        *arguments, num_data=100, **options
+    )
+    eye = torch.eye(len(of_scheme.mean), dtype=torch.float64)
+    assert torch.equal(of_scheme.posterior.precision @ eye, of_arguments.posterior.precision @ eye)
+    assert of_scheme.num_data == of_arguments.num_data == 100
+    assert repr(of_scheme) == repr(of_arguments)
+
+
+def test_modes_are_short_for_schemes(model):
+    loader = [batch(0), batch(1), batch(2)]
+    split = Laplace(model).fit(Split(loader[:1], loader[1:2]), num_data=24)
+    mode = Laplace(model).fit(loader, mode="debiased", num_data=24)
+    assert torch.equal(split.posterior.curvature.blocks["0.weight"].magnitudes,
+                       mode.posterior.curvature.blocks["0.weight"].magnitudes)  # fmt: skip
+
+
+def test_without_num_data_n_is_what_was_seen(model):
+    assert Laplace(model).fit(Split(A, B)).num_data == 16
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "mini"}, {"scale": True}, {"progress": True}], ids=str
+)
+def test_what_a_scheme_says_itself_is_refused(model, options):
+    with pytest.raises(ValueError, match=r"Split\(...\) says how to fit: leave out mode"):
+        Laplace(model).fit(Split(A, B), **options)
+
+
+def test_illegal_combinations_cannot_be_written(model):
+    with pytest.raises(TypeError):
+        Full(A, B)
+    with pytest.raises(TypeError):
+        Split(A)
+    with pytest.raises(FrozenInstanceError):
+        Full(A).data = B
+    with pytest.raises(ValueError, match="pass no magnitudes"):
+        Laplace(model).fit_batches(A, B, folds=2)
+
+
+def test_an_iterator_is_refused_where_it_is_read_twice(model):
+    with pytest.raises(TypeError, match="reads the data twice"):
+        Laplace(model, curvature="ekfac").fit(Full(iter(A)))
+    Laplace(model, curvature="kfac").fit(Full(iter(A)))
+    with pytest.raises(TypeError, match="scale takes another pass"):
+        Laplace(model).fit_batches(A, scale=iter(B))
+
+
+@dataclass(frozen=True)
+class EveryOther(Scheme):
+    """A user's own way: directions from the batches with even numbers, magnitudes from the rest."""
+
+    mode = "every other"
+    data: list
+
+    def fit(self, kind, problem, read):
+        batches = list(read(self.data, "data"))
+        return kind.fit(problem, batches[::2], batches[1::2])
+
+
+def test_a_new_way_to_fit_is_one_class(model):
+    batches = [batch(seed) for seed in range(4)]
+    own = Laplace(model).fit(EveryOther(batches), num_data=50)
+    split = Laplace(model).fit(Split(batches[::2], batches[1::2]), num_data=50)
+    for name, block in own.posterior.curvature.blocks.items():
+        assert torch.equal(block.magnitudes, split.posterior.curvature.blocks[name].magnitudes)
+    assert "every other" in repr(own)
