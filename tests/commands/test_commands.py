@@ -23,8 +23,8 @@ from laplace_debias.experiments.posteriors.comparison_report import (
     severity_table,
     tuned_table,
 )
-from laplace_debias.experiments.posteriors.fitting import DEBIASED, FULL, MINI
 from laplace_debias.experiments.shared.held_out import check_held_out
+from laplace_debias.experiments.shared.methods import DEBIASED, FULL, MINI
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.problems import (
     ALLCNNC_CIFAR10_RECIPE,

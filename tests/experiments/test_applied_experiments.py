@@ -17,16 +17,10 @@ from laplace_debias.experiments.optimisation import conjugate_gradients as cgs
 from laplace_debias.experiments.optimisation import hessian_free as hf
 from laplace_debias.experiments.posteriors import laplace_experiment as lap
 from laplace_debias.experiments.posteriors.distances import distances_by_data
-from laplace_debias.experiments.posteriors.fitting import (
-    CROSSFIT,
-    DEBIASED,
-    FULL,
-    MAP,
-    MINI,
-    chosen_parameters,
-)
+from laplace_debias.experiments.posteriors.fitting import chosen_parameters
 from laplace_debias.experiments.registry import EXPERIMENTS
 from laplace_debias.experiments.shared.judge import METRICS, Judge
+from laplace_debias.experiments.shared.methods import CROSSFIT, DEBIASED, FULL, MAP, MINI
 from laplace_debias.experiments.shared.recipe import RecipeChanges
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained
 from laplace_debias.optim import DebiasedHessianFree

@@ -14,19 +14,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from laplace_debias.experiments.posteriors.distances import Distance, distances_by_precision
-from laplace_debias.experiments.posteriors.fitting import (
-    DEBIASED,
-    FULL,
-    MAP,
-    MINI,
-    PosteriorPlan,
-)
+from laplace_debias.experiments.posteriors.fitting import PosteriorPlan
 from laplace_debias.experiments.posteriors.tuned import TunedPredictions
 from laplace_debias.experiments.shared.checks import (
     check_at_least,
     check_prior_precisions,
     check_severities,
 )
+from laplace_debias.experiments.shared.methods import DEBIASED, FULL, MAP, MINI
 from laplace_debias.experiments.shared.store import Row
 from laplace_debias.problems import ImageBatches, ImageDataset, corrupt
 

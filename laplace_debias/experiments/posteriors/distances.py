@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laplace_debias.experiments.posteriors.fitting import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.experiments.posteriors.predictions import METRICS
 from laplace_debias.experiments.shared.confidence import jackknife_error
+from laplace_debias.experiments.shared.methods import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.experiments.shared.store import Row
 
 Gaps = dict[tuple[int, float], float]

@@ -10,16 +10,9 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.layers.blocks import is_supported
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.experiments.shared.methods import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import Images
-
-MAP, MINI, DEBIASED, CROSSFIT, FULL = METHODS = (
-    "MAP",
-    "mini-batch",
-    "debiased",
-    "cross-fitted",
-    "full-batch",
-)
 
 Name = tuple[str, int]
 """A method and its draw."""

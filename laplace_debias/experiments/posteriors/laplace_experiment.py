@@ -17,13 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from laplace_debias.experiments.posteriors.distances import distances_by_data
-from laplace_debias.experiments.posteriors.fitting import (
-    CROSSFIT,
-    DEBIASED,
-    FisherKind,
-    Name,
-    PosteriorPlan,
-)
+from laplace_debias.experiments.posteriors.fitting import FisherKind, Name, PosteriorPlan
 from laplace_debias.experiments.posteriors.predictions import (
     METRICS,
     measured,
@@ -39,6 +33,7 @@ from laplace_debias.experiments.shared.checks import (
     check_severities,
 )
 from laplace_debias.experiments.shared.experiment import Experiment
+from laplace_debias.experiments.shared.methods import CROSSFIT, DEBIASED
 from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
 from laplace_debias.experiments.shared.store import Row, open_store
 from laplace_debias.laplace import Laplace

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias import metrics
-from laplace_debias.experiments.posteriors.fitting import MAP, METHODS, Name
+from laplace_debias.experiments.posteriors.fitting import Name
+from laplace_debias.experiments.shared.methods import MAP, METHODS
 from laplace_debias.experiments.shared.store import Row
 from laplace_debias.laplace import Laplace, predict_grids
 from laplace_debias.problems import Images

@@ -5,13 +5,14 @@ from functools import partial
 
 from torch import nn
 
-from laplace_debias.experiments.posteriors.fitting import METHODS, Name
+from laplace_debias.experiments.posteriors.fitting import Name
 from laplace_debias.experiments.posteriors.predictions import (
     measured,
     predict_all,
     same_grid,
     severity_name,
 )
+from laplace_debias.experiments.shared.methods import METHODS
 from laplace_debias.experiments.shared.store import Row
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import Images
