@@ -245,7 +245,7 @@ def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
     model, loss, x, y = case(name)
     outputs = model(x).detach()
     known = output_loss(loss, None, N)
-    labels = known.labels(y, 0)
+    labels = known.labels(y, 0, outputs.ndim)
     draws = [known.drawn_gradient(outputs, labels, Uniforms(5, s, 0)) for s in range(500)]
     g = torch.stack(draws).flatten(2)
     products = torch.einsum("sni,snj->snij", g, g)
