@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 @dataclass(frozen=True)
 class Known:
-    """A loader goes through so many training examples, each of them once.
+    """A loader reads this many training examples, each of them once.
 
     Attributes:
         num_examples: How many.
@@ -102,7 +102,7 @@ class Expected:
 
 
 def expected_of_all(loader: Any, num_data: int | None) -> Expected:
-    """The N of a fit that goes through the whole loader.
+    """The N of a fit that reads the whole loader.
 
     Args:
         loader: Any iterable of batches.
@@ -256,7 +256,7 @@ def _supposed(dataset: Any) -> DataSize:
 
 
 def _is_plain(sampler: Sampler[Any]) -> bool:
-    """Whether a sampler goes through the data as torch's own class does."""
+    """Whether a sampler reads the data as torch's own class does."""
     of_torch = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
     return type(sampler).__iter__ in [kind.__iter__ for kind in of_torch]
 

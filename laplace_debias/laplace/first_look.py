@@ -28,7 +28,7 @@ def look_at(
     """
     with torch.no_grad():
         outputs = call(shadow(network), take(x, slice(0, _FEW)))
-    # What is no tensor, or not of these examples, is refused where the fit looks at it.
+    # The fit itself refuses outputs that are not a tensor with a row for each example.
     if not isinstance(outputs, Tensor):
         return
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, class_dim)

@@ -91,7 +91,8 @@ class Fitted:
             )
         if wrong := changed(self.others, fingerprint(self.model, self.parameters.names)):
             raise RuntimeError(
-                f"{wrong[0]} has changed since the fit, so the model is another one: fit again."
+                f"{wrong[0]} has changed since the fit, so the posterior is not that of this "
+                "model: fit again."
             )
 
     def log_marginal_likelihood(

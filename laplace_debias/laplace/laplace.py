@@ -301,7 +301,7 @@ class Laplace:
                 They are short for `Full`, `Split` and `CrossFit` of `schemes`.
             num_data: N, the number of training examples, which the curvature is scaled to whatever
                 the fit sees (a subset, say, that stands for all). If None, N is the number of
-                examples that the loader's sampler goes through, or for `"full"` of data that does
+                examples that the loader's sampler reads, or for `"full"` of data that does
                 not tell its size the number of examples seen. A sampler that repeats examples or
                 splits them over processes does not tell N.
             generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation,

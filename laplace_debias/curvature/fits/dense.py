@@ -56,7 +56,7 @@ def fit_low_rank(
 
     In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
     the eigenvectors are exact; with more data than that they come from Lanczos iterations, for
-    which every product goes through the data again.
+    which every product reads the data again.
 
     Args:
         problem: As `fit_full` takes it.

@@ -80,7 +80,7 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
         problem: The network and its blocks.
         directions: Pairs `(x, y)` whose factors give the eigenbases.
         magnitudes: Pairs that the curvature is measured on; None for the same, which are then
-            gone through twice.
+            read twice.
     """
     sums, seen = factor_sums(problem, directions)
     bases = eigenbases(sums, seen.num_examples)

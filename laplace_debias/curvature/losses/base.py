@@ -89,7 +89,7 @@ class OutputLoss(ABC):
         Its outer product is, in expectation and example by example, the `hessian`.
 
         Raises:
-            NotImplementedError: If the loss is no log-likelihood: see `has_distribution`.
+            NotImplementedError: If the loss is not a log-likelihood; see `has_distribution`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no distribution of the labels.")
 

@@ -95,7 +95,7 @@ class Counted:
         if num_batches and not counts:
             kind = f" ({self._ignored})" if self._ignored else ""
             raise ValueError(
-                f"Every target of the {self._what} is ignored{kind}, so that they tell nothing: "
+                f"Every target of the {self._what} is ignored{kind}. They have no curvature: "
                 "pass batches in which at least one target counts."
             )
 

@@ -18,7 +18,7 @@ def check_class_dim(class_dim: int | None) -> None:
 
     Raises:
         ValueError: For dimension 0.
-        TypeError: For what is no integer.
+        TypeError: If it is not an integer.
     """
     if class_dim is None:
         return
@@ -54,7 +54,7 @@ class _ClassesLast:
 
     def __call__(self, _: nn.Module, __: Any, outputs: Any) -> Any:
         outputs = getattr(outputs, "logits", outputs)
-        # What is no tensor is refused where outputs are checked.
+        # Outputs that are not a tensor are refused where outputs are checked.
         if not isinstance(outputs, Tensor):
             return outputs
         if self.class_dim % max(outputs.ndim, 1) == 0 or not (

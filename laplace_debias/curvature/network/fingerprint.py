@@ -29,7 +29,7 @@ def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
 
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Names of what is not the same in both, or in one alone."""
+    """Names of what differs between the two, or is in only one of them."""
     names = dict.fromkeys([*before, *now])
     return [name for name in names if before.get(name) != now.get(name)]
 

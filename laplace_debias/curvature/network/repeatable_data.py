@@ -1,4 +1,4 @@
-"""Data that is gone through again and again: the same batches each time, or an error."""
+"""Data that is read again and again: the same batches each time, or an error."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -45,7 +45,7 @@ class Data:
     attention masks are made of.
 
     Args:
-        batches: Any iterable that can be gone through repeatedly.
+        batches: Any iterable that can be read repeatedly.
         device: Where the model is.
         dtypes: Of the model's parameters, one of which floating-point inputs must have.
         num_data: The number of examples if known: checked.
@@ -53,7 +53,7 @@ class Data:
     Raises:
         TypeError: If it can be read only once, or does not yield pairs of inputs and a tensor.
         ValueError: If it is empty, holds NaN, has another number of examples than `num_data`, or
-            does not begin with the same batch when it is gone through again.
+            does not begin with the same batch when it is read again.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Data:
             first += self.sizes[index]
         if index == -1:
             raise TypeError(
-                f"{type(self._batches).__name__} gave no batch when it was gone through again: it "
+                f"{type(self._batches).__name__} gave no batch when it was read again: it "
                 "can be read only once, as where `__iter__` returns one iterator every time, and "
                 "every product reads it. Make a new iterator in `__iter__`, or pass a list of "
                 "batches or a DataLoader."

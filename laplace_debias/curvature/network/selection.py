@@ -26,7 +26,7 @@ def select_parameters(
 
     Raises:
         ValueError: For an unknown name, or if nothing is selected; as `last_layer_parameters`.
-        TypeError: If the selection is none of these.
+        TypeError: If the selection is not one of these.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if selection == "all":

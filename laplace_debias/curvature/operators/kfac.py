@@ -176,7 +176,7 @@ class EKFAC(KFAC):
 
     $\Lambda_{ij} = \frac1c \sum_n \sum_k ((U_G^\top \sum_t g_{kt} a_t^\top\, U_A)_{ij})^2$, the
     diagonal of the `GGN` in K-FAC's eigenbasis, so that the trace is that of the `GGN` (on the data
-    of the magnitudes). See `KFAC` for the arguments; goes through the data twice.
+    of the magnitudes). See `KFAC` for the arguments. It reads the data twice.
 
     Reference:
         George et al. (2018), "Fast approximate natural gradient descent in a Kronecker-factored

@@ -245,7 +245,7 @@ def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:
 
 
 def _kind_of(inputs: Inputs) -> object:
-    """What a program depends on: shapes and dtypes, names, and the values of what is no tensor."""
+    """What a program depends on: shapes and dtypes, names, and values other than tensors."""
 
     def of(x: object) -> object:
         return (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x)

@@ -30,8 +30,8 @@ class CurvatureOperator(NetworkOperator):
         loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, all their arguments
             honoured, or any callable `loss(outputs, targets) -> scalar` on a batch that torch can
             differentiate twice.
-        data: Batches `(inputs, targets)`, gone through for every product whose linearisations are
-            not all kept; the same ones every time. Inputs are a tensor, `model(x)`, a tuple or list
+        data: Batches `(inputs, targets)`, the same ones every time. They are read for every product
+            whose linearisations are not all kept. Inputs are a tensor, `model(x)`, a tuple or list
             of tensors, `model(*x)`, or a mapping, `model(**x)`.
         params: `"all"` (also None), `"weights"`, `"last_layer"`, names, or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never part of it; tied ones are one.
@@ -82,7 +82,7 @@ class CurvatureOperator(NetworkOperator):
         self._scale = 1 / total if self._loss.reduction == "mean" else 1.0
 
     def _check_value(self, batch: Batch) -> None:
-        """Refuse a loss that is no finite scalar on the first batch."""
+        """Require a finite scalar for the loss of the first batch."""
         with torch.no_grad():
             labels = self._loss.labels(batch.targets, batch.first, self._first_outputs.ndim)
             value = self._loss.value(self._first_outputs, labels)
@@ -206,7 +206,7 @@ class Fisher(CurvatureOperator):
 
     Raises:
         ValueError: For an unknown kind, or arguments of `"mc"` with `"exact"`.
-        TypeError: If the loss is none of the three.
+        TypeError: If the loss is not one of the three.
 
     Reference:
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation".

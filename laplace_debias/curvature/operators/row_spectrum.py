@@ -74,8 +74,8 @@ def ggn_spectrum(
         k: How many eigenvectors, at most: there are no more than eigenvalues above rounding.
         params: Which parameters, as for `GGN`; each must belong to a layer that K-FAC supports.
         tol: Share of the trace that may be left out.
-        memory_bound: Bytes that kept rows may take. With less memory the data is gone through
-            more often; results do not depend on it.
+        memory_bound: Bytes that kept rows may take. With less memory the data is read more
+            often; results do not depend on it.
 
     Raises:
         ValueError: If there are more rows than `MAX_ROWS`, a number is out of range, the model is

@@ -37,7 +37,7 @@ def one_of(values: Collection[str]) -> Kind:
 
 
 def whole_number(low: int, high: int = _LARGEST_EXACT) -> Kind:
-    """A whole number of a range, ends included; true and false are none."""
+    """A whole number of a range, ends included; true and false do not count as numbers."""
     return Kind(
         f"a whole number from {low} to {high}", lambda v: type(v) is int and low <= v <= high
     )
