@@ -454,3 +454,17 @@ def test_repr_stays_short_and_prints_no_weight():
     assert len(text) < 400
     assert "tensor" not in text
     assert "Linear" not in text
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_predictions_of_the_last_layer_run_the_network_on_many_examples_at_once(diagonal):
+    calls = []
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    x = torch.randn(64, 3, dtype=torch.float64)
+    la = Laplace(model, params="last_layer").fit_batches([(x, torch.randint(3, (64,)))])
+    alone = torch.cat([la.functional(example, diagonal)[1] for example in x.split(1)])
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    covariance = la.functional(x, diagonal)[1]
+    # The first example alone shows how much memory one takes.
+    assert len(calls) <= 2
+    torch.testing.assert_close(covariance, alone, rtol=1e-10, atol=1e-12)

@@ -91,10 +91,10 @@ def functional_moments(
         if last is not None:
             layer = network.get_submodule(last.layer)
             num_added = of_posteriors.add_last_layer(total, layer, last, outputs, chosen)
+        gradients = tap.output_bytes()
         if num_added < len(blocks):
-            gradients = tap.output_bytes()
             at_once = _columns_at_once(request, len(columns), gradients, blocks, outputs)
-            chunk = max(1, request.memory_bound // (_SHARE * gradients * at_once))
+        chunk = max(1, request.memory_bound // (_SHARE * gradients * at_once))
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
         skipped = last.layer if last is not None and num_added else None
