@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -123,6 +122,9 @@ def maximise_marginal_likelihood(
     Raises:
         ValueError: If the optimum lies on the range's edge.
     """
+    # Here, as it takes a third of a second to import.
+    from scipy.optimize import minimize_scalar
+
     name = "log_marginal_likelihood"
     table: list[dict[str, float]] = []
 

@@ -37,7 +37,7 @@ def settings(tmp_path, **changes):
 
 def dense_blocks(trained, batches):
     x = torch.cat([x for x, _ in batches])
-    names = [block.name for block in kfac_error._laplace(trained, "kfac")._blocks]
+    names = [block.name for block in kfac_error._problem(trained).blocks]
     return {name: oracle.ggn_block(trained.model, x, "classification", name) for name in names}
 
 

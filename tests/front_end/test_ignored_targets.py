@@ -145,7 +145,7 @@ def test_multi_label_targets_are_ignored_by_the_example():
     both = Laplace(network(), "multilabel", curvature="full").fit_batches([(x, half)])
     one, two = (fit.posterior.precision.to_dense() for fit in (both, alone))
     torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
-    assert both._nll == pytest.approx(alone._nll, rel=1e-12)
+    assert both._fitted.nll == pytest.approx(alone._fitted.nll, rel=1e-12)
     assert both.evaluate([(x, half)]) == both.evaluate([(x[:4], y[:4])])
     with pytest.raises(ValueError, match=IGNORED):
         both.tune([(x, nothing)])

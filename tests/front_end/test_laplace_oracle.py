@@ -282,10 +282,14 @@ def test_results_do_not_depend_on_the_memory_bound(name, curvature):
     tight, wide = (case.la for case in cases)
     x = cases[0].x
     for diagonal in (False, True):
-        tight._settings = replace(tight._settings, memory_bound=1)
+        tight._fitted = bounded(tight._fitted, 1)
         needed = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
-        tight._settings = replace(tight._settings, memory_bound=needed)
+        tight._fitted = bounded(tight._fitted, needed)
         close(tight.functional(x, diagonal)[1], wide.functional(x, diagonal)[1], 1e-10)
+
+
+def bounded(fitted, memory_bound):
+    return replace(fitted, settings=replace(fitted.settings, memory_bound=memory_bound))
 
 
 def _needed_bytes(compute):

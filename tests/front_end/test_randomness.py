@@ -179,6 +179,9 @@ CASES = {
         "": applied(linalg.matrix_function_trace, torch.exp, num_probes=3, num_steps=5)
     },
     linalg.neumann: {"": applied(linalg.neumann, ONES, num_terms=5)},
+    linalg.sample_gaussian: {
+        "": lambda generator: linalg.sample_gaussian(ONES, matrix(), 2, generator=generator)
+    },
     linalg.solve: {"": applied(linalg.solve, ONES, method="neumann", num_terms=5)},
     linalg.spectral_density: {"": applied(linalg.spectral_density, num_probes=3, num_steps=5)},
     linalg.spectral_norm: {"": applied(linalg.spectral_norm)},
