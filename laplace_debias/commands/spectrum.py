@@ -136,7 +136,7 @@ def _print(result: SpectrumResult, console: Console) -> None:
     console.print(f"Leading {len(values)} eigenvalues: {shown}, … {values[-1]:.4g}")
     console.print(
         f"  greatest residual {float(pairs.residuals.max()):.2g}, {pairs.num_matvecs} products: "
-        f"{pairs.status}"
+        f"{pairs.message}"
     )
     share = float(pairs.values.sum() / total.value)
     console.print(

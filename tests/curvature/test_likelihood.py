@@ -6,13 +6,15 @@ from torch.distributions import Bernoulli as TorchBernoulli
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent, Normal
 
-from laplace_debias.curvature.losses.cotangents import Fisher, keyed_uniforms
+from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
     likelihood_from,
 )
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+from laplace_debias.curvature.losses.uniforms import keyed_uniforms
 
 CASES = {
     "categorical": (Categorical(), 5, lambda n, c: torch.randint(c, (n,))),
@@ -79,7 +81,8 @@ def test_monte_carlo_columns_average_to_the_exact_hessian(case, mc_samples):
     for n in range(3):
         many = (outputs[n : n + 1] / 3).expand(40_000, -1)
         any_targets = targets[:1].expand(len(many), *targets.shape[1:])
-        columns = fisher.columns(likelihood, many, any_targets, first=0)
+        cotangents = Cotangents(NegativeLogLikelihood(likelihood), fisher)
+        columns, _ = cotangents(many, any_targets, 0)
         squares = torch.einsum("kbi,kbj->bij", columns, columns)
         root = likelihood.hessian_root(many[:1])[:, 0]
         standard_error = squares.std(0) / len(many) ** 0.5

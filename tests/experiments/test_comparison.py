@@ -13,7 +13,7 @@ from laplace_debias.experiments.posteriors.comparison_report import (
     findings,
 )
 from laplace_debias.experiments.posteriors.distances import distances_by_precision
-from laplace_debias.experiments.posteriors.fitting import DEBIASED, FULL, MAP, MINI
+from laplace_debias.experiments.shared.methods import DEBIASED, FULL, MAP, MINI
 from laplace_debias.problems import (
     Recipe,
     digits,

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.layers.backpack import why_not_backpack
-from laplace_debias.laplace.functional.moments import Wanted, functional_moments
+from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 
 NUM_DATA = 40
 DELTA = 0.7
@@ -158,7 +158,7 @@ def test_grids_of_covariances_equal_one_posterior_each(points):
             [la.posterior],
             case.x,
             deltas[None],
-            Wanted(diagonal, None, 2**20),
+            OutputRequest(diagonal, None, 2**20),
         )
         for point, covariance in zip(deltas, covariances[0], strict=True):
             la.prior_precision = point

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import kfac as fit
+from laplace_debias.curvature.fits import kfac, sums
 
 
 def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatch):
@@ -29,8 +29,10 @@ def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatc
 
         return compute
 
-    monkeypatch.setattr(fit, "gradient_factor", watched(fit.gradient_factor))
-    monkeypatch.setattr(fit, "input_factor", watched(fit.input_factor))
+    for name in ("gradient_factor", "input_factor"):
+        original = watched(getattr(sums, name))
+        for module in (sums, kfac):
+            monkeypatch.setattr(module, name, original)
     batches = [[(torch.randn(8, 5), torch.randint(3, (8,)))] for _ in range(2)]
     Laplace(model, params="weights").fit_batches(*batches)
     assert len(factors) == 2 * 2 * 5

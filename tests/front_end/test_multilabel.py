@@ -22,7 +22,7 @@ from torchmetrics.functional.classification import (
 )
 
 from laplace_debias import Laplace, metrics
-from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
@@ -30,6 +30,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     MultiLabel,
     likelihood_from,
 )
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
 N, NUM_LABELS, DELTA, RANK = 7, 3, 0.6, 5
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
@@ -280,7 +281,8 @@ def test_saturated_logits_keep_their_digits():
 
 def test_drawn_labels_are_independent_and_their_gradients_unbiased():
     f = torch.tensor([[0.4, -1.2, 2.0]]).double().expand(60_000, -1)
-    columns = Fisher("mc", 1, seed=3).columns(MultiLabel(), f, torch.zeros(60_000, 3), first=0)
+    cotangents = Cotangents(NegativeLogLikelihood(MultiLabel()), Fisher("mc", 1, seed=3))
+    columns, _ = cotangents(f, torch.zeros(60_000, 3), 0)
     squares = torch.einsum("kbi,kbj->bij", columns, columns)
     p = f[0].sigmoid()
     error = squares.mean(0) - torch.diag(p * (1 - p))

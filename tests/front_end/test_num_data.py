@@ -34,7 +34,7 @@ from laplace_debias.laplace.data_size import (
 from laplace_debias.laplace.posterior_range import check_num_data
 
 SIZE = 24
-PARTIAL = ("mini", "debiased", "crossfit", "shrinkage")
+PARTIAL = ("mini", "debiased", "crossfit")
 
 
 def network():

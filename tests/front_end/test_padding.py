@@ -13,8 +13,9 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
 from laplace_debias.curvature.layers import positions
-from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
 F64 = torch.float64
 V, D, CLASSES, IGNORED, PAD = 5, 4, 3, -100, 0
@@ -495,13 +496,13 @@ def test_the_operator_of_a_torch_loss(fisher):
 
 def test_drawn_labels_belong_to_the_counted_positions():
     outputs = torch.randn(3, 4, CLASSES, generator=torch.Generator().manual_seed(0))
-    fisher = Fisher("mc", 2, 7)
+    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), Fisher("mc", 2, 7))
     y = torch.zeros(3, 4, dtype=torch.long)
-    plain = fisher.columns(Categorical(), outputs, y, 10)
+    plain, _ = cotangents(outputs, y, 10)
     for left in (0, 3):
         wide = F.pad(outputs, (0, 0, left, 3 - left), value=1.7)
         targets = F.pad(y, (left, 3 - left), value=IGNORED)
-        columns = fisher.columns(Categorical(), wide, targets, 10)
+        columns, _ = cotangents(wide, targets, 10)
         torch.testing.assert_close(columns[:, :, left : left + 4], plain, rtol=0, atol=0)
         assert columns.count_nonzero() == plain.count_nonzero()
 

@@ -154,7 +154,6 @@ CASES = {
         "mini": fit("mini"),
         "debiased": fit("debiased"),
         "crossfit": fit("crossfit"),
-        "shrinkage": fit("shrinkage"),
         "scaled": fit("mini", scale=True),
     },
     Laplace.fit_batches: {"two loaders": fit_batches, "an iterator": fit_of_an_iterator},

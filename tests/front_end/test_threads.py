@@ -145,7 +145,7 @@ def test_fits(backend):
     calls = [
         partial(fit, make, mode, curvature=curvature, backend=backend)
         for make in (conv, lambda: one)
-        for curvature, mode in (("kfac", "full"), ("kfac", "shrinkage"), ("ekfac", "debiased"))
+        for curvature, mode in (("kfac", "full"), ("kfac", "crossfit"), ("ekfac", "debiased"))
     ]
     calls += [partial(fit, mlp, curvature=curvature, backend=backend) for curvature in REST]
     calls += [partial(fit, mlp, "crossfit", curvature="full", backend=backend)]

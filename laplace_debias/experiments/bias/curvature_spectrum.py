@@ -16,6 +16,7 @@ from laplace_debias.linalg import (
     EigenPairs,
     Estimate,
     SpectralDensity,
+    Status,
     eigsh,
     spectral_density,
     trace,
@@ -193,8 +194,8 @@ def decompose(
         spectrum.vectors,
         torch.full_like(leading, spectrum.left_out),
         num_matvecs=0,
-        converged=True,
-        status=f"from {len(spectrum.values):,} rows of the Jacobian, exact but for the trace of "
+        status=Status.CONVERGED,
+        message=f"from {len(spectrum.values):,} rows of the Jacobian, exact but for the trace of "
         f"{spectrum.left_out:.2g} of those left out",
     )
     trace = torch.tensor(spectrum.trace, dtype=leading.dtype, device=leading.device)
