@@ -14,7 +14,7 @@ def compare_factors(settings: Settings, fisher: str) -> list[Row]:
 
     Args:
         settings: Network, data, rounds.
-        fisher: `"mc"` (one label an example) or `"exact"`.
+        fisher: `"mc"` (one label per example) or `"exact"`.
     """
     contenders = [
         Contender("gradient", ours.gradient(settings)),

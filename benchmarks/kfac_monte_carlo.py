@@ -1,11 +1,11 @@
-"""K-FAC factors from one Monte-Carlo label an example."""
+"""K-FAC factors from one Monte-Carlo label per example."""
 
 from benchmarks.kfac_factors import compare_factors
 from benchmarks.report import FASTEST_PEER, Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Row
 
-TITLE = "K-FAC factors, Monte-Carlo Fisher (one label an example)"
+TITLE = "K-FAC factors, Monte-Carlo Fisher (one label per example)"
 UNIT = "s a batch"
 REFERENCES = ("gradient", "ours, hooks")
 GOALS = (

@@ -12,7 +12,7 @@ from benchmarks.timing import Run
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import factor_sums
-from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.selection import select_parameters
@@ -59,7 +59,7 @@ def problem_of(
     """What curvature a `Laplace` of all parameters takes of a classifier."""
     names = select_parameters(model, "all")
     loss = NegativeLogLikelihood(Categorical())
-    return Problem.of(model, loss, names, Fisher(fisher), dtype, backend)
+    return Problem.of(model, loss, names, FisherType(fisher), dtype, backend)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

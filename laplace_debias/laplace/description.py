@@ -85,4 +85,4 @@ def _delta(prior_precision: Tensor) -> str:
     if prior_precision.ndim == 0:
         return f"{prior_precision.item():g}"
     low, high = prior_precision.min().item(), prior_precision.max().item()
-    return f"{low:g} to {high:g}, one a block"
+    return f"{low:g} to {high:g}, one per block"

@@ -86,8 +86,8 @@ class Fitted:
             )
         if not torch.equal(current, mean):
             raise RuntimeError(
-                "The model's parameters have changed since the fit, so the posterior is not "
-                "around them any more: fit again."
+                "The model's parameters have changed since the fit, so the posterior does "
+                "not describe them: fit again."
             )
         if wrong := changed(self.others, fingerprint(self.model, self.parameters.names)):
             raise RuntimeError(

@@ -12,7 +12,7 @@ from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 
-# One δ a grid point, [P], or one for each block, [P, blocks].
+# One δ per grid point, [P], or one for each block, [P, blocks].
 Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 
 

@@ -16,7 +16,7 @@ from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
-from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import (
     Batches,
@@ -96,13 +96,13 @@ class Laplace:
             is the one that the outputs come from, whatever was registered last. Unless the model is
             an `nn.Sequential` that ends in one of torch's layers, the first `fit` finds it by
             running an example, and `param_names` and `block_names` are not known before.
-        prior_precision: δ, one number or one a block (see `block_names`).
+        prior_precision: δ, one number or one per block (see `block_names`).
         backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can, hooks elsewhere. Both
             give the same factors.
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
             `"empirical"` (the true labels).
         factor_dtype: In what Kronecker factors are summed and decomposed.
-        sigma: Noise of `"regression"`: standard deviation, one number or one an output.
+        sigma: Noise of `"regression"`: standard deviation, one number or one per output.
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
@@ -169,7 +169,7 @@ class Laplace:
     ) -> None:
         self._settings = FitSettings(
             CurvatureKind(curvature, rank),
-            Fisher(fisher, mc_samples),
+            FisherType(fisher, mc_samples),
             factor_dtype,
             joint,
             sharing,
@@ -335,7 +335,7 @@ class Laplace:
             expected = _expected_of(train_loader, num_data)
             return self._fit(train_loader, expected, generator, train_loader.mode)
         if scale and mode == "full":
-            raise ValueError('mode="full" sees all data, whose scale it has: leave out scale=True.')
+            raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
         if scale:
             check_scale(train_loader)
         given = None if num_data is None else check_num_data(num_data)
@@ -575,7 +575,7 @@ class Laplace:
 
         Args:
             x: Inputs, `[B, ...]`.
-            prior_precisions: One δ a grid point, `[P]`, or one for each block, `[P, blocks]`; a
+            prior_precisions: One δ per grid point, `[P]`, or one for each block, `[P, blocks]`; a
                 tensor or a list.
 
         Returns:

@@ -32,7 +32,7 @@ class GaussianPosterior:
         mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
         curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
         num_data: N, the number of training examples.
-        prior_precision: δ, one number or one a block, in units of one over parameter squared.
+        prior_precision: δ, one number or one per block, in units of one over parameter squared.
         order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
             there one after the other.
 

@@ -130,7 +130,7 @@ def _not_finite(name: str, is_magnitude: bool, dtype: torch.dtype) -> str:
 def check_prior_precision(
     prior_precision: Tensor, num_blocks: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Require one positive finite number, or one a block.
+    """Require one positive finite number, or one per block.
 
     Args:
         prior_precision: δ.
@@ -179,7 +179,7 @@ def check_precisions(
     Args:
         largest: The largest curvature of every block.
         num_data: N.
-        prior_precision: δ, one number or one a block.
+        prior_precision: δ, one number or one per block.
         square: The squared norm of the mean: δ times it is part of the marginal likelihood.
         dtype: What the posterior is computed in.
 

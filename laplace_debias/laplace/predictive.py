@@ -42,7 +42,7 @@ def chosen_outputs(
     batch, size = flat.shape
     if isinstance(choice, int):
         if not 1 <= choice <= size:
-            raise ValueError(f"outputs={choice}: the model has {size} outputs an example.")
+            raise ValueError(f"outputs={choice}: the model has {size} outputs per example.")
         return flat.topk(choice, dim=1).indices
     choice = torch.as_tensor(choice)
     is_index = not choice.is_floating_point() and choice.ndim == 2 and len(choice) == batch

@@ -9,7 +9,7 @@ from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.blocks import Block, Sharing
 from laplace_debias.curvature.layers.stream import Backend
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.class_dim import check_class_dim
@@ -33,7 +33,7 @@ class FitSettings:
     """
 
     kind: CurvatureKind
-    fisher: Fisher
+    fisher: FisherType
     factor_dtype: torch.dtype
     joint: bool
     sharing: Sharing

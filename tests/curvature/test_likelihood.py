@@ -6,7 +6,7 @@ from torch.distributions import Bernoulli as TorchBernoulli
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent, Normal
 
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
@@ -77,7 +77,7 @@ def test_categorical_root_survives_saturated_logits(scale, dtype):
 @pytest.mark.parametrize("mc_samples", [1, 3])
 def test_monte_carlo_columns_average_to_the_exact_hessian(case, mc_samples):
     likelihood, outputs, targets = case
-    fisher = Fisher("mc", mc_samples, seed=1)
+    fisher = FisherType("mc", mc_samples, seed=1)
     for n in range(3):
         many = (outputs[n : n + 1] / 3).expand(40_000, -1)
         any_targets = targets[:1].expand(len(many), *targets.shape[1:])

@@ -313,10 +313,10 @@ def damaged(path, how):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("truncated", "damaged or no safetensors file"),
-        ("header", "damaged or no safetensors file"),
-        ("pickle", "damaged or no safetensors file"),
-        ("empty", "damaged or no safetensors file"),
+        ("truncated", "damaged or not a safetensors file"),
+        ("header", "damaged or not a safetensors file"),
+        ("pickle", "damaged or not a safetensors file"),
+        ("empty", "damaged or not a safetensors file"),
         ("format", "is of format 'laplace-debias/999'"),
         ("missing", r"\['0.U_A'\] are missing"),
         ("shape", r"\['0.magnitudes'\] are missing, superfluous or of another shape"),

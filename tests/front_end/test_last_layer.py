@@ -427,7 +427,7 @@ def test_repr_tells_what_is_approximated(tmp_path):
     assert repr(la) == (
         "Laplace(\n  model: Sequential\n  likelihood: classification\n  curvature: ekfac\n"
         "  parameters: 35 of 43\n  blocks: 2: 0.weight, 2.weight\n"
-        "  prior precision: 0.5 to 2, one a block\n  fit: none yet\n)"
+        "  prior precision: 0.5 to 2, one per block\n  fit: none yet\n)"
     )
     la.fit_batches(data()[:1], data()[1:], num_data=12000)
     assert "fit: N = 12,000, debiased\n" in repr(la)

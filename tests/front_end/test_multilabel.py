@@ -1,8 +1,8 @@
 """Several labels on one network: independent Bernoullis, against dense matrices in float64.
 
 The reference is written from the equations: Jacobians by `torch.func`, one example after the other,
-and of each label p, p (1 − p) and p − y. A network of networks side by side, one a label, must give
-what each of them gives as `"binary"`.
+and of each label p, p (1 − p) and p − y. A network of networks side by side, one per label, must
+give what each of them gives as `"binary"`.
 """
 
 import math
@@ -22,7 +22,7 @@ from torchmetrics.functional.classification import (
 )
 
 from laplace_debias import Laplace, metrics
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
@@ -281,7 +281,7 @@ def test_saturated_logits_keep_their_digits():
 
 def test_drawn_labels_are_independent_and_their_gradients_unbiased():
     f = torch.tensor([[0.4, -1.2, 2.0]]).double().expand(60_000, -1)
-    cotangents = Cotangents(NegativeLogLikelihood(MultiLabel()), Fisher("mc", 1, seed=3))
+    cotangents = Cotangents(NegativeLogLikelihood(MultiLabel()), FisherType("mc", 1, seed=3))
     columns, _ = cotangents(f, torch.zeros(60_000, 3), 0)
     squares = torch.einsum("kbi,kbj->bij", columns, columns)
     p = f[0].sigmoid()

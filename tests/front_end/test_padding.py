@@ -13,7 +13,7 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
 from laplace_debias.curvature.layers import positions
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
@@ -496,7 +496,7 @@ def test_the_operator_of_a_torch_loss(fisher):
 
 def test_drawn_labels_belong_to_the_counted_positions():
     outputs = torch.randn(3, 4, CLASSES, generator=torch.Generator().manual_seed(0))
-    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), Fisher("mc", 2, 7))
+    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc", 2, 7))
     y = torch.zeros(3, 4, dtype=torch.long)
     plain, _ = cotangents(outputs, y, 10)
     for left in (0, 3):

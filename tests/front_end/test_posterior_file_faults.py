@@ -383,9 +383,9 @@ def in_time():
         ("folder", IsADirectoryError, "is a folder: name the file in it"),
         ("pipe", ValueError, "a device or a pipe"),
         ("device", ValueError, "a device or a pipe"),
-        ("empty", ValueError, "damaged or no safetensors file"),
-        ("text", ValueError, "damaged or no safetensors file"),
-        ("half", ValueError, "damaged or no safetensors file"),
+        ("empty", ValueError, "damaged or not a safetensors file"),
+        ("text", ValueError, "damaged or not a safetensors file"),
+        ("half", ValueError, "damaged or not a safetensors file"),
         ("checkpoint", ValueError, "is of format None"),
     ],
 )

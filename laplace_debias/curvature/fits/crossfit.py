@@ -30,7 +30,7 @@ from laplace_debias.curvature.network.inputs import Inputs, join, take
 
 Fold = tuple[Inputs, Tensor]
 # Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
-Eigenpairs = tuple[Tensor, Tensor | None]
+FactorEigenpairs = tuple[Tensor, Tensor | None]
 # From what ratio of rank and size on a factor's range is worth changing coordinates for.
 _MUCH_SMALLER = 0.7
 
@@ -89,7 +89,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
 def crossfit_magnitudes(
     factors: Float[Tensor, "folds d *d"],
     sizes: Tensor,
-    known: Eigenpairs | None = None,
+    known: FactorEigenpairs | None = None,
     precision: torch.dtype | None = None,
 ) -> Float[Tensor, " d"]:
     """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
@@ -181,7 +181,7 @@ def exact_crossfit(
     folds: Sequence[Fold],
     starts: Sequence[int],
     of_folds: list[FactorSums],
-    whole: dict[Block, Eigenbasis],
+    of_all: dict[Block, Eigenbasis],
 ) -> Sums:
     """EKFAC's magnitudes of every fold along the eigenbases of the others, averaged.
 
@@ -190,7 +190,7 @@ def exact_crossfit(
         folds: The examples of each fold.
         starts: Position of each fold's first example in all data of the fit.
         of_folds: Each fold's factors.
-        whole: The eigenbases of all folds together.
+        of_all: The eigenbases of all folds together.
 
     Returns:
         `[d_out, d_in]` of each block.
@@ -201,7 +201,7 @@ def exact_crossfit(
     for fold, first, own in zip(folds, starts, of_folds, strict=False):
         bases: dict[Block, Eigenbasis] = {}
         for block in problem.blocks:
-            sides = zip(totals[block], own[block], _eigenpairs(whole[block]), strict=True)
+            sides = zip(totals[block], own[block], _eigenpairs(of_all[block]), strict=True)
             (along_G, U_G), (along_A, U_A) = (
                 _basis_of_others(total, mine, known, num_examples - len(fold[1]), problem.dtype)
                 for total, mine, known in sides
@@ -213,8 +213,8 @@ def exact_crossfit(
 
 
 def _basis_of_others(
-    total: Tensor, own: Tensor, known: Eigenpairs, num_others: int, precision: torch.dtype
-) -> Eigenpairs:
+    total: Tensor, own: Tensor, known: FactorEigenpairs, num_others: int, precision: torch.dtype
+) -> FactorEigenpairs:
     """Eigenvalues and eigenvectors of the mean factor of the other folds."""
     if total.ndim == 1:
         return (total - own) / num_others, None
@@ -224,7 +224,7 @@ def _basis_of_others(
     return torch.cat([values, values.new_zeros(len(total) - len(values))]), within.lifted(basis)
 
 
-def _eigenpairs(basis: Eigenbasis) -> tuple[Eigenpairs, Eigenpairs]:
+def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:
     return (basis.along_G, basis.U_G), (basis.along_A, basis.U_A)
 
 

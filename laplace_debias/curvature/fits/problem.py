@@ -10,7 +10,7 @@ from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks
 from laplace_debias.curvature.layers.stream import Backend
 from laplace_debias.curvature.losses.base import OutputLoss
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.operators import BlockDiagonal
 
 MEMORY_BOUND = 2**27
@@ -43,7 +43,7 @@ class Problem:
         model: nn.Module,
         loss: OutputLoss,
         names: Sequence[str],
-        fisher: Fisher,
+        fisher: FisherType,
         factor_dtype: torch.dtype,
         backend: str = "auto",
         memory_bound: int = MEMORY_BOUND,

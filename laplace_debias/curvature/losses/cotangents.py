@@ -14,7 +14,7 @@ FISHERS = ("exact", "mc", "empirical")
 
 
 @dataclass(frozen=True)
-class Fisher:
+class FisherType:
     r"""How the loss Hessian of an example becomes a sum of outer products $\sum_k s_k s_k^\top$.
 
     Attributes:
@@ -43,7 +43,7 @@ class Fisher:
                 f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
             )
 
-    def seeded(self, generator: torch.Generator | None) -> "Fisher":
+    def seeded(self, generator: torch.Generator | None) -> "FisherType":
         """The same with labels that a generator decides; torch's global one if None.
 
         Nothing is drawn where there are no labels to draw.
@@ -74,7 +74,7 @@ class Cotangents:
     """
 
     loss: OutputLoss
-    fisher: Fisher
+    fisher: FisherType
     class_dim: int | None = None
 
     def __post_init__(self) -> None:

@@ -29,12 +29,12 @@ class CrossEntropy(OutputLoss):
         if len(shape) < 2:
             raise ValueError(
                 f"CrossEntropyLoss needs outputs [B, C] or [B, C, d1, ...], got {tuple(shape)}: "
-                "for one logit an example use nn.BCEWithLogitsLoss."
+                "for one logit per example use nn.BCEWithLogitsLoss."
             )
         if self._weight is not None and self._weight.shape != shape[1:2]:
             raise ValueError(
                 f"CrossEntropyLoss has weight of shape {tuple(self._weight.shape)} for {shape[1]} "
-                "classes (dimension 1 of the outputs): give one weight a class."
+                "classes (dimension 1 of the outputs): give one weight per class."
             )
         if targets.is_floating_point():
             self._check_probabilities(shape, targets)
@@ -197,7 +197,7 @@ class BinaryCrossEntropy(OutputLoss):
 
     With $w$ the weight, $\pi$ the `pos_weight` and $T = w(1 + (\pi - 1)y)$, a term is
     $T\,\mathrm{softplus}(f) - w\pi y f$, its gradient $T p - w\pi y$ and its Hessian $T p(1-p)$
-    with $p$ the sigmoid. A weight with a row an example has them in the order of the whole data.
+    with $p$ the sigmoid. A weight with a row per example has them in the order of the whole data.
     """
 
     def __init__(self, loss: nn.BCEWithLogitsLoss, num_data: int) -> None:
@@ -220,7 +220,7 @@ class BinaryCrossEntropy(OutputLoss):
             if weight is not None and not _broadcasts(weight.shape, whole):
                 raise ValueError(
                     f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which does not "
-                    f"broadcast to the outputs of the whole data, {whole}: a weight an example "
+                    f"broadcast to the outputs of the whole data, {whole}: a weight per example "
                     f"needs {self._num_data} rows, in the order of the data."
                 )
 

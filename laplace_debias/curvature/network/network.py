@@ -107,7 +107,7 @@ class Network:
         return functional_call(self._call, state, (inputs,))
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
-        """The outputs for a batch, found to be the same twice, finite, and one row an example.
+        """The outputs for a batch, found to be the same twice, finite, and one row per example.
 
         Raises:
             TypeError: If they are no tensor.
@@ -125,7 +125,7 @@ class Network:
         if outputs.shape[:1] != (size,) or outputs.dtype != self.dtype:
             raise ValueError(
                 f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
-                f"{size} examples: expected {self.dtype}, one row an example."
+                f"{size} examples: expected {self.dtype}, one row per example."
             )
         check_finite_outputs(outputs)
         # Not to the last bit: parallel sums on an accelerator may differ in their order.

@@ -70,7 +70,7 @@ def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
     tolerance = max(1e-2, 16 * torch.finfo(outputs.dtype).eps)
     if differ(beside_another, tolerance, tolerance):
         raise ValueError(
-            "An example's outputs are others alone than beside a second one: the model mixes the "
+            "An example's outputs change when a second one is beside it: the model mixes the "
             "examples of a batch (statistics over the batch, attention along the wrong dimension, "
             "...), and curvature per example is not defined. Let every example have outputs of "
             "its own."

@@ -11,7 +11,7 @@ from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit, Pr
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.losses import Loss, output_loss
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.known import BinaryCrossEntropy
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
@@ -57,7 +57,7 @@ class KFAC(Permuted):
             operator is that of *their* loss.
         fisher: `"exact"`: the loss Hessian in closed form. `"mc"`: gradients at drawn labels.
             `"empirical"`: gradients at the true labels, which approximates `EmpiricalFisher`.
-        mc_samples: For `"mc"`: labels an example (1 if not given).
+        mc_samples: For `"mc"`: labels per example (1 if not given).
         generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
             example's place in the data alone. torch's global generator is left alone then, by what
             loaders draw too.
@@ -126,7 +126,7 @@ class KFAC(Permuted):
     ) -> None:
         if fisher != "mc" and (mc_samples is not None or generator is not None):
             raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
-        columns = Fisher(fisher, 1 if mc_samples is None else mc_samples)
+        columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
         if factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."

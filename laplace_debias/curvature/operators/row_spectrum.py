@@ -13,7 +13,7 @@ from laplace_debias.curvature.fits.rows import sweep_parts
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.stream import HookStream
 from laplace_debias.curvature.losses import Loss
-from laplace_debias.curvature.losses.cotangents import Cotangents, Fisher
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.network import Network
@@ -100,7 +100,7 @@ def ggn_spectrum(
     network = Network(model, "all" if params is None else params, data)
     blocks = curvature_blocks(model, network.names)
     of_loss = LossData(data, network, loss, None, None)
-    cotangents = Cotangents(of_loss.loss, Fisher("exact"))
+    cotangents = Cotangents(of_loss.loss, FisherType("exact"))
     with torch.inference_mode(False):
         rows = _Rows(model, cotangents, blocks, memory_bound)
         squares = rows.squares(of_loss) * of_loss.scale

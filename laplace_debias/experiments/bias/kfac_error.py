@@ -19,7 +19,7 @@ from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.selection import select_parameters
@@ -147,7 +147,7 @@ def _problem(trained: Trained) -> Problem:
     """What the posteriors of `_laplace` take curvature of."""
     names = select_parameters(trained.model, "weights")
     loss = NegativeLogLikelihood(Categorical())
-    return Problem.of(trained.model, loss, names, Fisher(), torch.float64, backend="hooks")
+    return Problem.of(trained.model, loss, names, FisherType(), torch.float64, backend="hooks")
 
 
 def _norms(trained: Trained, batches: Sequence[Batch], settings: KfacErrorSettings) -> Rows:

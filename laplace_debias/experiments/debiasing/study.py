@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.losses.cotangents import Fisher
+from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.selection import select_parameters
@@ -72,7 +72,7 @@ def study(
     chosen = torch.randperm(len(test), generator=generator)[: settings.test_examples]
     example = train.batch(order[:1])[0].to(next(model.parameters()).device)
     names = select_parameters(model, settings.params, example)
-    fisher = Fisher(settings.fisher, 1, settings.seed)
+    fisher = FisherType(settings.fisher, 1, settings.seed)
     loss = NegativeLogLikelihood(Categorical())
     dtype = model.get_parameter(names[0]).dtype
     problem = Problem.of(model, loss, names, fisher, dtype, memory_bound=MEMORY_BOUND)

@@ -134,4 +134,4 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"its JSON holds {name}, which is no number")
+    raise ValueError(f"its JSON holds {name}, which is not a number")

@@ -290,7 +290,7 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
         ) from error
     except DamagedFileError as error:
         raise ValueError(
-            f"{path} is damaged or no safetensors file ({error}): save the posterior again."
+            f"{path} is damaged or not a safetensors file ({error}): save the posterior again."
         ) from error
     try:
         if set(texts) != {"format", "header"}:

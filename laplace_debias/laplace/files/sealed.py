@@ -216,10 +216,10 @@ def _texts_and_tensors(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     except ValueError as error:
         raise DamagedFileError(str(error)) from error
     if not isinstance(described, dict):
-        raise DamagedFileError("its header is no JSON object")
+        raise DamagedFileError("its header is not a JSON object")
     texts = described.pop("__metadata__", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise DamagedFileError("its metadata are no texts by name")
+        raise DamagedFileError("its metadata do not map names to texts")
     return texts, described
 
 
@@ -262,5 +262,5 @@ def _without(header: bytes, checksum: str) -> bytes:
     """The header with zeros in the checksum's place."""
     found = checksum.encode(errors="replace")
     if not re.fullmatch(rb"[0-9a-f]{64}", found) or header.count(found) != 1:
-        raise DamagedFileError("its checksum is no checksum")
+        raise DamagedFileError("its checksum is malformed")
     return header.replace(found, _BLANK.encode())

@@ -63,9 +63,9 @@ def functional_moments(
         request: Covariance or variances, of which outputs.
 
     Returns:
-        The outputs at the mean, `[B, ..., C]` (of those asked for `[B, k]`); and the covariances
-        `[posteriors, P, B, M, M]` for M outputs an example, or their diagonals, of the mean's shape
-        behind `[posteriors, P]`.
+        The outputs at the mean, `[B, ..., C]` (of those asked for `[B, k]`). And the covariances
+        `[posteriors, P, B, M, M]` for M outputs per example, or their diagonals, whose shape is
+        `[posteriors, P]` and then the mean's.
 
     Raises:
         ValueError: If the outputs are not finite or have no batch dimension, or if what is

@@ -79,7 +79,7 @@ class MultiLabel(Likelihood):
         if targets.shape != outputs.shape:
             hint = ""
             if targets.ndim == 1 and not targets.is_floating_point():
-                hint = ' (for one class index an example use likelihood="classification")'
+                hint = ' (for one class index per example use likelihood="classification")'
             raise ValueError(
                 f"Expected targets of the outputs' shape {tuple(outputs.shape)}, 0 or 1 for every "
                 f"label, got {tuple(targets.shape)}{hint}."

@@ -36,7 +36,7 @@ class Categorical(Likelihood):
             )
         if targets.shape != outputs.shape[:1]:
             raise ValueError(
-                f"Expected one class label an example, shape ({outputs.shape[0]},), got "
+                f"Expected one class label per example, shape ({outputs.shape[0]},), got "
                 f"{tuple(targets.shape)}{_advice_on_columns(outputs, targets)}."
             )
         counted = targets[self.counted(targets)]

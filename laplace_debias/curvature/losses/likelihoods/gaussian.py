@@ -17,7 +17,7 @@ class Gaussian(Likelihood):
     $\ell = \tfrac12\|(f-y)/\sigma\|^2 + \sum_c \log\sigma_c + \tfrac C2\log 2\pi$
 
     Args:
-        sigma: Standard deviation of the noise in the targets' units, one number or one an output.
+        sigma: Standard deviation of the noise in the targets' units, one number or one per output.
 
     Raises:
         ValueError: If a standard deviation is not positive and finite.
@@ -26,7 +26,7 @@ class Gaussian(Likelihood):
     def __init__(self, sigma: float | Sequence[float] | Tensor = 1.0) -> None:
         self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
-            raise ValueError(f"sigma must be one positive number, or one an output, got {sigma}.")
+            raise ValueError(f"sigma must be one positive number, or one per output, got {sigma}.")
 
     def _sigma(self, outputs: Tensor) -> Tensor:
         if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
