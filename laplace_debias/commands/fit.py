@@ -31,6 +31,7 @@ class Settings(NetworkSettings):
             `mode=full`; all if None.
         scale: Whether the curvature of few images is scaled by forward passes over all of them; not
             with `mode=full`.
+        folds: How many folds `mode=crossfit` cuts its batch into, 2 if None.
         overwrite: Whether an existing file is replaced.
 
     Raises:
@@ -48,6 +49,7 @@ class Settings(NetworkSettings):
     prior_precision: float = 1.0
     full_examples: int | None = None
     scale: bool = False
+    folds: int | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +59,10 @@ class Settings(NetworkSettings):
             raise ValueError(
                 f"full_examples is {self.full_examples} with mode={self.mode}; give it with "
                 "mode=full alone: the other modes see batches of batch_size"
+            )
+        if self.folds is not None and self.mode != "crossfit":
+            raise ValueError(
+                f"folds is {self.folds} with mode={self.mode}; give it with mode=crossfit alone"
             )
         if self.scale and self.mode == "full":
             raise ValueError("scale is true with mode=full, which sees all images: leave scale out")
@@ -97,6 +103,7 @@ def run(settings: Settings, console: Console | None = None) -> Laplace:
     la.fit(
         *(batches, settings.mode, len(data.train), generator, settings.progress),
         scale=settings.scale,
+        folds=settings.folds,
     )
     la.save(output)
     console.print(

@@ -54,7 +54,14 @@ from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import check_num_data, check_prior_precision
 from laplace_debias.laplace.scale import check_scale, scale_of
-from laplace_debias.laplace.schemes import MODES, OF_FIRST_BATCHES, Full, Scheme, scheme_of
+from laplace_debias.laplace.schemes import (
+    MODES,
+    OF_FIRST_BATCHES,
+    CrossFit,
+    Full,
+    Scheme,
+    scheme_of,
+)
 from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.system.randomness import seeded
 from laplace_debias.system.threads import Lock
@@ -287,6 +294,7 @@ class Laplace:
         progress: bool = False,
         *,
         scale: bool = False,
+        folds: int | None = None,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
@@ -297,7 +305,7 @@ class Laplace:
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold (8 folds of its examples).
+                whole first batch, magnitudes out of fold.
                 They are short for `Full`, `Split` and `CrossFit` of `schemes`.
             num_data: N, the number of training examples, which the curvature is scaled to whatever
                 the fit sees (a subset, say, that stands for all). If None, N is the number of
@@ -309,16 +317,18 @@ class Laplace:
             progress: Show a progress bar over the batches of a full fit, or of the scale.
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
+            folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None.
 
         Returns:
             The object itself.
 
         Raises:
-            ValueError: For an unknown mode, an empty loader, fewer than two batches for
-                `"debiased"`, targets or outputs that do not fit the likelihood, NaN in the outputs;
-                if the model draws random numbers or mixes the examples of a batch; if every target
-                is ignored; for `num_data` below 1 or above 2**53, and without it if the loader does
-                not tell N, or if a full fit sees another number of examples than the loader told.
+            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, an empty
+                loader, fewer than two batches for `"debiased"`, targets or outputs that do not fit
+                the likelihood, NaN in the outputs; if the model draws random numbers or mixes the
+                examples of a batch; if every target is ignored; for `num_data` below 1 or above
+                2**53, and without it if the loader does not tell N, or if a full fit sees another
+                number of examples than the loader told.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If the forward pass uses Bayesian parameters outside of their
                 layers, or a layer in a way that has no Kronecker form here.
@@ -327,13 +337,15 @@ class Laplace:
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
         if isinstance(train_loader, Scheme):
-            if mode != "full" or progress or scale:
+            if mode != "full" or progress or scale or folds is not None:
                 raise ValueError(
-                    f"{type(train_loader).__name__}(...) says how to fit: leave out mode, progress "
-                    "and scale (fit_batches(..., scale=data) scales)."
+                    f"{type(train_loader).__name__}(...) says how to fit: leave out mode, folds, "
+                    "progress and scale (fit_batches(..., scale=data) scales)."
                 )
             expected = _expected_of(train_loader, num_data)
             return self._fit(train_loader, expected, generator, train_loader.mode)
+        if folds is not None and mode != "crossfit":
+            raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
         if scale and mode == "full":
             raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
         if scale:
@@ -353,7 +365,8 @@ class Laplace:
                 f"{len(batches)}: use a smaller batch size or more data."
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
-        return self._fit(wanted.scheme(batches), expected, generator, mode, scale_data)
+        scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
+        return self._fit(scheme, expected, generator, mode, scale_data)
 
     def fit_batches(
         self,

@@ -57,8 +57,32 @@ def test_without_num_data_n_is_what_was_seen(model):
     assert Laplace(model).fit(Split(A, B)).num_data == 16
 
 
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
+def test_cross_fitting_takes_two_folds_unless_it_is_told(model, curvature):
+    x, y = batch(0, size=6)
+    loader, la = [(x, y)], Laplace(model, curvature=curvature)
+    eye = torch.eye(len(la.fit(Full(loader)).mean), dtype=torch.float64)
+    for folds, expected in ((None, 2), (3, 3)):
+        found = la.fit(loader, mode="crossfit", num_data=50, folds=folds).posterior.precision @ eye
+        la.fit_batches(loader, folds=expected, num_data=50)
+        assert torch.equal(found, la.posterior.precision @ eye)
+
+
+def test_a_batch_of_two_examples_can_be_cross_fitted(model):
+    la = Laplace(model).fit([batch(0, size=2)], mode="crossfit", num_data=50)
+    assert la.predict(batch(1)[0]).probs.isfinite().all()
+    with pytest.raises(ValueError, match="Cross-fitting 1 examples takes"):
+        Laplace(model).fit([batch(0, size=1)], mode="crossfit", num_data=50)
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
+def test_folds_belong_to_cross_fitting(model, mode):
+    with pytest.raises(ValueError, match='folds=2 belongs to mode="crossfit"'):
+        Laplace(model).fit([batch(0), batch(1)], mode=mode, num_data=50, folds=2)
+
+
 @pytest.mark.parametrize(
-    "options", [{"mode": "mini"}, {"scale": True}, {"progress": True}], ids=str
+    "options", [{"folds": 2}, {"mode": "mini"}, {"scale": True}, {"progress": True}], ids=str
 )
 def test_what_a_scheme_says_itself_is_refused(model, options):
     with pytest.raises(ValueError, match=r"Split\(...\) says how to fit: leave out mode"):

@@ -189,7 +189,8 @@ def record_fit(options, mode, likelihood, fit_options):
     model = with_parameters(convolutional(OUTPUTS[likelihood]))
     batches = images(likelihood)
     la = Laplace(model, likelihood=likelihood, prior_precision=2.0, **options)
-    la.fit(loader(batches), mode=mode, generator=generator(5), **fit_options)
+    folds = 8 if mode == "crossfit" else None
+    la.fit(loader(batches), mode=mode, generator=generator(5), folds=folds, **fit_options)
     note_posterior(record, la, batches[2][0][:4], options.get("factor_dtype") is None)
     found = la.tune(batches[2:], grid=[0.1, 1.0, 10.0])
     record.note("tuned", [row[found.metric] for row in found.table])
@@ -201,7 +202,8 @@ def record_tokens(curvature, mode, sharing):
     record = Record()
     batches = sentences()
     la = Laplace(with_parameters(Tokens(3)), curvature=curvature, sharing=sharing)
-    la.fit(loader(batches), mode=mode, generator=generator(5))
+    folds = 8 if mode == "crossfit" else None
+    la.fit(loader(batches), mode=mode, generator=generator(5), folds=folds)
     x = batches[2][0][:3]
     record.note("covariance", la.functional(x)[1], mode in ("full", "mini"))
     record.note("probs", la.predict(x).probs)
