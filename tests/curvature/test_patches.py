@@ -1,14 +1,17 @@
 """Second moments of patches: the fast product equals unfolding, for every convolution."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from laplace_debias.curvature.fits import factors
 from laplace_debias.curvature.fits.factors import input_factor
+from laplace_debias.curvature.layers import patches
 from laplace_debias.curvature.layers.blocks import curvature_blocks
-from laplace_debias.curvature.layers.patches import has_fast_patches, patch_moments
+from laplace_debias.curvature.layers.patches import has_displacements, patch_moments
 from laplace_debias.curvature.layers.uses import activations
 
 pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -57,7 +60,7 @@ def test_activations_and_factor_equal_torch_unfold(case):
 @given(convolutions(stride=1))
 def test_displaced_products_equal_unfolding(case):
     layer, x = case
-    assume(has_fast_patches(layer) and layer.groups == 1)
+    assume(has_displacements(layer) and layer.groups == 1)
     rows = unfolded(layer, x, 0).flatten(0, 1)
     torch.testing.assert_close(patch_moments(layer, x), rows.T @ rows, rtol=1e-10, atol=1e-10)
 
@@ -84,3 +87,26 @@ def test_padding_modes_are_followed():
         (block,) = curvature_blocks(layer, ["weight"])
         product = activations(layer, block, x) @ layer.weight.flatten(1).T + layer.bias
         torch.testing.assert_close(product.mT.reshape(2, 3, 6, 5), layer(x))
+
+
+@pytest.mark.parametrize(("groups", "joint"), [(1, False), (1, True), (4, False), (8, True)])
+def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, joint):
+    layer = nn.Conv2d(8, 8, 3, padding=1, groups=groups, dtype=torch.float64)
+    x = torch.randn(4, 8, 6, 5, dtype=torch.float64)
+    names = ["weight", "bias"]
+    found = []
+    for large in (0, 2**60):
+        monkeypatch.setattr(patches, "_LARGE", large)
+        blocks = [b for b in curvature_blocks(layer, names, joint) if not b.is_vector]
+        assert len(blocks) == groups
+        found.append(torch.stack([input_factor(layer, block, [[x]]) for block in blocks]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_depthwise_convolution_is_unfolded(monkeypatch):
+    layer = nn.Conv2d(8, 8, 3, padding=1, groups=8, dtype=torch.float64)
+    x = torch.randn(4, 8, 6, 5, dtype=torch.float64)
+    block = curvature_blocks(layer, ["weight"])[3]
+    monkeypatch.setattr(factors, "patch_moments", None)
+    rows = activations(layer, block, x).flatten(0, 1)
+    torch.testing.assert_close(input_factor(layer, block, [[x]]), rows.T @ rows)

@@ -38,6 +38,7 @@ from laplace_debias.curvature.layers.uses import (
     tokens,
     vector_rows,
 )
+from laplace_debias.curvature.network.layer_types import CONVOLUTIONS
 
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
@@ -150,11 +151,12 @@ def _add_positions(
         for part in slices(layer, block, x):
             _add_moments(A, activations(layer, block, x[part])[mask[part]])
         return
-    if not has_fast_patches(layer):
+    is_convolution = isinstance(layer, CONVOLUTIONS)
+    x_of_group = group_of(layer, block, x) if is_convolution else x
+    if not (is_convolution and has_fast_patches(layer, x_of_group)):
         for part in slices(layer, block, x):
             _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
         return
-    x_of_group = group_of(layer, block, x)
     moments = patch_moments(layer, x_of_group)  # type: ignore[arg-type]
     if not block.is_joint:
         A.add_(moments)

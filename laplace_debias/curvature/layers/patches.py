@@ -16,9 +16,24 @@ from torch import Tensor, nn
 
 # Images laid out for the products are at most so many numbers at a time.
 _SLICE = 2**22
+# From so many multiplications in a product of two offsets on, few products are worth their number.
+_LARGE = 2**18
 
 
-def has_fast_patches(layer: nn.Module) -> bool:
+def has_fast_patches(layer: nn.Module, x: Float[Tensor, "batch channels *space"]) -> bool:
+    """Whether `patch_moments` serves a layer and is faster than unfolding the patches.
+
+    It takes a few products for every pair of kernel offsets. Where these are small, as with one
+    channel per group, they cost more than the unfolded patches do.
+
+    Args:
+        layer: The layer.
+        x: The channels of one group of its input, `[B, C, ...]`.
+    """
+    return has_displacements(layer) and x.numel() * x.shape[1] >= _LARGE
+
+
+def has_displacements(layer: nn.Module) -> bool:
     """Whether `patch_moments` serves a layer: a kernel wider than one, stride 1, zero padding."""
     return (
         isinstance(layer, (nn.Conv1d, nn.Conv2d))
@@ -34,7 +49,7 @@ def patch_moments(
     """`Σ_n Σ_t a aᵀ` over the patches of a layer's input, exact to rounding.
 
     Args:
-        layer: A convolution for which `has_fast_patches`.
+        layer: A convolution for which `has_displacements`.
         x: The channels of one group, `[B, C, ...]`.
 
     Returns:
