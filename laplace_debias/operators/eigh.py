@@ -45,6 +45,8 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
     if matrix.numel() == 0:
         return torch.linalg.eigh(matrix)
     scaled, exponent = _scaled(matrix, what)
+    if matrix.shape[-1] == 1:
+        return matrix.squeeze(-1), torch.ones_like(matrix)
     for attempt in _attempts(scaled):
         try:
             values, vectors = attempt()

@@ -11,7 +11,7 @@ from torch import nn
 
 import laplace_debias
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import directions
+from laplace_debias.curvature.fits import directions, sums
 from laplace_debias.operators.eigh import eigh, eigvalsh, low_rank_eigh
 
 TRUE_EIGH = torch.linalg.eigh
@@ -105,6 +105,19 @@ def test_what_fails_in_double_precision_too_is_made_by_another_algorithm(monkeyp
     torch.testing.assert_close(rebuilt, matrix, rtol=1e-10, atol=1e-10)
     assert vectors.stride() == TRUE_EIGH(matrix)[1].stride()
     assert (values[..., 1:] >= values[..., :-1]).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1, 1)])
+def test_a_matrix_of_one_entry_is_its_eigenvalue(monkeypatch, shape):
+    monkeypatch.setattr(torch.linalg, "eigh", None)
+    matrix = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    values, vectors = eigh(matrix)
+    assert torch.equal(values, matrix.squeeze(-1))
+    assert torch.equal(vectors, torch.ones(shape, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(values.sum(), matrix)
+    assert torch.equal(gradient, torch.ones(shape, dtype=torch.float64))
+    with pytest.raises(ValueError, match="holds NaN or Inf"):
+        eigh(torch.full(shape, torch.nan))
 
 
 def test_samples_do_not_depend_on_the_signs_that_lapack_chose(monkeypatch):
@@ -291,3 +304,25 @@ def test_factors_that_broke_single_precision_are_decomposed(instructions):
         env={**environment, "PYTHONPATH": str(Path(laplace_debias.__file__).parent.parent)},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_groups_of_a_convolution_are_decomposed_together(monkeypatch):
+    shapes = []
+
+    def counted(matrix):
+        shapes.append(tuple(matrix.shape))
+        return TRUE_EIGH(matrix)
+
+    model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=3), nn.Flatten(), nn.Linear(24, 2)).double()
+    x, y = torch.randn(30, 6, 4, 4).double(), torch.randn(30, 2).double()
+    expected = Laplace(model.eval(), "regression").fit_batches([(x, y)])
+    monkeypatch.setattr(torch.linalg, "eigh", counted)
+    Laplace(model, "regression").fit_batches([(x, y)])
+    assert (3, 2, 2) in shapes
+    assert (3, 18, 18) in shapes
+    monkeypatch.setattr(sums, "_SMALL", 0)
+    one_by_one = Laplace(model, "regression").fit_batches([(x, y)])
+    for name, block in expected.posterior.curvature.blocks.items():
+        other = one_by_one.posterior.curvature.blocks[name]
+        torch.testing.assert_close(block.to_dense(), other.to_dense(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(block.U_A, other.U_A, rtol=1e-6, atol=1e-6)

@@ -290,8 +290,9 @@ def main():
     torch.set_num_threads(1)
     found = {name: compute(name) for name in records()}
     PATH.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
-    la = Laplace(with_parameters(convolutional(3)), prior_precision=2.0)
-    la.fit(loader(images()), generator=generator(5)).save(POSTERIOR)
+    if not POSTERIOR.exists():  # It stands for files of earlier versions: it is not written anew.
+        la = Laplace(with_parameters(convolutional(3)), prior_precision=2.0)
+        la.fit(loader(images()), generator=generator(5)).save(POSTERIOR)
     print(f"{sum(map(len, found.values()))} numbers of {len(found)} cases: {PATH}")
 
 

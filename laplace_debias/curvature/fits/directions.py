@@ -72,6 +72,23 @@ def eigenbasis(G: Tensor, A: Tensor, block: str) -> Eigenbasis:
     return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
+def eigenbases_alike(
+    G: Float[Tensor, "blocks d_out d_out"], A: Float[Tensor, "blocks d_in d_in"], name: str
+) -> list[Eigenbasis]:
+    """As `eigenbasis`, of many small blocks of one shape: they are decomposed and checked together.
+
+    Args:
+        G: One factor of each block.
+        A: The other one.
+        name: What the blocks belong to, for messages.
+    """
+    (along_G, U_G), (along_A, U_A) = (
+        _descending(*decomposition.eigh(factors, f"a factor {side} of {name}"))
+        for factors, side in ((G, "G"), (A, "A"))
+    )
+    return [Eigenbasis(*of_block) for of_block in zip(U_G, U_A, along_G, along_A, strict=True)]
+
+
 def eigh(
     factor: Tensor, what: str = "the factor"
 ) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"] | None]:
@@ -92,17 +109,22 @@ def eigh(
         return factor, None
     # A factor of few examples has few rows behind it.
     pair = decomposition.low_rank_eigh(factor, what) or decomposition.eigh(factor, what)
-    values, vectors = pair
+    return _descending(*pair)
+
+
+def _descending(
+    values: Float[Tensor, "*blocks d"], vectors: Float[Tensor, "*blocks d d"]
+) -> tuple[Float[Tensor, "*blocks d"], Float[Tensor, "*blocks d d"]]:
     # Below zero there is nothing but rounding.
-    return values.flip(0).clamp_min(0), _with_fixed_signs(vectors.flip(1))
+    return values.flip(-1).clamp_min(0), _with_fixed_signs(vectors.flip(-1))
 
 
-def _with_fixed_signs(vectors: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+def _with_fixed_signs(vectors: Float[Tensor, "*blocks d d"]) -> Float[Tensor, "*blocks d d"]:
     # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
     # every [1, -1], and rounding would choose the sign.
-    at = torch.arange(1, len(vectors) + 1, dtype=vectors.dtype, device=vectors.device)
+    at = torch.arange(1, vectors.shape[-1] + 1, dtype=vectors.dtype, device=vectors.device)
     products = (at * _GOLDEN_RATIO).frac() @ vectors
-    return vectors * torch.where(products < 0, -1.0, 1.0).to(vectors)
+    return vectors * torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2)
 
 
 def resolution(precision: torch.dtype) -> float:

@@ -1,11 +1,12 @@
 """Sums over data, block by block: factors, and the eigenbases that are made of them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbases_alike, eigenbasis
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sweep import sweep
@@ -16,6 +17,8 @@ from laplace_debias.curvature.network.batches import Pairs
 Sums = dict[Block, Tensor]
 # G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
+# Blocks of at most so many rows and columns are decomposed together.
+_SMALL = 128
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
@@ -80,12 +83,27 @@ def _no_input_factor(block: Block, like: Tensor) -> Tensor:
 
 
 def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
-    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way."""
-    bases = {}
-    for block in list(sums):
-        G, A = sums.pop(block)
-        bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
+    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
+
+    The groups of a grouped convolution are many small blocks, and are decomposed together.
+    """
+    bases: dict[Block, Eigenbasis] = {}
+    for (layer, shape, _), alike in itertools.groupby(list(sums), _kind):
+        blocks = list(alike)
+        if len(blocks) > 1 and max(shape) <= _SMALL:
+            sides = zip(*(sums.pop(block) for block in blocks), strict=True)
+            G, A = (torch.stack(side) / num_examples for side in sides)
+            bases.update(zip(blocks, eigenbases_alike(G, A, f"a group of {layer}"), strict=True))
+            continue
+        for block in blocks:
+            G, A = sums.pop(block)
+            bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
     return bases
+
+
+def _kind(block: Block) -> tuple[str, tuple[int, int], str]:
+    """What blocks have in common that are decomposed together: neighbours of the same kind."""
+    return block.layer, block.shape, block.role
 
 
 def add_to(sums: Sums, block: Block, value: Tensor) -> None:
