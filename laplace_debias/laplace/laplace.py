@@ -47,6 +47,7 @@ from laplace_debias.laplace.data_size import (
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.files import posterior_file
+from laplace_debias.laplace.files.header import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.grids import Grid
@@ -818,7 +819,7 @@ class Laplace:
         posterior_file.check_names(header, dict(model.named_parameters()))
         la = cls(
             model,
-            likelihood=posterior_file.likelihood_from_json(header.likelihood),
+            likelihood=likelihood_from_json(header.likelihood),
             curvature=header.curvature,
             params=header.param_names,
             rank=header.rank,

@@ -1,0 +1,74 @@
+"""Which tensors a posterior file holds of each curvature block."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
+from laplace_debias.curvature.fits.kinds import DENSE
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.laplace.files.header import Header
+
+
+@dataclass(frozen=True)
+class SavedBlock:
+    """A curvature block on disk.
+
+    Attributes:
+        name: The block's name.
+        parts: Shapes of its tensors by the fields of `EigenKronecker` or `LowRankPlusDiagonal`.
+    """
+
+    name: str
+    parts: dict[str, tuple[int, ...]]
+
+
+def kronecker_block(name: str, shape: tuple[int, int], without: Sequence[str] = ()) -> SavedBlock:
+    """What is saved of an `EigenKronecker`.
+
+    Args:
+        name: The block's name.
+        shape: `(d_out, d_in)`.
+        without: Directions that are the coordinate axes.
+    """
+    d_out, d_in = shape
+    parts: dict[str, tuple[int, ...]] = {"U_G": (d_out, d_out), "U_A": (d_in, d_in)}
+    kept = {part: size for part, size in parts.items() if part not in without}
+    return SavedBlock(name, {**kept, "magnitudes": shape})
+
+
+def whole_block(name: str, size: int, rank: int | None) -> SavedBlock:
+    """What is saved of one block of all parameters, low-rank or (`rank=None`) full."""
+    if rank is None:
+        return kronecker_block(name, (size, 1), ("U_A",))
+    return SavedBlock(name, {"U": (size, rank), "magnitudes": (rank,)})
+
+
+def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -> list[SavedBlock]:
+    """What a file of a curvature holds.
+
+    Args:
+        blocks: The blocks of the Bayesian parameters.
+        curvature: The curvature's name.
+        rank: Of a low-rank one.
+    """
+    if curvature in DENSE:
+        return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
+    if curvature == "diag":
+        return [kronecker_block(block.name, block.shape, ("U_G", "U_A")) for block in blocks]
+    return [
+        kronecker_block(block.name, block.shape, ("U_A",) if block.role == "table" else ())
+        for block in blocks
+    ]
+
+
+def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:
+    """How many directions a file's low-rank curvature has, None for others.
+
+    A full curvature that was cross-fitted on fewer Jacobian rows than parameters is low-rank, too.
+    """
+    if header.curvature != "lowrank" and not (header.curvature == "full" and "0.U" in tensors):
+        return None
+    magnitudes = tensors.get("0.magnitudes")
+    return 0 if magnitudes is None else magnitudes.numel()
