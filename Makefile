@@ -67,7 +67,7 @@ test: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST)
 
-# The tests of `make test` under other arithmetic, a line a setting: an hour on two cores.
+# The tests of `make test` under other arithmetic, a line per setting: 45 minutes on two cores.
 test-arithmetic: .venv/.installed
 	$(BIN)/python tests/arithmetic.py
 
