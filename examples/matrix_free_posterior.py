@@ -80,6 +80,8 @@ def main() -> None:
 
     figure = Figure(figsize=(5.6, 3.6), layout="constrained", facecolor="white")
     ax = figure.subplots()
+    shown = (grid, x, y, outputs, deviations, exact, kfac)
+    grid, x, y, outputs, deviations, exact, kfac = (tensor.numpy() for tensor in shown)
     ax.plot(grid, outputs[:, None] + deviations[:, :10], color=OKABE_ITO["blue"], lw=0.6, alpha=0.6)
     for sign in (-2, 2):
         label = "exact, ± 2 standard deviations" if sign > 0 else None

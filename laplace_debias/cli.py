@@ -10,12 +10,9 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS
-
-if TYPE_CHECKING:
-    from laplace_debias.experiments.shared.experiment import Experiment
 
 _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
 _HINT = "pip install 'laplace-debias[cli]'"
@@ -59,7 +56,7 @@ def _run(arguments: list[str]) -> int:
     return _execute(f"{prog} experiment {name}", helps[name], entry.settings, entry.run, rest)
 
 
-def _experiments() -> dict[str, "Experiment"]:
+def _experiments() -> dict[str, Any]:
     from laplace_debias.experiments.registry import EXPERIMENTS
 
     return {entry.name: entry for entry in EXPERIMENTS}

@@ -158,7 +158,7 @@ def test_it_is_the_layer_that_the_outputs_come_from(name):
 @pytest.mark.parametrize(
     ("name", "options", "shape", "path"),
     [
-        ("resnet18", {"layers": [1, 1, 1, 1], "channels": [8] * 4}, (3, 32, 32), "fc"),
+        ("resnet18", {"layers": [1, 1, 1, 1]}, (3, 32, 32), "fc"),
         (
             "vit_tiny_patch16_224",
             {"img_size": 32, "depth": 1, "embed_dim": 24},

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import typing
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,9 @@ def documentation(module, name=None):
     value = importlib.import_module(module)
     if name is not None:
         value = getattr(value, name)
-        if not (inspect.isclass(value) or inspect.isroutine(value)):
+        # Python 3.10 takes `Callable[...]` for a class.
+        is_alias = typing.get_origin(value) is not None
+        if is_alias or not (inspect.isclass(value) or inspect.isroutine(value)):
             return _after_assignment(module, name)
     return inspect.getdoc(value) or ""
 
