@@ -90,7 +90,7 @@ def main() -> None:
         ax.plot(grid, outputs + sign * kfac, "--", color=OKABE_ITO["green"], label=label)
     ax.plot(x, y, ".", color="black", markersize=3)
     ax.set(xlabel="x", ylabel="Output, ten samples", ylim=(-4, 4))
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, loc="upper right")
     style_axes(ax)
     save(figure, "results/matrix_free_posterior.png")
     print("Picture: results/matrix_free_posterior.png")
