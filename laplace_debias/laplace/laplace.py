@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit
+from laplace_debias.curvature.fits.problem import CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
@@ -99,8 +99,13 @@ class Laplace:
         curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
-        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"last_layer"`,
-            names, or a predicate `(name, parameter) -> bool`. Frozen ones never are. The last layer
+        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"` (those
+            that belong to one layer that is known and act through it alone), `"last_layer"`, names,
+            or a predicate `(name, parameter) -> bool`. Frozen ones never are; of `"all"`,
+            `"weights"` and `"supported"` a fit leaves out, with a warning, those that the outputs
+            do not depend on. A parameter of no known layer, or of several, or that acts in another
+            way, has an exact block from gradients of each example: dense up to 1,024 entries,
+            diagonal above. A fit finds these by running two examples. The last layer
             is the one that the outputs come from, whatever was registered last. Unless the model is
             an `nn.Sequential` that ends in one of torch's layers, the first `fit` finds it by
             running an example, and `param_names` and `block_names` are not known before.
@@ -117,7 +122,8 @@ class Laplace:
             `"reduce"`: one for all, or a mapping from layers' paths.
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
-            are cut to it; results do not depend on it.
+            are cut to it; results do not depend on it. None for 128 MiB, and more where one example
+            needs it.
         class_dim: Which dimension of the outputs has the classes: None or -1 for `[B, ..., C]`, 1
             for `[B, C, ...]` as `F.cross_entropy` has them. With 1 everything is as if the model
             gave `outputs.movedim(1, -1)`: predictives, functional means and covariances come out
@@ -131,8 +137,7 @@ class Laplace:
     Raises:
         ValueError: For an unknown name, a prior precision that is not positive, a model that holds
             NaN, or one with dropout or batch normalisation in training mode.
-        NotImplementedError: If a Bayesian parameter's layer has no Kronecker form here; for
-            BackPACK with a model that it would get wrong.
+        NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:
         >>> import torch
@@ -172,7 +177,7 @@ class Laplace:
         joint: bool = False,
         sharing: Sharing = "expand",
         rank: int | None = None,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int | None = None,
         class_dim: int | None = None,
     ) -> None:
         self._settings = FitSettings(
@@ -333,8 +338,8 @@ class Laplace:
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
-            NotImplementedError: If the forward pass uses Bayesian parameters outside of their
-                layers, or a layer in a way that has no Kronecker form here.
+            NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
+                its examples cannot be told apart.
             RuntimeError: Under autocast.
         """
         if mode not in MODES:
@@ -799,7 +804,7 @@ class Laplace:
         fisher: str = "exact",
         factor_dtype: torch.dtype = torch.float64,
         mc_samples: int = 1,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int | None = None,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 

@@ -13,6 +13,7 @@ from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, para
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.selection import (
+    SUPPORTED,
     ParameterSelection,
     check_parameters,
     is_general,
@@ -63,12 +64,18 @@ class BayesianParameters:
             calls: As `curvature_blocks` takes it, as far as it is known.
 
         Raises:
-            ValueError: As `select_parameters` and `check_parameters`.
+            ValueError: As `select_parameters` and `check_parameters`; if none is supported.
         """
         names = select_parameters(model, selection, example)
         check_parameters(model, names)
         calls = {} if calls is None else calls
         blocks = curvature_blocks(model, names, settings.joint, settings.sharing, calls)
+        if selection == SUPPORTED:
+            blocks = [block for block in blocks if not block.calls]
+            taken = {name for block in blocks for name in block.parameters}
+            names = [name for name in names if name in taken]
+            if not names:
+                raise ValueError(f"params={SUPPORTED!r} selects no parameter: no layer is known.")
         block_names = [DENSE_BLOCK] if settings.kind.is_dense else [b.name for b in blocks]
         return cls(names, blocks, calls, parameter_order(model, names, blocks), block_names)
 
@@ -99,7 +106,7 @@ class BayesianParameters:
         """
         found = resolve(network, self.names, x, settings.joint, settings.sharing)
         names, calls = self.names, found.calls
-        if selection == "supported" and calls:
+        if selection == SUPPORTED and calls:
             names = [name for name in names if name not in calls]
             calls = {}
         if found.unused:

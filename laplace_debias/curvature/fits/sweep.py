@@ -18,6 +18,7 @@ from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.memory import granted
 
 # From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
 ConsumeInputs = Callable[
@@ -183,13 +184,9 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     )
     columns = problem.cotangents.num_columns(outputs)
     size = tap.output_bytes() + extra_bytes
-    if size > problem.memory_bound:
-        raise ValueError(
-            f"memory_bound={problem.memory_bound} is too small: one cotangent of one example "
-            f"takes {size} bytes; pass at least as many."
-        )
-    at_once = min(columns, problem.memory_bound // size)
+    bound = granted(problem.memory_bound, size, "one cotangent of one example")
+    at_once = min(columns, bound // size)
     if additive and tap.one_by_one and problem.backend is HookStream:
         at_once = 1
-    examples = problem.memory_bound // (_SHARE * at_once * size)
+    examples = bound // (_SHARE * at_once * size)
     return _Pace(max(1, examples), at_once, positions)

@@ -7,6 +7,8 @@ differentiated. The sum over all calls that read the parameter is its Jacobian r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +75,8 @@ def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = 
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         inputs = pytree.tree_unflatten(list(leaves), structure)
-        return [call_with(network, parameters, inputs)]
+        with _kept_as_it_is(network):
+            return [call_with(network, parameters, inputs)]
 
     dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
     return Call(path, run, leaves, dims, [outputs], [0])
@@ -89,10 +92,27 @@ def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         args, named = pytree.tree_unflatten(list(leaves), structure)
-        with LAYER_BY_LAYER, PLAIN_ATTENTION:
+        with LAYER_BY_LAYER, PLAIN_ATTENTION, _kept_as_it_is(module):
             return floating_leaves(functional_call(module, dict(parameters), args, named))
 
     return run
+
+
+@contextmanager
+def _kept_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass leaves in a module's attributes, such as what it caches.
+
+    The next one would take it for its own, with the numbers of other examples.
+    """
+    before = [
+        (inner, {k: copy(v) if type(v) in (dict, list) else v for k, v in vars(inner).items()})
+        for inner in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for inner, attributes in before:
+            inner.__dict__ = attributes
 
 
 def floating_leaves(outputs: Any) -> list[Tensor]:
@@ -191,10 +211,19 @@ class CallUses:
 def _vectorised(
     call: Call, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
 ) -> dict[str, Tensor]:
-    """Gradients of some examples, `[K, b, ...]`, by `vmap`."""
-    leaves = call.of_examples(part)
+    """Gradients of some examples, `[K, b, ...]`, by `vmap`.
 
-    def of_example(leaves: list[Any], cotangents: dict[int, Tensor]) -> dict[str, Tensor]:
+    Columns and examples are one dimension: some rules of torch are wrong where one `vmap` is inside
+    of another (that of `prelu`, say), and a model is checked with a single column.
+    """
+    num_columns = len(next(iter(cotangents.values())))
+    leaves = [
+        leaf if dim is None else torch.cat([leaf] * num_columns, dim)
+        for leaf, dim in zip(call.of_examples(part), call.dims, strict=True)
+    ]
+    rows = {i: g.movedim(_dim(call, i) + 1, 1).flatten(0, 1) for i, g in cotangents.items()}
+
+    def of_row(leaves: list[Any], row: dict[int, Tensor]) -> dict[str, Tensor]:
         one = [
             leaf if dim is None else leaf.unsqueeze(dim)
             for leaf, dim in zip(leaves, call.dims, strict=True)
@@ -202,15 +231,14 @@ def _vectorised(
 
         def outputs(values: dict[str, Tensor]) -> dict[int, Tensor]:
             found = call.run(values, one)
-            return {index: found[index] for index in cotangents}
+            return {index: found[index] for index in row}
 
         pull_back = torch.func.vjp(outputs, dict(parameters))[1]
-        columns = {i: g.unsqueeze(_dim(call, i) + 1) for i, g in cotangents.items()}
-        (found,) = torch.func.vmap(pull_back)(columns)
+        (found,) = pull_back({i: g.unsqueeze(_dim(call, i)) for i, g in row.items()})
         return found
 
-    in_dims: Any = (list(call.dims), {i: _dim(call, i) + 1 for i in cotangents})
-    return torch.func.vmap(of_example, in_dims, out_dims=1)(leaves, dict(cotangents))
+    found = torch.func.vmap(of_row, (list(call.dims), 0))(leaves, rows)
+    return {name: rows.unflatten(0, (num_columns, -1)) for name, rows in found.items()}
 
 
 def _one_by_one(

@@ -8,6 +8,7 @@ from torch import nn
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.last_layer import is_last_layer, last_layer_parameters
 
+SUPPORTED = "supported"
 ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 
 
@@ -18,8 +19,8 @@ def select_parameters(
 
     Args:
         model: The model.
-        selection: `"all"`; `"weights"` (no biases); `"supported"` (here as `"all"`: what a layer's
-            class does not tell is found by an example); `"last_layer"` (the layer that the outputs
+        selection: `"all"`; `"weights"` (no biases); `"supported"` (here as `"all"`: which layers
+            are known is not known here); `"last_layer"` (the layer that the outputs
             come from, see `last_layer_parameters`); names; or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
         example: Inputs on the model's device, for `"last_layer"`, which is found by running one of
@@ -30,7 +31,7 @@ def select_parameters(
         TypeError: If the selection is not one of these.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if selection in ("all", "supported"):
+    if selection in ("all", SUPPORTED):
         chosen = set(trainable)
     elif selection == "weights":
         chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
-from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit, Problem
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
@@ -20,6 +20,7 @@ from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
+from laplace_debias.system.memory import check_memory_bound
 from laplace_debias.system.randomness import seeded
 
 
@@ -69,6 +70,7 @@ class KFAC(Permuted):
         backend: `"backpack"`, `"hooks"`, or `"auto"`. All give the same factors.
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes of working memory for output gradients; results do not depend on it.
+            None for 128 MiB, and more where one example needs it.
 
     Attributes:
         operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
@@ -123,7 +125,7 @@ class KFAC(Permuted):
         sharing: Sharing = "expand",
         backend: str = "auto",
         factor_dtype: torch.dtype = torch.float64,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int | None = None,
     ) -> None:
         if fisher != "mc" and (mc_samples is not None or generator is not None):
             raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
@@ -132,10 +134,7 @@ class KFAC(Permuted):
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
             )
-        if memory_bound < 1:
-            raise ValueError(
-                f"memory_bound must be a positive number of bytes, got {memory_bound}."
-            )
+        check_memory_bound(memory_bound)
         network = Network(model, "all" if params is None else params, data)
         of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
         measured = of_loss

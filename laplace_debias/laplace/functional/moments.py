@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.system.memory import MEMORY_BOUND, granted
 
 # A chunk's output gradients take this share of the memory bound: the Jacobians that are made of
 # them take more, and larger chunks are no faster.
@@ -29,12 +30,13 @@ class OutputRequest:
     Attributes:
         diagonal: The variances alone.
         outputs: Which outputs, one choice for every example, `[B, k]`; None for all.
-        memory_bound: Bytes that output gradients, or one block's Jacobian, may take at a time.
+        memory_bound: Bytes that output gradients, or one block's Jacobian, may take at a time;
+            None as `granted` takes it.
     """
 
     diagonal: bool
     outputs: Int[Tensor, "batch k"] | None
-    memory_bound: int
+    memory_bound: int | None
 
 
 def functional_moments(
@@ -92,9 +94,10 @@ def functional_moments(
             layer = network.get_submodule(last.layer)
             num_added = of_posteriors.add_last_layer(total, layer, last, outputs, chosen)
         gradients = tap.output_bytes()
+        bound = request.memory_bound or MEMORY_BOUND
         if num_added < len(blocks):
-            at_once = _columns_at_once(request, len(columns), gradients, blocks, outputs)
-        chunk = max(1, request.memory_bound // (_SHARE * gradients * at_once))
+            at_once, bound = _columns_at_once(request, len(columns), gradients, blocks, outputs)
+        chunk = max(1, bound // (_SHARE * gradients * at_once))
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
         skipped = Site((last.layer,)) if last is not None and num_added else None
@@ -149,8 +152,8 @@ def _columns(
 
 def _columns_at_once(
     request: OutputRequest, num_columns: int, gradients: int, blocks: Sequence[Block], like: Tensor
-) -> int:
-    """How many outputs are differentiated together.
+) -> tuple[int, int]:
+    """How many outputs are differentiated together, and the bytes for it.
 
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
@@ -158,15 +161,12 @@ def _columns_at_once(
     # Of a table only the rows that are looked up have a Jacobian.
     sizes = [block.size for block in blocks if block.role != "table"]
     jacobian = max(sizes, default=0) * like.element_size()
-    fitting = request.memory_bound // max(gradients, jacobian)
-    needed = 1 if request.diagonal else num_columns
-    if fitting < needed:
-        remedy = (
-            "" if request.diagonal else ", ask for variances (diagonal=True) or for some outputs"
-        )
-        raise ValueError(
-            f"memory_bound={request.memory_bound} is too small: the output gradients and Jacobians "
-            f"of one example take {needed * max(gradients, jacobian)} bytes. Pass at least as "
-            f"many{remedy}."
-        )
-    return min(num_columns, fitting)
+    each = max(gradients, jacobian)
+    remedy = "" if request.diagonal else ", ask for variances (diagonal=True) or for some outputs"
+    bound = granted(
+        request.memory_bound,
+        (1 if request.diagonal else num_columns) * each,
+        "an example's output gradients and Jacobians",
+        remedy,
+    )
+    return min(num_columns, bound // each), bound
