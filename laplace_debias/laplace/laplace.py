@@ -99,9 +99,9 @@ class Laplace:
         curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
-        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"` (those
-            that belong to one layer that is known and act through it alone), `"last_layer"`, names,
-            or a predicate `(name, parameter) -> bool`. Frozen ones never are; of `"all"`,
+        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
+            (those of one known layer that act through it alone), `"last_layer"`, names, or a
+            predicate `(name, parameter) -> bool`. Frozen ones never are; of `"all"`,
             `"weights"` and `"supported"` a fit leaves out, with a warning, those that the outputs
             do not depend on. A parameter of no known layer, or of several, or that acts in another
             way, has an exact block from gradients of each example: dense up to 1,024 entries,

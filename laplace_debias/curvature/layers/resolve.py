@@ -122,22 +122,20 @@ class _Reference:
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], x: Inputs) -> None:
-        size = num_examples(x)
-        found: list[Sequence[Tensor | None]] = []
-        cotangents = []
-        for index in range(size):
-            # A copy for each: some models keep what they computed for the example before.
-            twin = shadow(model)
-            parameters = [twin.get_parameter(name).requires_grad_(True) for name in names]
-            with torch.enable_grad():
-                outputs = call(twin, take(x, slice(index, index + 1)))
-            generator = torch.Generator(outputs.device).manual_seed(index)
-            cotangent = torch.randn(
-                outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device
-            )
-            cotangents.append(cotangent)
-            found.append(_gradients(outputs, parameters, cotangent))
-        self.cotangent = torch.cat(cotangents)
+        twin = shadow(model)
+        parameters = [twin.get_parameter(name).requires_grad_(True) for name in names]
+        with torch.enable_grad():
+            outputs = call(twin, x)
+        generator = torch.Generator(outputs.device).manual_seed(0)
+        self.cotangent = torch.randn(
+            outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device
+        )
+        # Not each example alone: some gradients of torch are wrong for a batch of one.
+        found = []
+        for index in range(num_examples(x)):
+            of_example = torch.zeros_like(self.cotangent)
+            of_example[index] = self.cotangent[index]
+            found.append(_gradients(outputs, parameters, of_example))
         self.gradients = {
             name: [_dense(of[index], parameter) for of in found]
             for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
@@ -155,7 +153,9 @@ def _gradients(
     if not outputs.requires_grad:
         return [None] * len(parameters)
     try:
-        return torch.autograd.grad(outputs, parameters, cotangent, allow_unused=True)
+        return torch.autograd.grad(
+            outputs, parameters, cotangent, retain_graph=True, allow_unused=True
+        )
     except RuntimeError as error:
         raise NotImplementedError(
             f"torch cannot differentiate the model's outputs ({error}) Use out-of-place operations "
@@ -241,7 +241,9 @@ def _agrees(layer: nn.Module, block: Block, of_layers: Mapping[str, Use]) -> boo
             parameter.requires_grad_(True)
         # The class's forward: the hooks on the module belong to the tap.
         outputs = type(layer).forward(layer, x)
-        found = torch.autograd.grad(outputs, parameters, cotangent, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, parameters, cotangent, retain_graph=True, allow_unused=True
+        )
         for parameter in parameters:
             parameter.requires_grad_(False)
     if any(gradient is None for gradient in found):

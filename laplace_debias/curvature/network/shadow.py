@@ -1,6 +1,7 @@
 """A stand-in for the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,8 @@ def shadow(model: nn.Module) -> nn.Module:
         TypeError: If the module tree cannot be copied.
     """
     memo: dict[int, Tensor] = {}
-    for module in model.modules():
-        # What a forward pass computed and left there, such as the weight of an old weight norm.
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach()
+    for value in _computed(model):
+        memo[id(value)] = value.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():
@@ -48,10 +46,27 @@ def shadow(model: nn.Module) -> nn.Module:
             "so that your model stays untouched: keep non-leaf tensors, locks and open files out "
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
-    for module in twin.modules():
+    for original, module in zip(model.modules(), twin.modules(), strict=False):
+        for name, kept in vars(original).items():
+            # What is cached from one pass to the next is computed anew.
+            is_cache = type(kept) is dict and not name.startswith("_")
+            if is_cache and any(map(_is_computed, kept.values())):
+                vars(module)[name] = {k: v for k, v in kept.items() if not _is_computed(v)}
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
     return twin.eval()
+
+
+def _is_computed(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """What a forward pass computed and left in attributes, such as the weight of a weight norm."""
+    for module in model.modules():
+        for kept in vars(module).values():
+            values = kept.values() if type(kept) is dict else (kept,)
+            yield from (value for value in values if _is_computed(value))
 
 
 def check_deterministic(model: nn.Module) -> None:
