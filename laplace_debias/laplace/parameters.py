@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     check_parameters,
@@ -61,5 +62,6 @@ class BayesianParameters:
         return cls(names, blocks, parameter_order(model, names, blocks), block_names)
 
     def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
-        """Their present values, flattened in the model's order, `[D]`."""
-        return torch.cat([model.get_parameter(name).detach().flatten() for name in self.names])
+        """Their present values, flattened in the model's order, `[D]`, at least single precision."""
+        values = [model.get_parameter(name).detach().flatten() for name in self.names]
+        return torch.cat([value.to(wide(value.dtype)) for value in values])

@@ -15,7 +15,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.layers.verify import check_jacobians, check_overridden
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.shadow import shadow
 
@@ -185,7 +185,7 @@ def _pace(
     network = shadow(problem.model)
     tap = Tap(network, list(dict.fromkeys(b.layer for b in problem.blocks)))
     outputs = tap.forward(one)
-    check_outputs(outputs)
+    check_outputs(outputs, num_examples(x))
     if is_first_pass:
         check_overridden(network, problem.blocks, tap.uses)
         check_repeatable(problem.model, take(x, slice(0, 2)), outputs.detach())

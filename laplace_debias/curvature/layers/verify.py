@@ -10,6 +10,7 @@ from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call
+from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shadow import shadow
 
 
@@ -109,7 +110,7 @@ def check_jacobians(
         name: torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
         for name, parameter, gradient in zip(names, parameters, found, strict=True)
     }
-    eps = torch.finfo(outputs.dtype).eps
+    eps = coarsest_eps(twin)
     # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
     rounding = eps**0.5 * max(float(gradient.norm()) for gradient in gradients.values())
     for block in blocks:

@@ -1,25 +1,32 @@
 """What comes out of a network: finite, of the expected shape, the same twice."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.inputs import Inputs, call, take
+from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shadow import shadow
 
 
-def check_outputs(outputs: Any) -> None:
+def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
     """Require finite outputs of shape `[B, C]` or `[B, ..., C]`.
+
+    Args:
+        outputs: What the model gave.
+        probed: If that was for one example alone: how many examples the user's batch has, so that
+            the error tells of these.
 
     Raises:
         ValueError: Otherwise.
     """
-    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
-        came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if outputs.ndim < 2:
+        came = tuple(outputs.shape)
+        if probed is not None and came == (1,):
+            came = (probed,)
         raise ValueError(
             f"The model must return outputs of shape [batch, outputs] or [batch, positions, "
-            f"outputs], got {came}: wrap it in a module that flattens or selects them."
+            f"outputs], got {came}: wrap it in a module that "
+            f"{'keeps a dimension for the examples' if not came else 'flattens or selects them'}."
         )
     check_finite_outputs(outputs)
 
@@ -50,6 +57,7 @@ def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
             examples of a batch.
     """
     largest = float(outputs.abs().max())
+    eps = max(coarsest_eps(model), torch.finfo(outputs.dtype).eps)
 
     def differ(others: Tensor, rtol: float, atol: float) -> bool:
         same_shape = others.shape == outputs.shape
@@ -67,7 +75,7 @@ def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
             "a function. Make its forward pass deterministic in eval mode."
         )
     # Other sizes of a batch have other roundings.
-    tolerance = max(1e-2, 16 * torch.finfo(outputs.dtype).eps)
+    tolerance = max(1e-2, 16 * eps)
     if differ(beside_another, tolerance, tolerance):
         raise ValueError(
             "An example's outputs change when a second one is beside it: the model mixes the "
