@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
@@ -82,14 +83,15 @@ def moments(
     num_blocks = len(first.parameters.block_names)
     grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
     with torch.inference_mode(False):
-        x = first.moved(x)
-        if outputs is not None:
-            outputs = predictive.chosen_outputs(predictive.map_outputs(first.network, x), outputs)
-        return functional_moments(
-            first.network,
-            first.parameters.blocks,
-            [fitted.posterior for fitted in fits],
-            x,
-            torch.stack(grids).to(first.posterior.mean),
-            OutputRequest(diagonal, outputs, first.settings.memory_bound),
-        )
+        x, network = first.moved(x), first.network
+        with explaining_unbatched(network, x):
+            if outputs is not None:
+                outputs = predictive.chosen_outputs(predictive.map_outputs(network, x), outputs)
+            return functional_moments(
+                network,
+                first.parameters.blocks,
+                [fitted.posterior for fitted in fits],
+                x,
+                torch.stack(grids).to(first.posterior.mean),
+                OutputRequest(diagonal, outputs, first.settings.memory_bound),
+            )

@@ -30,6 +30,7 @@ from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
+from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.precision import is_narrow, wide
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -666,13 +667,14 @@ class Laplace:
             )
             return self.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
         with torch.inference_mode(False):
-            x = state.moved(x)
-            if method == "map":
-                return self.likelihood.predictive(predictive.map_outputs(state.network, x), None)
-            draws = state.posterior.sample(num_samples, generator)
-            is_linear = method == "glm-mc"
-            push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            return self.likelihood.mixture(push(state.network, self.param_names, x, draws))
+            x, network = state.moved(x), state.network
+            with explaining_unbatched(network, x):
+                if method == "map":
+                    return self.likelihood.predictive(predictive.map_outputs(network, x), None)
+                draws = state.posterior.sample(num_samples, generator)
+                is_linear = method == "glm-mc"
+                push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
+                return self.likelihood.mixture(push(network, self.param_names, x, draws))
 
     # ------------------------------------------------- tuning and evaluation
 

@@ -1,5 +1,8 @@
 """What comes out of a network: finite, of the expected shape, the same twice."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +45,40 @@ def check_finite_outputs(outputs: Tensor) -> None:
             "The model's outputs hold NaN or Inf for these examples: check the inputs' scale and "
             "the checkpoint."
         )
+
+
+@contextmanager
+def explaining_unbatched(model: nn.Module, x: Inputs) -> Iterator[None]:
+    """Says what is wrong where the work within fails as the inputs are one example, not a batch.
+
+    Args:
+        model: The model.
+        x: What the user gave.
+
+    Raises:
+        ValueError: In the place of what was raised, if the model takes the inputs with one more
+            dimension.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(x, Tensor) or not _takes(model, x.unsqueeze(0)):
+            raise
+        raise ValueError(
+            f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
+            f"examples: pass x.unsqueeze(0), of shape {(1, *x.shape)}."
+        ) from error
+
+
+def _takes(model: nn.Module, x: Tensor) -> bool:
+    """Whether the model has a row of outputs for each of the inputs."""
+    try:
+        with torch.no_grad():
+            outputs = call(shadow(model), x)
+    # Whatever a forward pass raises.
+    except Exception:
+        return False
+    return outputs.ndim > 1 and len(outputs) == len(x)
 
 
 def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
