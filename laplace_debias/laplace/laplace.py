@@ -28,7 +28,7 @@ from laplace_debias.curvature.network.batches import (
 )
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
 from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.precision import is_narrow, wide
@@ -210,7 +210,7 @@ class Laplace:
                 f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
                 "use backend='hooks' or 'auto', or put the classes last in the model."
             )
-        names = (p.names if (p := self._parameters) else [n for n, _ in plain.named_parameters()])
+        names = p.names if (p := self._parameters) else [n for n, _ in plain.named_parameters()]
         if is_narrow(plain, names):
             if backend == "backpack":
                 raise NotImplementedError(
@@ -577,7 +577,7 @@ class Laplace:
 
     def functional(
         self,
-        x: Inputs,
+        x: Inputs | Record,
         diagonal: bool = False,
         outputs: Int[Tensor, "batch k"] | Sequence[Sequence[int]] | int | None = None,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
@@ -603,7 +603,7 @@ class Laplace:
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
         return mean, covariances[0, 0]
 
-    def predict_grid(self, x: Inputs, prior_precisions: Grid) -> list[Distribution]:
+    def predict_grid(self, x: Inputs | Record, prior_precisions: Grid) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
         Args:
@@ -622,7 +622,7 @@ class Laplace:
 
     def predict(
         self,
-        x: Inputs,
+        x: Inputs | Record,
         method: str = "glm",
         samples: int | None = None,
         generator: torch.Generator | None = None,
@@ -630,7 +630,9 @@ class Laplace:
         """The predictive distribution p(y | x), batch shape `[B]`.
 
         Args:
-            x: Inputs, `[B, ...]`.
+            x: Inputs, `[B, ...]`: a tensor, several in a tuple, or a mapping or dataclass by name,
+                whose entry `labels` (or another of the names of targets that the forward pass does
+                not take) is left out.
             method: `"glm"`: linearised network with exact functional covariance, averaged in closed
                 form (probit) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
@@ -898,7 +900,7 @@ def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
 
 def predict_grids(
     posteriors: Sequence[Laplace],
-    x: Inputs,
+    x: Inputs | Record,
     prior_precisions: Sequence[Grid],
 ) -> list[list[Distribution]]:
     """`Laplace.predict_grid` for several fits of one model, which share the backward passes.

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,13 @@ from laplace_debias.system.threads import SharedSetting
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
 # by name. What is not a tensor (None, a flag) belongs to every example.
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+@runtime_checkable
+class Record(Protocol):
+    """A dataclass, whose fields are inputs by name, and targets perhaps."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def call(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -54,7 +54,9 @@ def shifts_labels(model: nn.Module, named: dict[str, object], labels: Tensor) ->
         read = _positions_read(asked, some, labels, last)
     # Whatever a forward pass raises.
     except Exception as error:
-        raise ValueError(_unknown(asked, f"its forward pass with labels fails ({error})")) from error
+        raise ValueError(
+            _unknown(asked, f"its forward pass with labels fails ({error})")
+        ) from error
     if read not in ([last], [last - 1]):
         raise ValueError(
             _unknown(asked, f"of the label of position {last} its loss reads the logits of {read}")
