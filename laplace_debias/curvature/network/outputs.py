@@ -57,12 +57,12 @@ def explaining_unbatched(model: nn.Module, x: Inputs) -> Iterator[None]:
 
     Raises:
         ValueError: In the place of what was raised, if the model takes the inputs with one more
-            dimension.
+            dimension, and not as they are.
     """
     try:
         yield
     except Exception as error:
-        if not isinstance(x, Tensor) or not _takes(model, x.unsqueeze(0)):
+        if not isinstance(x, Tensor) or _takes(model, x) or not _takes(model, x.unsqueeze(0)):
             raise
         raise ValueError(
             f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
