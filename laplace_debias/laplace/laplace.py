@@ -285,7 +285,8 @@ class Laplace:
         parameters = self._parameters
         if parameters is None and not batches.first:
             raise ValueError("The data holds no example: pass a loader with at least one batch.")
-        for x, y in self._on_device(batches.first):
+        first = list(self._on_device(batches.first))
+        for x, _ in first:
             if is_last_layer(self._params):
                 plain = unwrapped(self.model)
                 found = BayesianParameters.of(plain, self._params, self._settings, x)
@@ -299,7 +300,7 @@ class Laplace:
                     )
         assert parameters is not None
         network = network_of(self.model, parameters.names, self._settings)
-        for x, y in self._on_device(batches.first):
+        for x, y in first:
             look_at(network, self.likelihood, x, y, self._settings.class_dim)
         return parameters
 

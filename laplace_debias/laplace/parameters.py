@@ -62,6 +62,6 @@ class BayesianParameters:
         return cls(names, blocks, parameter_order(model, names, blocks), block_names)
 
     def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
-        """Their present values, flattened in the model's order, `[D]`, at least single precision."""
+        """Their present values, in the model's order, `[D]`, no narrower than single precision."""
         values = [model.get_parameter(name).detach().flatten() for name in self.names]
         return torch.cat([value.to(wide(value.dtype)) for value in values])

@@ -1,5 +1,6 @@
 """Lines on the terminal, where nothing is drawn: a command that prints no table needs no rich."""
 
+import sys
 from typing import Protocol, runtime_checkable
 
 
@@ -16,4 +17,4 @@ class Lines:
 
     def print(self, *objects: object, soft_wrap: bool | None = None) -> None:
         """As `Printer.print`."""
-        print(*objects)
+        sys.stdout.write(f"{' '.join(map(str, objects))}\n")

@@ -1,4 +1,4 @@
-"""What the command line says when it is stopped, lacks options, or lacks what only pictures need."""
+"""What the command line says when it is stopped, lacks options, or lacks what pictures need."""
 
 import importlib
 import subprocess
@@ -105,7 +105,7 @@ assert main([
 la = Laplace.load(r"{tmp_path}/posterior.safetensors", model)
 print(la.predict(torch.rand(2, 1, 8, 8)).probs.shape)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "torch.Size([2, 10])" in done.stdout
     assert f"Posterior: {tmp_path}/posterior.safetensors" in done.stdout

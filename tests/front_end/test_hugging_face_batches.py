@@ -1,4 +1,4 @@
-"""Collator dicts of Hugging Face's: every label goes with the logits that the model's loss reads."""
+"""Collator dicts of Hugging Face's: a label goes with the logits that the model's loss reads."""
 
 import pytest
 import torch

@@ -281,7 +281,7 @@ def test_a_frozen_head_of_a_sequential_is_refused_at_once():
     model[1].requires_grad_(False)
     with pytest.raises(ValueError, match=r"1 \(Linear\), which is frozen"):
         Laplace(model, params="last_layer")
-    with pytest.raises(ValueError, match="no trainable one"):
+    with pytest.raises(ValueError, match="no trainable parameter"):
         Laplace(model.requires_grad_(False), params="last_layer")
 
 

@@ -1,6 +1,7 @@
 """Which output a language model's label belongs to: that of its own position, or the one before."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,18 +78,20 @@ def _takes_labels(model: nn.Module) -> nn.Module | None:
 
 
 @torch.inference_mode(False)
-def _positions_read(model: nn.Module, named: Inputs, labels: Tensor, last: int) -> list[int]:
+def _positions_read(
+    model: nn.Module, named: dict[str, Any], labels: Tensor, last: int
+) -> list[int]:
     """Positions whose logits the loss of a label of the last position depends on."""
     twin = shadow(model)
     weights = [p for p in twin.parameters() if p.is_floating_point()]
     for weight in weights:
         weight.requires_grad_()
     device = weights[0].device
-    one = take(move(named, device, None), slice(0, 1))
+    one: Any = take(move(named, device, None), slice(0, 1))
     marked = torch.full_like(labels[:1], IGNORED, device=device)
     marked[0, last] = 0
     with torch.enable_grad():
-        outputs = twin(**one, labels=marked)  # type: ignore[misc]
+        outputs = twin(**one, labels=marked)
     loss, logits = (
         (outputs.loss, outputs.logits) if hasattr(outputs, "logits") else tuple(outputs[:2])
     )

@@ -54,8 +54,8 @@ class Data:
 
     Raises:
         TypeError: If it can be read only once; as `BatchReader`.
-        ValueError: As `BatchReader`; if it is empty, holds NaN, has another number of examples than `num_data`, or
-            does not begin with the same batch when it is read again.
+        ValueError: As `BatchReader`; if it is empty, holds NaN, has another number of examples than
+            `num_data`, or does not begin with the same batch when it is read again.
     """
 
     def __init__(

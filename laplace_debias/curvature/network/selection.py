@@ -32,9 +32,9 @@ def select_parameters(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError(
-            f"The model ({type(model).__name__}) is frozen: of its parameters there is no trainable "
-            "one (requires_grad), and frozen ones are never Bayesian. Call requires_grad_(True) on "
-            "the model, or on the layers that shall be Bayesian."
+            f"The model ({type(model).__name__}) is frozen: it has no trainable parameter "
+            "(requires_grad). Call requires_grad_(True) on it, or on the layers that shall be "
+            "Bayesian."
         )
     if selection == "all":
         chosen = set(trainable)

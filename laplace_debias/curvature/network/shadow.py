@@ -61,7 +61,7 @@ def check_usable(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"{path or 'The model'} is TorchScript (torch.jit.script or torch.jit.trace), whose "
+                f"{path or 'The model'} is TorchScript (torch.jit.script, torch.jit.trace), whose "
                 "layers cannot be looked into: pass the Python module that it was made from, with "
                 "the same state_dict."
             )

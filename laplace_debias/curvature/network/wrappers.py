@@ -60,11 +60,9 @@ def _plain(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
 
 def _inside(module: nn.Module) -> nn.Module | None:
     """The module in a wrapper; None for anything else."""
-    if isinstance(module, _PARALLEL):
-        inner = module.module
-    else:
-        # By its attribute: importing torch's compiler to know the class takes a second.
-        inner = module._modules.get("_orig_mod")
+    # A compiled module by its attribute: to import torch's compiler for its class takes a second.
+    key = "module" if isinstance(module, _PARALLEL) else "_orig_mod"
+    inner = module._modules.get(key)
     if inner is not None and (module._forward_hooks or module._forward_pre_hooks):
         raise ValueError(
             f"The {type(module).__name__} around {type(inner).__name__} has forward hooks, which "

@@ -72,14 +72,14 @@ class CurvatureOperator(NetworkOperator):
         self._lineariser = Lineariser(self._network, self._loss)
         total = 0.0
         like_first: torch.Size | None = None
-        for batch in self._data:
-            like_first = batch.targets.shape[1:] if like_first is None else like_first
+        for some in self._data:
+            like_first = some.targets.shape[1:] if like_first is None else like_first
             # Sequences of another length are checked when their outputs are there.
-            if batch.targets.shape[1:] == like_first:
-                self._check_batch(self._outputs_like(batch.size), batch.targets)
-            if batch.index == 0:
-                self._check_value(batch)
-            total += self._loss.count(batch.targets)
+            if some.targets.shape[1:] == like_first:
+                self._check_batch(self._outputs_like(some.size), some.targets)
+            if some.index == 0:
+                self._check_value(some)
+            total += self._loss.count(some.targets)
         if total <= 0:
             raise ValueError(
                 "The loss counts no target: all are ignored (ignore_index) or have weight 0."
