@@ -202,9 +202,11 @@ class Laplace:
         self.likelihood = likelihood_from(likelihood, sigma)
         self._read_batch = BatchReader(model, batch)
         self._params = plain_names(model, params) if isinstance(params, (list, tuple)) else params
-        self._parameters: BayesianParameters | None = None
+        # What the model's structure tells; a fit holds it against an example.
+        self._selected: BayesianParameters | None = None
         if not needs_example(plain, self._params):
-            self._parameters = BayesianParameters.of(plain, self._params, self._settings, None)
+            self._selected = BayesianParameters.of(plain, self._params, self._settings, None)
+        self._parameters = self._selected
         if class_dim not in (None, -1) and backend == "backpack":
             raise NotImplementedError(
                 f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
@@ -218,7 +220,8 @@ class Laplace:
                     "single precision: use backend='hooks' or 'auto'."
                 )
             backend = "hooks"
-        self._backend = choose_backend(classes_last(plain, class_dim), backend)
+        self._backend = backend
+        choose_backend(classes_last(plain, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._fitted: Fitted | None = None
 
@@ -276,33 +279,29 @@ class Laplace:
         return unwrapped(self.model).get_parameter(self._parameters.names[0])
 
     def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
-        """The Bayesian parameters, which the first batch may tell; checks what it tells of outputs.
+        """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
 
         Raises:
             ValueError: If there is no last layer, it is not what it was, or there is no batch; if
-                the shapes leave open where the classes are.
+                the shapes leave open where the classes are; as `BayesianParameters.verified`.
+            NotImplementedError: As `BayesianParameters.verified`.
         """
-        parameters = self._parameters
-        if parameters is None and not batches.first:
-            raise ValueError("The data holds no example: pass a loader with at least one batch.")
-        first = list(self._on_device(batches.first))
-        for x, _ in first:
-            if is_last_layer(self._params):
-                plain = unwrapped(self.model)
+        for x, y in self._on_device(batches.first):
+            plain, found = unwrapped(self.model), self._selected
+            if found is None or is_last_layer(self._params):
                 found = BayesianParameters.of(plain, self._params, self._settings, x)
-                if parameters is None:
-                    parameters = self._parameters = found
-                    self._prior_precision = self._check_prior_precision(self._prior_precision)
-                if parameters.names != found.names:
+                known = self._parameters
+                if known is not None and known.names != found.names:
                     raise ValueError(
-                        f'params="last_layer" was {parameters.names}, but now the outputs come '
+                        f'params="last_layer" was {known.names}, but now the outputs come '
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
-        assert parameters is not None
-        network = network_of(self.model, parameters.names, self._settings)
-        for x, y in first:
+            network = network_of(self.model, found.names, self._settings)
             look_at(network, self.likelihood, x, y, self._settings.class_dim)
-        return parameters
+            found = found.verified(network, plain, self._params, self._settings, x)
+            self._check_prior_precision(self._prior_precision, found)
+            return found
+        raise ValueError("The data holds no example: pass a loader with at least one batch.")
 
     # ---------------------------------------------------------------- fitting
 
@@ -443,11 +442,12 @@ class Laplace:
         plain = _plain(self.model)
         check_no_autocast(self._first_parameter.device)
         with torch.inference_mode(False):
-            problem = self._settings.problem(plain, self.likelihood, [], self._backend, generator)
+            problem = self._settings.problem(plain, self.likelihood, generator)
             known = FirstBatchKnown(seeded(scheme.first_read, generator))
             parameters = self._look_at(known)
             network = network_of(self.model, parameters.names, self._settings)
-            problem = replace(problem, model=network, blocks=parameters.blocks)
+            backend = choose_backend(network, self._backend, parameters.blocks)
+            problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
             scheme = scheme.reading_first(known)
             read = partial(self._read, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
@@ -455,12 +455,13 @@ class Laplace:
         if scale is not None:
             found = replace(found, curvature=found.curvature.map(lambda _, b: scaled(b, ratio)))
             mode = f"{mode}, scaled"
-        self._take(found, expected.given(found.seen.num_examples), mode)
+        self._take(found, parameters, expected.given(found.seen.num_examples), mode)
         return self
 
-    def _take(self, found: CurvatureFit, num_data: int, mode: str) -> None:
+    def _take(
+        self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str
+    ) -> None:
         """Make a fit the one that is predicted with; one that is refused leaves the last one."""
-        parameters = self._known
         plain = unwrapped(self.model)
         others = fingerprint(plain, parameters.names)
         mean = parameters.flat(plain)
@@ -470,6 +471,7 @@ class Laplace:
             posterior = GaussianPosterior(
                 mean, found.curvature, num_data, self._prior_precision, order
             )
+            self._parameters = parameters
             self._fitted = Fitted(
                 self.model,
                 self.likelihood,
@@ -543,12 +545,15 @@ class Laplace:
                 self._fitted = self._fitted.with_prior_precision(prior_precision)
             self._prior_precision = prior_precision
 
-    def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
+    def _check_prior_precision(
+        self, value: PriorPrecision, parameters: BayesianParameters | None = None
+    ) -> Tensor:
         first = self._first_parameter
+        parameters = self._parameters if parameters is None else parameters
         prior_precision = torch.as_tensor(value, dtype=torch.float64, device=first.device)
         prior_precision = prior_precision.detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
-        num_blocks = len(self.block_names) if self._parameters else prior_precision.numel()
+        num_blocks = len(parameters.block_names) if parameters else prior_precision.numel()
         check_prior_precision(prior_precision, num_blocks, wide(first.dtype))
         return prior_precision
 
@@ -859,7 +864,9 @@ class Laplace:
             memory_bound=memory_bound,
             batch=batch,
         )
-        parameters = la._known
+        parameters = BayesianParameters.of(
+            plain, header.param_names, la._settings, None, header.calls
+        )
         posterior = posterior_file.posterior_from(header, tensors, parameters, plain)
         others = fingerprint(plain, parameters.names)
         if wrong := changed(header.others, others):
@@ -867,6 +874,7 @@ class Laplace:
                 f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
                 "posterior was fitted on."
             )
+        la._parameters = parameters
         la._prior_precision = posterior.prior_precision
         la._fitted = Fitted(
             model,

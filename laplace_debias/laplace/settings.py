@@ -7,8 +7,8 @@ from torch import nn
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.layers.blocks import Block, Sharing
-from laplace_debias.curvature.layers.stream import Backend
+from laplace_debias.curvature.layers.blocks import Sharing
+from laplace_debias.curvature.layers.stream import HookStream
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
@@ -55,19 +55,15 @@ class FitSettings:
         self,
         network: nn.Module,
         likelihood: Likelihood,
-        blocks: list[Block],
-        backend: Backend,
         generator: torch.Generator | None,
     ) -> Problem:
-        """What curvature is taken of.
+        """What curvature is taken of; still without blocks, which data tell.
 
         Args:
             network: The trained network, with the classes in the outputs' last dimension.
             likelihood: Its likelihood.
-            blocks: The blocks of its Bayesian parameters.
-            backend: Where their inputs and output gradients come from.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
         """
         loss = NegativeLogLikelihood(likelihood)
         cotangents = Cotangents(loss, self.fisher.seeded(generator), self.class_dim)
-        return Problem(network, cotangents, blocks, backend, self.factor_dtype, self.memory_bound)
+        return Problem(network, cotangents, (), HookStream, self.factor_dtype, self.memory_bound)

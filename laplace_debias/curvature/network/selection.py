@@ -19,7 +19,8 @@ def select_parameters(
 
     Args:
         model: The model.
-        selection: `"all"`; `"weights"` (no biases); `"last_layer"` (the layer that the outputs
+        selection: `"all"`; `"weights"` (no biases); `"supported"` (here as `"all"`: what a layer's
+            class does not tell is found by an example); `"last_layer"` (the layer that the outputs
             come from, see `last_layer_parameters`); names; or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
         example: Inputs on the model's device, for `"last_layer"`, which is found by running one of
@@ -36,7 +37,7 @@ def select_parameters(
             "(requires_grad). Call requires_grad_(True) on it, or on the layers that shall be "
             "Bayesian."
         )
-    if selection == "all":
+    if selection in ("all", "supported"):
         chosen = set(trainable)
     elif selection == "weights":
         chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}
@@ -44,8 +45,8 @@ def select_parameters(
         chosen = set(last_layer_parameters(model, example))
     elif isinstance(selection, str):
         raise ValueError(
-            f"Unknown params={selection!r}: use 'all', 'weights', 'last_layer', a list of "
-            "parameter names, or a predicate (name, parameter) -> bool."
+            f"Unknown params={selection!r}: use 'all', 'weights', 'supported', 'last_layer', a "
+            "list of parameter names, or a predicate (name, parameter) -> bool."
         )
     elif callable(selection):
         chosen = {name for name, parameter in trainable.items() if selection(name, parameter)}
@@ -68,6 +69,11 @@ def select_parameters(
             f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
         )
     return names
+
+
+def is_general(selection: object) -> bool:
+    """Whether a selection is a word for parameters of a kind, of which none is meant by name."""
+    return isinstance(selection, str) and not is_last_layer(selection)
 
 
 def _kind(selection: object) -> str:

@@ -1,7 +1,7 @@
 """What a posterior file says besides its tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from laplace_debias.curvature.fits.kinds import CURVATURES
@@ -50,6 +50,8 @@ class Header:
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         class_dim: Which dimension of the outputs has the classes; the last if None, as in format 3.
         mode: How the posterior was fitted, for `repr`; None if it is not known, as in format 3.
+        calls: Parameters that are measured at calls of modules, with the modules' paths; none
+            before format 5.
     """
 
     likelihood: dict[str, Any]
@@ -64,6 +66,7 @@ class Header:
     others: dict[str, int]
     class_dim: int | None = None
     mode: str | None = None
+    calls: dict[str, list[str]] = field(default_factory=dict)
 
 
 _INT64 = whole_number(-(2**63), 2**63 - 1)
@@ -80,8 +83,10 @@ FIELDS = {
     "others": mapping_to(_INT64),
     "class_dim": either(NOTHING, whole_number(1), whole_number(-(2**53), -1)),
     "mode": either(NOTHING, TEXT),
+    "calls": mapping_to(list_of(TEXT, distinct=True)),
 }
-SINCE_FORMAT_4 = ("class_dim", "mode")
+# Which fields a format does not have yet.
+LATER_FIELDS = {3: ("class_dim", "mode", "calls"), 4: ("calls",), 5: ()}
 _LIKELIHOODS = {
     "classification": {"ignore_index": _INT64},
     "binary": {},
@@ -110,6 +115,7 @@ def header_of(fitted: Fitted) -> Header:
         others=fitted.others,
         class_dim=settings.class_dim,
         mode=fitted.mode,
+        calls={name: list(paths) for name, paths in fitted.parameters.calls.items()},
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.layers.uses import Uses, num_examples_of
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
@@ -68,13 +68,13 @@ class DenseMoments:
             rows = J.flatten(2).double()
             gram = rows.square().sum(-1) if self._diagonal else rows @ rows.mT
             if self._gram is None:
-                self._gram = gram.new_zeros(uses[0][1].shape[1], *gram.shape[1:])
+                self._gram = gram.new_zeros(num_examples_of(uses), *gram.shape[1:])
             self._gram[part] += gram
             for index, posterior in enumerate(self._posteriors):
                 along = rows @ _directions(posterior)[place].double()
                 total = self._along[index]
                 if total is None:
-                    total = along.new_zeros(uses[0][1].shape[1], *along.shape[1:])
+                    total = along.new_zeros(num_examples_of(uses), *along.shape[1:])
                     self._along[index] = total
                 total[part] += along
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
@@ -72,7 +72,7 @@ def functional_moments(
             requested does not fit into the memory bound.
     """
     network = shadow(model)
-    tap = Tap(network, list(dict.fromkeys(block.layer for block in blocks)))
+    tap = Tap.on(network, blocks)
     is_dense = DENSE_BLOCK in posteriors[0].curvature.blocks
     accumulator = DenseMoments if is_dense else BlockMoments
     of_posteriors = accumulator(blocks, posteriors, prior_precisions, request.diagonal)
@@ -97,15 +97,15 @@ def functional_moments(
         chunk = max(1, request.memory_bound // (_SHARE * gradients * at_once))
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
-        skipped = last.layer if last is not None and num_added else None
+        skipped = Site((last.layer,)) if last is not None and num_added else None
         for begin in range(0, len(columns), at_once):
             some = slice(begin, min(begin + at_once, len(columns)))
             more = some.stop < len(columns)
             of_posteriors.begin(total[:, :, :, some])
-            for path, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
+            for site, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
                 for index, block in enumerate(blocks):
-                    if block.layer == path:
-                        of_posteriors.add(index, network.get_submodule(path), uses)
+                    if block.site == site:
+                        of_posteriors.add(index, tap.module(site), uses)
             of_posteriors.end()
         covariances.append(total)
         start += len(flat)
