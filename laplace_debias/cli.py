@@ -25,10 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What stands behind `laplace-debias`; that of the process if None.
 
     Returns:
-        The exit status: 0, or 2 after an error that is told in one line.
+        The exit status: 0, 2 after an error that is told in one line, or 130 after Ctrl-C.
     """
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        return _stopped("it has not begun; give the same command again")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
             raise
@@ -142,7 +144,11 @@ def _execute(
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
             options = self.get_defaults(skip_validation=True).keys(branches=True)
-            raise ValueError(_explained(message, options)) from ex
+            raise ValueError(_explained(message, options, also)) from ex
+
+    given = {argument.partition("=")[0] for argument in arguments}
+    most = [f"--{name}" for name in getattr(settings, "needed_by_most", ())]
+    also = [option for option in most if option not in given]
 
     # A cut off option is a mistyped one, not whatever begins like it.
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
@@ -157,20 +163,29 @@ def _execute(
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     chosen = instantiate(parsed)
     del chosen["config"]
-    run(settings(**vars(chosen)))
+    options = settings(**vars(chosen))
+    try:
+        run(options)
+    except KeyboardInterrupt:
+        if not hasattr(options, "resume"):
+            return _stopped("nothing is kept of it; give the same command again")
+        resume = "" if options.resume else " with --resume"
+        return _stopped(f"give the same command again{resume}, and it goes on from what is stored")
     return 0
 
 
-def _explained(message: str, options: Iterable[str]) -> str:
+def _explained(message: str, options: Iterable[str], also: Sequence[str] = ()) -> str:
     """The parser's message, with options written as on the command line, and the nearest ones.
 
     Args:
         message: The parser's.
         options: The command's options, without dashes.
+        also: Options that were not given and that most problems need besides the required ones.
     """
     required, _, missing = message.partition("are required: ")
     if missing:
-        return f"{required}are required: {', '.join(f'--{name}' for name in missing.split(', '))}"
+        told = f"{required}are required: {', '.join(f'--{name}' for name in missing.split(', '))}"
+        return f"{told}; most problems need {' and '.join(also)} too" if also else told
     unknown: list[str] = []
     known = list(options)
     if message.startswith("unrecognized arguments"):
@@ -181,6 +196,12 @@ def _explained(message: str, options: Iterable[str]) -> str:
         unknown = [f"{key[1]}.{key[2]}"]
     near = [close for name in unknown for close in difflib.get_close_matches(name, known, n=1)]
     return f"{message}; did you mean {' '.join(near)}?" if near else message
+
+
+def _stopped(how_to_go_on: str) -> int:
+    # On a line of its own: the terminal shows ^C, or a progress bar.
+    print(f"\nlaplace-debias: stopped: {how_to_go_on}", file=sys.stderr)
+    return 130
 
 
 def _fail(message: str) -> int:

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 
 from laplace_debias.commands.network import NetworkSettings, check_output, some_indices
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import ImageBatches
+from laplace_debias.system.console import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Settings(NetworkSettings):
             raise ValueError("scale is true with mode=full, which sees all images: leave scale out")
 
 
-def run(settings: Settings, console: Console | None = None) -> Laplace:
+def run(settings: Settings, console: Printer | None = None) -> Laplace:
     """Fit a posterior to the training images and save it.
 
     Args:
@@ -83,7 +83,7 @@ def run(settings: Settings, console: Console | None = None) -> Laplace:
         ValueError: If data or checkpoint is missing, damaged or of another problem; as `Laplace`.
         OSError: If the file cannot be written.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or Lines()
     output = settings.output
     check_output(output, settings.overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)

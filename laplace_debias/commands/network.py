@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,13 @@ class NetworkSettings:
         seed: Seed of the choice of images, and of the split where the checkpoint holds none.
         device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
         progress: Whether to show progress bars.
+        needed_by_most: Options that can be left out for few problems only.
 
     Raises:
         ValueError: If the problem is unknown or a number out of range.
     """
+
+    needed_by_most: ClassVar = ("data", "checkpoint")
 
     problem: str = "allcnnc-cifar10-one-cycle"
     data: Path | None = None

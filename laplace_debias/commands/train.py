@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from laplace_debias import metrics
@@ -22,6 +21,7 @@ from laplace_debias.problems import (
     train,
 )
 from laplace_debias.report.tables import write_csv
+from laplace_debias.system.console import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Settings:
             raise ValueError("resume and overwrite are both given; expected one of them")
 
 
-def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
+def run(settings: Settings, console: Printer | None = None) -> dict[str, float]:
     """Train, measure on test images and save the checkpoints with their split.
 
     Args:
@@ -90,7 +90,7 @@ def run(settings: Settings, console: Console | None = None) -> dict[str, float]:
         FloatingPointError: If training diverges.
         OSError: If a file cannot be written.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or Lines()
     output = settings.output
     check_output(output, settings.overwrite)
     state = output.with_name(f"{output.stem}.state.safetensors")

@@ -25,12 +25,10 @@ def look_at(
 
     Raises:
         ValueError: If the shapes leave open where the classes are.
+        TypeError: If there are no logits among what the model returns.
     """
     with torch.no_grad():
         outputs = call(shadow(network), take(x, slice(0, _FEW)))
-    # The fit itself refuses outputs that are not a tensor with a row for each example.
-    if not isinstance(outputs, Tensor):
-        return
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, class_dim)
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)

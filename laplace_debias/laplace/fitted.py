@@ -1,7 +1,9 @@
 """The frozen state of a fit: what predictions, grids and files read."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,7 +13,10 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.precision import widened
+from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shadow import check_no_autocast
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.posterior_range import check_prior_precision
@@ -55,8 +60,8 @@ class Fitted:
 
     @property
     def network(self) -> nn.Module:
-        """The model with its outputs `[B, ..., C]`."""
-        return classes_last(self.model, self.settings.class_dim)
+        """What is differentiated, see `network_of`."""
+        return network_of(self.model, self.parameters.names, self.settings)
 
     def with_prior_precision(self, prior_precision: Tensor) -> "Fitted":
         """The same fit under another prior.
@@ -66,8 +71,9 @@ class Fitted:
         """
         return replace(self, posterior=self.posterior.with_prior_precision(prior_precision))
 
-    def moved(self, x: Inputs) -> Inputs:
-        """Inputs on the model's device; raises as `move`."""
+    def moved(self, x: Any) -> Inputs:
+        """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""
+        x = BatchReader(self.model).inputs(x)
         return move(x, self.posterior.mean.device, {p.dtype for p in self.model.parameters()})
 
     def check_model(self) -> None:
@@ -78,7 +84,8 @@ class Fitted:
         """
         mean = self.posterior.mean
         check_no_autocast(mean.device)
-        current = self.parameters.flat(self.model)
+        plain = unwrapped(self.model)
+        current = self.parameters.flat(plain)
         if current.device != mean.device or current.dtype != mean.dtype:
             raise RuntimeError(
                 f"The model has moved to {current.device}, {current.dtype} since the fit on "
@@ -89,7 +96,7 @@ class Fitted:
                 "The model's parameters have changed since the fit, so the posterior does "
                 "not describe them: fit again."
             )
-        if wrong := changed(self.others, fingerprint(self.model, self.parameters.names)):
+        if wrong := changed(self.others, fingerprint(plain, self.parameters.names)):
             raise RuntimeError(
                 f"{wrong[0]} has changed since the fit, so the posterior is not that of this "
                 "model: fit again."
@@ -110,3 +117,16 @@ class Fitted:
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
         )
+
+
+def network_of(model: nn.Module, names: Sequence[str], settings: FitSettings) -> nn.Module:
+    """What is differentiated: the model without wrappers, with its outputs `[B, ..., C]`.
+
+    Where Bayesian parameters are in half precision, it computes in single precision.
+
+    Args:
+        model: The user's model.
+        names: Its Bayesian parameters.
+        settings: Which dimension of its outputs has the classes.
+    """
+    return classes_last(widened(unwrapped(model), names), settings.class_dim)

@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
@@ -17,13 +18,13 @@ Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 
 
 def predictives(
-    fits: Sequence[Fitted], x: Inputs, prior_precisions: Sequence[Grid]
+    fits: Sequence[Fitted], x: Inputs | Record, prior_precisions: Sequence[Grid]
 ) -> list[list[Distribution]]:
     """The closed-form `"glm"` predictives of several fits of one model, in one pass.
 
     Args:
         fits: Fits of the same model and Bayesian parameters.
-        x: Inputs, `[B, ...]`.
+        x: Inputs | Record, `[B, ...]`.
         prior_precisions: A grid for each of them, all of one length.
 
     Returns:
@@ -47,7 +48,7 @@ def predictives(
 
 def moments(
     fits: Sequence[Fitted],
-    x: Inputs,
+    x: Inputs | Record,
     prior_precisions: Sequence[Tensor],
     diagonal: bool = False,
     outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
@@ -56,7 +57,7 @@ def moments(
 
     Args:
         fits: Fits of the same model and Bayesian parameters.
-        x: Inputs, `[B, ...]`.
+        x: Inputs | Record, `[B, ...]`.
         prior_precisions: A grid for each of them, `[P]` or `[P, blocks]`.
         diagonal: Whether variances will do.
         outputs: Which outputs, as `Laplace.functional` takes them.
@@ -82,14 +83,15 @@ def moments(
     num_blocks = len(first.parameters.block_names)
     grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
     with torch.inference_mode(False):
-        x = first.moved(x)
-        if outputs is not None:
-            outputs = predictive.chosen_outputs(predictive.map_outputs(first.network, x), outputs)
-        return functional_moments(
-            first.network,
-            first.parameters.blocks,
-            [fitted.posterior for fitted in fits],
-            x,
-            torch.stack(grids).to(first.posterior.mean),
-            OutputRequest(diagonal, outputs, first.settings.memory_bound),
-        )
+        x, network = first.moved(x), first.network
+        with explaining_unbatched(network, x):
+            if outputs is not None:
+                outputs = predictive.chosen_outputs(predictive.map_outputs(network, x), outputs)
+            return functional_moments(
+                network,
+                first.parameters.blocks,
+                [fitted.posterior for fitted in fits],
+                x,
+                torch.stack(grids).to(first.posterior.mean),
+                OutputRequest(diagonal, outputs, first.settings.memory_bound),
+            )

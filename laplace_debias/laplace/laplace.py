@@ -28,14 +28,19 @@ from laplace_debias.curvature.network.batches import (
 )
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
+from laplace_debias.curvature.network.outputs import explaining_unbatched
+from laplace_debias.curvature.network.precision import is_narrow, wide
+from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
     check_no_autocast,
+    check_usable,
 )
+from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace import grids, predictive, tuning
 from laplace_debias.laplace.data_size import (
     Expected,
@@ -49,7 +54,7 @@ from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.files.header import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
-from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.fitted import Fitted, network_of
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
@@ -129,6 +134,13 @@ class Laplace:
             gave `outputs.movedim(1, -1)`: predictives, functional means and covariances come out
             as `[B, ..., C]`. Targets with an entry for every output (regression, `[B, C, ...]`)
             are moved with them. With None a fit asks where its first batch's shapes fit both.
+        batch: A function from what loaders yield to `(inputs, targets)`, for batches of another
+            form: `batch=lambda batch: (batch[0], batch[1])` for `(x, y, index)`. It serves every
+            method that takes batches. None reads pairs `(x, y)`, and mappings and dataclasses that
+            hold the targets under `labels`, `label`, `label_ids`, `targets`, `target` or `y`.
+            Targets are not passed to the model. Labels of tokens go with the outputs that the
+            model's own loss compares them with: those of one position earlier for a Hugging Face
+            model that shifts them, as causal language models do.
 
     Attributes:
         model: The model.
@@ -179,6 +191,7 @@ class Laplace:
         rank: int | None = None,
         memory_bound: int | None = None,
         class_dim: int | None = None,
+        batch: BatchHook | None = None,
     ) -> None:
         self._settings = FitSettings(
             CurvatureKind(curvature, rank),
@@ -189,23 +202,31 @@ class Laplace:
             memory_bound,
             class_dim,
         )
-        check_deterministic(model)
-        check_finite(model)
+        plain = _plain(model)
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
-        self._params = params
+        self._read_batch = BatchReader(model, batch)
+        self._params = plain_names(model, params) if isinstance(params, (list, tuple)) else params
         # What the model's structure tells; a fit holds it against an example.
         self._selected: BayesianParameters | None = None
-        if not needs_example(model, params):
-            self._selected = BayesianParameters.of(model, params, self._settings, None)
+        if not needs_example(plain, self._params):
+            self._selected = BayesianParameters.of(plain, self._params, self._settings, None)
         self._parameters = self._selected
         if class_dim not in (None, -1) and backend == "backpack":
             raise NotImplementedError(
                 f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
                 "use backend='hooks' or 'auto', or put the classes last in the model."
             )
+        names = p.names if (p := self._parameters) else [n for n, _ in plain.named_parameters()]
+        if is_narrow(plain, names):
+            if backend == "backpack":
+                raise NotImplementedError(
+                    "BackPACK does not see that parameters in half precision are computed with in "
+                    "single precision: use backend='hooks' or 'auto'."
+                )
+            backend = "hooks"
         self._backend = backend
-        choose_backend(classes_last(model, class_dim), backend)
+        choose_backend(classes_last(plain, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._fitted: Fitted | None = None
 
@@ -214,7 +235,7 @@ class Laplace:
         parameters, fitted = self._parameters, self._fitted
         return str(
             Described(
-                self.model,
+                unwrapped(self.model),
                 self.likelihood,
                 self._settings.kind.name,
                 None if parameters is None else parameters.names,
@@ -260,7 +281,7 @@ class Laplace:
         """The first Bayesian parameter; the first trainable one as long as they are not known."""
         if self._parameters is None:
             return next(p for p in self.model.parameters() if p.requires_grad)
-        return self.model.get_parameter(self._parameters.names[0])
+        return unwrapped(self.model).get_parameter(self._parameters.names[0])
 
     def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
         """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
@@ -271,25 +292,21 @@ class Laplace:
             NotImplementedError: As `BayesianParameters.verified`.
         """
         for x, y in self._on_device(batches.first):
-            look_at(self._network, self.likelihood, x, y, self._settings.class_dim)
-            found = self._selected
+            plain, found = unwrapped(self.model), self._selected
             if found is None or is_last_layer(self._params):
-                found = BayesianParameters.of(self.model, self._params, self._settings, x)
+                found = BayesianParameters.of(plain, self._params, self._settings, x)
                 known = self._parameters
                 if known is not None and known.names != found.names:
                     raise ValueError(
                         f'params="last_layer" was {known.names}, but now the outputs come '
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
-            found = found.verified(self._network, self.model, self._params, self._settings, x)
+            network = network_of(self.model, found.names, self._settings)
+            look_at(network, self.likelihood, x, y, self._settings.class_dim)
+            found = found.verified(network, plain, self._params, self._settings, x)
             self._check_prior_precision(self._prior_precision, found)
             return found
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
-
-    @property
-    def _network(self) -> nn.Module:
-        """The model with its outputs `[B, ..., C]`."""
-        return classes_last(self.model, self._settings.class_dim)
 
     # ---------------------------------------------------------------- fitting
 
@@ -427,15 +444,15 @@ class Laplace:
         scheme.check(kind)
         if scale is not None:
             check_scale(scale, scheme.measured[0])
-        check_deterministic(self.model)
-        check_finite(self.model)
+        plain = _plain(self.model)
         check_no_autocast(self._first_parameter.device)
         with torch.inference_mode(False):
-            problem = self._settings.problem(self._network, self.likelihood, generator)
+            problem = self._settings.problem(plain, self.likelihood, generator)
             known = FirstBatchKnown(seeded(scheme.first_read, generator))
             parameters = self._look_at(known)
-            backend = choose_backend(self._network, self._backend, parameters.blocks)
-            problem = replace(problem, blocks=parameters.blocks, backend=backend)
+            network = network_of(self.model, parameters.names, self._settings)
+            backend = choose_backend(network, self._backend, parameters.blocks)
+            problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
             scheme = scheme.reading_first(known)
             read = partial(self._read, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
@@ -450,8 +467,9 @@ class Laplace:
         self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str
     ) -> None:
         """Make a fit the one that is predicted with; one that is refused leaves the last one."""
-        others = fingerprint(self.model, parameters.names)
-        mean = parameters.flat(self.model)
+        plain = unwrapped(self.model)
+        others = fingerprint(plain, parameters.names)
+        mean = parameters.flat(plain)
         order = None if parameters.order is None else parameters.order.to(mean.device)
         nll = found.seen.nll * (num_data / found.seen.num_examples)
         with _EXCHANGE:
@@ -484,7 +502,7 @@ class Laplace:
         if not isinstance(batches, FirstBatchKnown):
             batches = seeded(batches, generator)
         dtypes = {p.dtype for p in self.model.parameters()}
-        return OnDevice(batches, self._first_parameter.device, dtypes)
+        return OnDevice(batches, self._first_parameter.device, dtypes, self._read_batch)
 
     # -------------------------------------------------------------- posterior
 
@@ -541,7 +559,7 @@ class Laplace:
         prior_precision = prior_precision.detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
         num_blocks = len(parameters.block_names) if parameters else prior_precision.numel()
-        check_prior_precision(prior_precision, num_blocks, first.dtype)
+        check_prior_precision(prior_precision, num_blocks, wide(first.dtype))
         return prior_precision
 
     def sample(
@@ -570,7 +588,7 @@ class Laplace:
 
     def functional(
         self,
-        x: Inputs,
+        x: Inputs | Record,
         diagonal: bool = False,
         outputs: Int[Tensor, "batch k"] | Sequence[Sequence[int]] | int | None = None,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
@@ -596,7 +614,7 @@ class Laplace:
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
         return mean, covariances[0, 0]
 
-    def predict_grid(self, x: Inputs, prior_precisions: Grid) -> list[Distribution]:
+    def predict_grid(self, x: Inputs | Record, prior_precisions: Grid) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
         Args:
@@ -615,7 +633,7 @@ class Laplace:
 
     def predict(
         self,
-        x: Inputs,
+        x: Inputs | Record,
         method: str = "glm",
         samples: int | None = None,
         generator: torch.Generator | None = None,
@@ -623,7 +641,9 @@ class Laplace:
         """The predictive distribution p(y | x), batch shape `[B]`.
 
         Args:
-            x: Inputs, `[B, ...]`.
+            x: Inputs, `[B, ...]`: a tensor, several in a tuple, or a mapping or dataclass by name,
+                whose entry `labels` (or another of the names of targets that the forward pass does
+                not take) is left out.
             method: `"glm"`: linearised network with exact functional covariance, averaged in closed
                 form (probit) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
@@ -660,13 +680,14 @@ class Laplace:
             )
             return self.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
         with torch.inference_mode(False):
-            x = state.moved(x)
-            if method == "map":
-                return self.likelihood.predictive(predictive.map_outputs(state.network, x), None)
-            draws = state.posterior.sample(num_samples, generator)
-            is_linear = method == "glm-mc"
-            push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            return self.likelihood.mixture(push(state.network, self.param_names, x, draws))
+            x, network = state.moved(x), state.network
+            with explaining_unbatched(network, x):
+                if method == "map":
+                    return self.likelihood.predictive(predictive.map_outputs(network, x), None)
+                draws = state.posterior.sample(num_samples, generator)
+                is_linear = method == "glm-mc"
+                push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
+                return self.likelihood.mixture(push(network, self.param_names, x, draws))
 
     # ------------------------------------------------- tuning and evaluation
 
@@ -805,6 +826,7 @@ class Laplace:
         factor_dtype: torch.dtype = torch.float64,
         mc_samples: int = 1,
         memory_bound: int | None = None,
+        batch: BatchHook | None = None,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
@@ -819,7 +841,8 @@ class Laplace:
             fisher: For another fit.
             factor_dtype: For another fit.
             mc_samples: For another fit.
-            memory_bound: As the constructor takes it.
+            memory_bound: As the constructor takes it; likewise the next one.
+            batch: How batches are read.
 
         Raises:
             ValueError: If the file is damaged, of another format, or does not fit the model.
@@ -828,7 +851,8 @@ class Laplace:
             OSError: If it cannot be read.
         """
         header, tensors = posterior_file.load(Path(path))
-        posterior_file.check_names(header, dict(model.named_parameters()))
+        plain = _plain(model)
+        posterior_file.check_names(header, dict(plain.named_parameters()))
         la = cls(
             model,
             likelihood=likelihood_from_json(header.likelihood),
@@ -843,12 +867,13 @@ class Laplace:
             factor_dtype=factor_dtype,
             mc_samples=mc_samples,
             memory_bound=memory_bound,
+            batch=batch,
         )
         parameters = BayesianParameters.of(
-            model, header.param_names, la._settings, None, header.calls
+            plain, header.param_names, la._settings, None, header.calls
         )
-        posterior = posterior_file.posterior_from(header, tensors, parameters, model)
-        others = fingerprint(model, parameters.names)
+        posterior = posterior_file.posterior_from(header, tensors, parameters, plain)
+        others = fingerprint(plain, parameters.names)
         if wrong := changed(header.others, others):
             raise ValueError(
                 f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
@@ -869,6 +894,15 @@ class Laplace:
         return la
 
 
+def _plain(model: nn.Module) -> nn.Module:
+    """The model without wrappers, found to be one that curvature is defined for."""
+    check_usable(model)
+    plain = unwrapped(model)
+    check_deterministic(plain)
+    check_finite(plain)
+    return plain
+
+
 def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
     """N of a fit whose data are given."""
     if num_data is not None:
@@ -880,7 +914,7 @@ def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
 
 def predict_grids(
     posteriors: Sequence[Laplace],
-    x: Inputs,
+    x: Inputs | Record,
     prior_precisions: Sequence[Grid],
 ) -> list[list[Distribution]]:
     """`Laplace.predict_grid` for several fits of one model, which share the backward passes.

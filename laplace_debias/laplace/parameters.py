@@ -12,6 +12,7 @@ from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import (
     SUPPORTED,
     ParameterSelection,
@@ -121,8 +122,9 @@ class BayesianParameters:
         return BayesianParameters.of(model, names, settings, x, calls)
 
     def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
-        """Their present values, flattened in the model's order, `[D]`."""
-        return torch.cat([model.get_parameter(name).detach().flatten() for name in self.names])
+        """Their present values, in the model's order, `[D]`, no narrower than single precision."""
+        values = [model.get_parameter(name).detach().flatten() for name in self.names]
+        return torch.cat([value.to(wide(value.dtype)) for value in values])
 
 
 def _report_unused(names: Sequence[str], may_leave_out: bool) -> None:

@@ -166,10 +166,17 @@ def load_problem(
     """
     if checkpoint is None:
         if problem.published is None:
-            raise ValueError(
+            missing = (
                 f"{problem.name} has no published weights; train it (laplace-debias train "
                 f"--problem={problem.name}) and give the checkpoint"
             )
+            if source is None or source.root is None:
+                # What else is missing is told at once; the digits, which need no path, are small.
+                try:
+                    problem.data(source, seed=seed)
+                except ValueError as error:
+                    missing = f"{missing}; {error}"
+            raise ValueError(missing)
         return problem.published().eval(), problem.data(source, seed=seed)
     model = problem.model()
     extra = load_checkpoint(model, checkpoint)

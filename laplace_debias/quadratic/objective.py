@@ -13,6 +13,7 @@ from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.weight_decay import decay_mask
@@ -49,6 +50,7 @@ def objective(
     num_data: int | None,
     reduction: str | None,
     progress: bool,
+    batch: BatchHook | None,
 ) -> Objective:
     """The loss, its gradient and its curvature; arguments as `Quadratic.from_data` takes them."""
     if curvature not in _CURVATURES:
@@ -56,9 +58,11 @@ def objective(
         raise ValueError(
             f"Unknown curvature {curvature!r}: use 'ggn' or 'hessian' (nearest: {nearest!r})."
         )
-    matrix = _CURVATURES[curvature](model, loss, data, params, num_data, reduction=reduction)
-    network = Network(model, params, data)
-    batches = Data(data, network.device, network.dtypes, num_data)
+    matrix = _CURVATURES[curvature](
+        model, loss, data, params, num_data, reduction=reduction, batch=batch
+    )
+    network = Network(model, params, data, batch)
+    batches = Data(data, network.device, network.dtypes, network.read, num_data)
     value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress)
     position = network.join([p.clone() for p in network.parameters], batched=False)
     return Objective(value, gradient, matrix, position, decay_mask(network.parameters))

@@ -68,7 +68,7 @@ class Quadratic:
         cls,
         model: nn.Module,
         loss: Loss,
-        data: Iterable[Sequence[Any]],
+        data: Iterable[Any],
         curvature: str = "ggn",
         params: str | Sequence[str] | Callable[..., bool] = "all",
         weight_decay: float = 0.0,
@@ -76,6 +76,7 @@ class Quadratic:
         num_data: int | None = None,
         reduction: str | None = None,
         progress: bool = False,
+        batch: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> "Quadratic":
         r"""The quadratic of a model's loss on data, at the model's parameters (Eq. 1 and 2).
 
@@ -94,13 +95,14 @@ class Quadratic:
             num_data: The number of examples if known, as for `GGN`.
             reduction: `"mean"` or `"sum"` for a function that does not say it, as for `GGN`.
             progress: Whether to show a progress bar.
+            batch: A function from what the data yields to `(inputs, targets)`, as for `GGN`.
 
         Raises:
             ValueError: For an unknown curvature, and as `GGN`.
         """
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
-        at = objective(model, loss, data, curvature, params, num_data, reduction, progress)
+        at = objective(model, loss, data, curvature, params, num_data, reduction, progress, batch)
         quadratic = cls(at.value, at.gradient, at.matrix, at.position)
         if weight_decay == 0:
             return quadratic

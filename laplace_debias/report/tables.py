@@ -11,13 +11,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from laplace_debias.system.atomic import written_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Row = Mapping[str, object]
 
@@ -69,7 +70,7 @@ def print_table(
     title: str,
     columns: Sequence[str] | None = None,
     digits: int = 3,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> None:
     """Prints a table to the terminal.
 
@@ -83,6 +84,11 @@ def print_table(
     Raises:
         ValueError: There are no rows, no row has one of the `columns`, or `digits` < 0.
     """
+    # Here, as CSV and Markdown do without it.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     columns = _checked_columns(rows, columns)
     body = _cells(rows, columns, digits)
     table = Table(title=Text(title), title_justify="left")

@@ -261,7 +261,6 @@ def all_lora():
         ),
         (lambda: two(lambda m, x: logits(m, x).detach()), "come from none"),
         (lambda: Net(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)).eval(), "come from none"),
-        (lambda: two(lambda m, x: (logits(m, x), x)), "must return a tensor"),
     ],
 )
 def test_what_is_not_one_trainable_layer_is_refused(model, says):
@@ -270,12 +269,19 @@ def test_what_is_not_one_trainable_layer_is_refused(model, says):
         Laplace(model(), params="last_layer").fit_batches(data())
 
 
+def test_outputs_without_logits_are_refused():
+    torch.manual_seed(0)
+    model = two(lambda m, x: {"first": logits(m, x), "second": x})
+    with pytest.raises(TypeError, match=r"a dict with the entries \['first', 'second'\]"):
+        Laplace(model, params="last_layer").fit_batches(data())
+
+
 def test_a_frozen_head_of_a_sequential_is_refused_at_once():
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).eval()
     model[1].requires_grad_(False)
     with pytest.raises(ValueError, match=r"1 \(Linear\), which is frozen"):
         Laplace(model, params="last_layer")
-    with pytest.raises(ValueError, match="no trainable one"):
+    with pytest.raises(ValueError, match="no trainable parameter"):
         Laplace(model.requires_grad_(False), params="last_layer")
 
 

@@ -15,7 +15,7 @@ from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.system.memory import granted
@@ -178,7 +178,7 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     network = shadow(problem.model)
     tap = Tap.on(network, problem.blocks)
     outputs = tap.forward(one)
-    check_outputs(outputs)
+    check_outputs(outputs, num_examples(x))
     positions = PositionFinder(
         problem.model, problem.blocks, problem.cotangents, network, tap.uses, outputs
     )

@@ -27,6 +27,7 @@ from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
+from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shadow import shadow
 
 Calls = Mapping[str, Sequence[str]]
@@ -72,7 +73,7 @@ def resolve(
     few = take(x, slice(0, 2))
     with torch.no_grad():
         outputs = call(shadow(model), take(few, slice(0, 1)))
-    check_outputs(outputs)
+    check_outputs(outputs, num_examples(x))
     check_repeatable(model, few, outputs)
     reference = _Reference(model, names, few)
     used = [name for name in names if name not in reference.unused]
@@ -141,7 +142,7 @@ class _Reference:
             for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
         }
         self.unused = [n for i, n in enumerate(names) if all(of[i] is None for of in found)]
-        self.eps = torch.finfo(self.cotangent.dtype).eps
+        self.eps = coarsest_eps(twin)
         norms = torch.stack([g.norm() for of_name in self.gradients.values() for g in of_name])
         # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
         self.rounding = self.eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())

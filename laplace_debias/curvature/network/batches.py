@@ -1,6 +1,6 @@
 """Data: batches of inputs and targets, from anything that can be iterated over."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -8,38 +8,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.curvature.network.inputs import Inputs, move, num_examples
+from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.reader import BatchReader
 
-# Pairs (inputs, targets), as tuples or, from a DataLoader, lists; inputs as `inputs` has them.
-Batches = Iterable[Sequence[Any]]
+# Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
+Batches = Iterable[Any]
 # The same, checked and on the model's device.
 Pairs = Iterable[tuple[Inputs, Tensor]]
-
-
-def checked_pair(batch: Any, name: str = "A batch") -> tuple[Inputs, Tensor]:
-    """A batch as inputs and targets, with as many targets as inputs.
-
-    Args:
-        batch: What the source yields.
-        name: What errors call it.
-
-    Raises:
-        TypeError: If it is not a pair of inputs and a tensor.
-        ValueError: If the numbers of examples differ.
-    """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise TypeError(
-            f"Batches must be pairs (inputs, targets), got {type(batch).__name__}"
-            f"{f' of length {len(batch)}' if isinstance(batch, Sized) else ''}: wrap the loader so "
-            "that it yields pairs; several inputs go into a tuple or a dict."
-        )
-    inputs, targets = batch
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"Targets must be a tensor, got {type(targets).__name__}.")
-    size = num_examples(inputs)
-    if targets.ndim == 0 or size != len(targets):
-        raise ValueError(f"{name} holds {size} inputs but targets of shape {tuple(targets.shape)}.")
-    return inputs, targets
 
 
 class OnDevice:
@@ -49,18 +24,24 @@ class OnDevice:
         batches: The source.
         device: Where the model is.
         dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
+        read: What makes pairs of its batches.
     """
 
     def __init__(
-        self, batches: Batches, device: torch.device, dtypes: Collection[torch.dtype]
+        self,
+        batches: Batches,
+        device: torch.device,
+        dtypes: Collection[torch.dtype],
+        read: BatchReader,
     ) -> None:
         self._batches = batches
+        self._read = read
         self._device = device
         self._dtypes = dtypes
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for batch in self._batches:
-            x, y = checked_pair(batch)
+            x, y = self._read(batch)
             x = move(x, self._device, self._dtypes)
             yield x, y.to(self._device, non_blocking=True)
 
@@ -115,10 +96,10 @@ class FirstBatchKnown:
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self._begun: Iterator[Sequence[Any]] | None = iter(batches)
+        self._begun: Iterator[Any] | None = iter(batches)
         self.first = list(islice(self._begun, 1))
 
-    def __iter__(self) -> Iterator[Sequence[Any]]:
+    def __iter__(self) -> Iterator[Any]:
         begun, self._begun = self._begun, None
         return iter(self._batches) if begun is None else chain(self.first, begun)
 
@@ -133,5 +114,5 @@ class _Progress:
         self._batches = batches
         self._what = what
 
-    def __iter__(self) -> Iterator[Sequence[Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(tqdm(self._batches, desc=self._what, unit="batch", leave=False))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.logits import logits_of
 from laplace_debias.curvature.network.shadow import shadow
 
 # How far from 1 the sum of probabilities may be: softmaxes are also computed in half precision.
@@ -53,16 +54,15 @@ class _ClassesLast:
     class_dim: int
 
     def __call__(self, _: nn.Module, __: Any, outputs: Any) -> Any:
-        outputs = getattr(outputs, "logits", outputs)
-        # Outputs that are not a tensor are refused where outputs are checked.
-        if not isinstance(outputs, Tensor):
-            return outputs
+        outputs = logits_of(outputs)
         if self.class_dim % max(outputs.ndim, 1) == 0 or not (
             -outputs.ndim <= self.class_dim < outputs.ndim
         ):
+            # How many examples a probe had is none of the user's business.
+            shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
-                f"class_dim={self.class_dim}, but the model's outputs have shape "
-                f"{tuple(outputs.shape)}: give a dimension of theirs that is not the first."
+                f"class_dim={self.class_dim}, but the model's outputs have shape [{shape}]: give a "
+                "dimension of theirs that is not the first."
             )
         return outputs.movedim(self.class_dim, -1)
 

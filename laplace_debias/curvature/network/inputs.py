@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from laplace_debias.curvature.network.logits import logits_of
 from laplace_debias.system.threads import SharedSetting
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
@@ -16,20 +17,27 @@ from laplace_debias.system.threads import SharedSetting
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's outputs for inputs; `.logits` of an output that has them, as in Hugging Face."""
+@runtime_checkable
+class Record(Protocol):
+    """A dataclass, whose fields are inputs by name, and targets perhaps."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+def call(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The model's outputs for inputs, as `logits_of` finds them; raises as it does."""
     arguments, named = _arguments(inputs)
     with LAYER_BY_LAYER:
         outputs = model(*arguments, **named)
-    return getattr(outputs, "logits", outputs)
+    return logits_of(outputs)
 
 
-def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Any:
+def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
     """As `call`, with other values for some parameters; differentiable in them by `torch.func`."""
     arguments, named = _arguments(inputs)
     with LAYER_BY_LAYER, PLAIN_ATTENTION:
         outputs = functional_call(model, dict(parameters), arguments, named)
-    return getattr(outputs, "logits", outputs)
+    return logits_of(outputs)
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -104,13 +112,14 @@ def join(parts: Sequence[Inputs]) -> Inputs:
     return joined if isinstance(first, Mapping) else tuple(joined.values())
 
 
-def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> Inputs:
+def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype] | None) -> Inputs:
     """Inputs on a device.
 
     Args:
         inputs: As `Inputs`.
         device: Where the model is.
-        dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
+        dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have;
+            None for any.
 
     Raises:
         TypeError: If they are not tensors, or floating point of another dtype than the model's.
@@ -118,7 +127,7 @@ def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype]) -> 
     """
     num_examples(inputs)
     for x in tensors_of(inputs):
-        if x.is_floating_point() and x.dtype not in dtypes:
+        if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
             raise TypeError(
                 f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: "
                 "convert one of them."

@@ -114,11 +114,6 @@ def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
     }
     with torch.enable_grad():
         outputs = call(network, take(inputs, slice(0, 1)))
-    if not isinstance(outputs, Tensor):
-        raise ValueError(
-            f"The model must return a tensor or have `.logits`, got {type(outputs).__name__}: wrap "
-            "it so that it does."
-        )
     if not outputs.requires_grad:
         return _Sources([], [], list(cuts))
     leaves = [(path, leaf) for path, of_layer in cuts.items() for leaf in of_layer]

@@ -10,13 +10,21 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.last_layer import needs_example
 from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.precision import wide, widened
+from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     check_parameters,
     select_parameters,
 )
-from laplace_debias.curvature.network.shadow import check_deterministic, check_finite, shadow
+from laplace_debias.curvature.network.shadow import (
+    check_deterministic,
+    check_finite,
+    check_usable,
+    shadow,
+)
+from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.operators import ParameterLayout
 
 
@@ -28,38 +36,56 @@ class Network:
     Args:
         model: In eval mode where it has dropout or batch normalisation.
         params: Which parameters, as `select_parameters`.
-        data: Batches `(inputs, targets)`, of which one example tells the last layer.
+        data: Batches, of which one example tells the last layer.
+        batch: How batches are read, as `BatchReader` takes it.
+
+    Attributes:
+        names: The selected parameters, in the model's order.
+        read: What makes pairs of batches.
 
     Raises:
         ValueError: If the model is random, holds NaN, or has no parameter that is selected.
+        TypeError: If the model or `batch` is not what it must be.
     """
 
     def __init__(
-        self, model: nn.Module, params: ParameterSelection, data: Batches | None = None
+        self,
+        model: nn.Module,
+        params: ParameterSelection,
+        data: Batches | None = None,
+        batch: BatchHook | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        check_usable(model)
+        self._given = model
+        self.read = BatchReader(model, batch)
+        if isinstance(params, (list, tuple)):
+            params = plain_names(model, params)
+        model = unwrapped(model)
         check_deterministic(model)
         example = None
+        self.dtypes = {p.dtype for p in model.parameters()}
         if data is not None and needs_example(model, params):
             like = next(model.parameters())
-            example = move(first_inputs(data), like.device, {p.dtype for p in model.parameters()})
+            example = move(first_inputs(data, self.read), like.device, self.dtypes)
         self.names = select_parameters(model, params, example)
         check_parameters(model, self.names)
         check_finite(model)
-        self._model = model
         self.layout = ParameterLayout.of({name: model.get_parameter(name) for name in self.names})
         self._sizes = self.layout.sizes
         self.num_parameters = self.layout.size
         first = model.get_parameter(self.names[0])
-        self.dtype, self.device = first.dtype, first.device
-        self.dtypes = {p.dtype for p in model.parameters()}
+        self.dtype, self.device = wide(first.dtype), first.device
         self.refresh()
+
+    @property
+    def model(self) -> nn.Module:
+        """What is differentiated: the user's model, plain and no narrower than single precision."""
+        return widened(unwrapped(self._given), self.names)
 
     def refresh(self) -> None:
         """Copy the model anew."""
         self._stamp = _stamp(self._state_now())
-        twin = shadow(self._model)
+        twin = shadow(self.model)
         everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
         # Copies: what is kept of a linearisation refers to them, and must not change.
         copies = {name: x.detach().clone() for name, x in everything}
@@ -83,10 +109,12 @@ class Network:
         state = self._state_now()
         if self._stamp != _stamp(state):
             return False
-        return all(now.equal(copy) for now, copy in zip(state, self._copies, strict=True))
+        return all(
+            now.to(copy.dtype).equal(copy) for now, copy in zip(state, self._copies, strict=True)
+        )
 
     def _state_now(self) -> list[Tensor]:
-        return [*self._model.parameters(), *self._model.buffers()]
+        return [*self._given.parameters(), *self._given.buffers()]
 
     def outputs(
         self,
@@ -110,16 +138,11 @@ class Network:
         """The outputs for a batch, found to be the same twice, finite, and one row per example.
 
         Raises:
-            TypeError: If they are no tensor.
+            TypeError: If there are no logits among what the model returns.
             ValueError: Otherwise.
         """
         with torch.no_grad():
-            outputs: Any = self.outputs(self.parameters, inputs)
-            if not isinstance(outputs, Tensor):
-                raise TypeError(
-                    f"The model must return a tensor or have `.logits`, got "
-                    f"{type(outputs).__name__}: wrap it so that it does."
-                )
+            outputs = self.outputs(self.parameters, inputs)
             some = take(inputs, slice(0, 2))
             one, two = (self.outputs(self.parameters, some) for _ in range(2))
         if outputs.shape[:1] != (size,) or outputs.dtype != self.dtype:

@@ -1,25 +1,35 @@
 """What comes out of a network: finite, of the expected shape, the same twice."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.inputs import Inputs, call, take
+from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shadow import shadow
 
 
-def check_outputs(outputs: Any) -> None:
+def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
     """Require finite outputs of shape `[B, C]` or `[B, ..., C]`.
+
+    Args:
+        outputs: What the model gave.
+        probed: If that was for one example alone: how many examples the user's batch has, so that
+            the error tells of these.
 
     Raises:
         ValueError: Otherwise.
     """
-    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
-        came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if outputs.ndim < 2:
+        came = tuple(outputs.shape)
+        if probed is not None and came == (1,):
+            came = (probed,)
         raise ValueError(
             f"The model must return outputs of shape [batch, outputs] or [batch, positions, "
-            f"outputs], got {came}: wrap it in a module that flattens or selects them."
+            f"outputs], got {came}: wrap it in a module that "
+            f"{'keeps a dimension for the examples' if not came else 'flattens or selects them'}."
         )
     check_finite_outputs(outputs)
 
@@ -37,6 +47,40 @@ def check_finite_outputs(outputs: Tensor) -> None:
         )
 
 
+@contextmanager
+def explaining_unbatched(model: nn.Module, x: Inputs) -> Iterator[None]:
+    """Says what is wrong where the work within fails as the inputs are one example, not a batch.
+
+    Args:
+        model: The model.
+        x: What the user gave.
+
+    Raises:
+        ValueError: In the place of what was raised, if the model takes the inputs with one more
+            dimension, and not as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(x, Tensor) or _takes(model, x) or not _takes(model, x.unsqueeze(0)):
+            raise
+        raise ValueError(
+            f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
+            f"examples: pass x.unsqueeze(0), of shape {(1, *x.shape)}."
+        ) from error
+
+
+def _takes(model: nn.Module, x: Tensor) -> bool:
+    """Whether the model has a row of outputs for each of the inputs."""
+    try:
+        with torch.no_grad():
+            outputs = call(shadow(model), x)
+    # Whatever a forward pass raises.
+    except Exception:
+        return False
+    return outputs.ndim > 1 and len(outputs) == len(x)
+
+
 def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
     """Require a model to give the same outputs again, whatever else is in the batch.
 
@@ -50,6 +94,7 @@ def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
             examples of a batch.
     """
     largest = float(outputs.abs().max())
+    eps = max(coarsest_eps(model), torch.finfo(outputs.dtype).eps)
 
     def differ(others: Tensor, rtol: float, atol: float) -> bool:
         same_shape = others.shape == outputs.shape
@@ -67,7 +112,7 @@ def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
             "a function. Make its forward pass deterministic in eval mode."
         )
     # Other sizes of a batch have other roundings.
-    tolerance = max(1e-2, 16 * torch.finfo(outputs.dtype).eps)
+    tolerance = max(1e-2, 16 * eps)
     if differ(beside_another, tolerance, tolerance):
         raise ValueError(
             "An example's outputs change when a second one is beside it: the model mixes the "

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.network.batches import Batches, checked_pair
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, tensors_of
+from laplace_debias.curvature.network.reader import BatchReader
 
 _MASKED = -1234.5
 """What stands for −∞ in the mark of a batch."""
@@ -36,7 +37,7 @@ class Batch:
 
 
 class Data:
-    """Batches `(inputs, targets)`, read once at construction and held to that afterwards.
+    """Batches of inputs and targets, read once at construction and held to that afterwards.
 
     Whatever is kept of a batch (its place, the labels drawn for it, a linearised network) belongs
     to that batch for good; so a loader that shuffles or augments at random is an error, not noise.
@@ -48,12 +49,13 @@ class Data:
         batches: Any iterable that can be read repeatedly.
         device: Where the model is.
         dtypes: Of the model's parameters, one of which floating-point inputs must have.
+        read: What makes pairs of its batches.
         num_data: The number of examples if known: checked.
 
     Raises:
-        TypeError: If it can be read only once, or does not yield pairs of inputs and a tensor.
-        ValueError: If it is empty, holds NaN, has another number of examples than `num_data`, or
-            does not begin with the same batch when it is read again.
+        TypeError: If it can be read only once; as `BatchReader`.
+        ValueError: As `BatchReader`; if it is empty, holds NaN, has another number of examples than
+            `num_data`, or does not begin with the same batch when it is read again.
     """
 
     def __init__(
@@ -61,16 +63,18 @@ class Data:
         batches: Batches,
         device: torch.device,
         dtypes: Collection[torch.dtype],
+        read: BatchReader,
         num_data: int | None,
     ) -> None:
         _check_repeatable(batches)
         self._batches = batches
         self._device = device
         self._dtypes = dtypes
+        self._read = read
         self._marks: list[float] = []
         self.sizes: list[int] = []
         for index, batch in enumerate(batches):
-            inputs, targets = checked_pair(batch, f"Batch {index}")
+            inputs, targets = read(batch, f"Batch {index}")
             mark = _mark(inputs, targets)
             if not math.isfinite(mark):
                 raise ValueError(
@@ -94,7 +98,7 @@ class Data:
         first = 0
         index = -1
         for index, pair in enumerate(self._batches):
-            inputs, targets = checked_pair(pair)
+            inputs, targets = self._read(pair)
             if index >= len(self.sizes) or not self._is_same(index, inputs, targets):
                 self._refuse(index)
             inputs = move(inputs, self._device, self._dtypes)
@@ -129,7 +133,7 @@ class Data:
         )
 
 
-def first_inputs(batches: Batches) -> Inputs:
+def first_inputs(batches: Batches, read: BatchReader) -> Inputs:
     """The inputs of the first batch.
 
     Raises:
@@ -138,7 +142,7 @@ def first_inputs(batches: Batches) -> Inputs:
     """
     _check_repeatable(batches)
     for batch in batches:
-        return checked_pair(batch)[0]
+        return read(batch)[0]
     raise ValueError(_EMPTY)
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.last_layer import is_last_layer, last_layer_parameters
+from laplace_debias.curvature.network.precision import wide
 
 SUPPORTED = "supported"
 ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
@@ -31,6 +32,12 @@ def select_parameters(
         TypeError: If the selection is not one of these.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError(
+            f"The model ({type(model).__name__}) is frozen: it has no trainable parameter "
+            "(requires_grad). Call requires_grad_(True) on it, or on the layers that shall be "
+            "Bayesian."
+        )
     if selection in ("all", SUPPORTED):
         chosen = set(trainable)
     elif selection == "weights":
@@ -79,18 +86,18 @@ def _kind(selection: object) -> str:
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require Bayesian parameters of one device and one dtype that is wide enough.
+    """Require Bayesian parameters of one device, and of one dtype (`wide` of what they are).
 
     Raises:
         ValueError: Otherwise.
     """
-    kinds = {(p.dtype, p.device) for p in map(model.get_parameter, names)}
+    kinds = {(wide(p.dtype), p.device) for p in map(model.get_parameter, names)}
     if len(kinds) > 1:
         found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
         raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
     dtype, _ = kinds.pop()
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"The Bayesian parameters are {dtype}, too narrow for curvature: convert them with "
-            "`.float()`."
+            f"The Bayesian parameters are {dtype}, in which curvature cannot be computed: convert "
+            "them with `.float()`."
         )

@@ -69,6 +69,32 @@ def _computed(model: nn.Module) -> Iterator[Tensor]:
             yield from (value for value in values if _is_computed(value))
 
 
+def check_usable(model: nn.Module) -> None:
+    """Refuse what cannot be copied, hooked and differentiated at all.
+
+    Raises:
+        TypeError: For anything but a `torch.nn.Module`, and for TorchScript.
+        ValueError: If parameters or buffers lie on the device `meta`, where they have no values.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{path or 'The model'} is TorchScript (torch.jit.script, torch.jit.trace), whose "
+                "layers cannot be looked into: pass the Python module that it was made from, with "
+                "the same state_dict."
+            )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"{empty[0]} and {len(empty) - 1} other tensors of the model lie on the device 'meta', "
+            "where they have no values: load the checkpoint first, for example "
+            "model.to_empty(device='cpu') and then model.load_state_dict(...)."
+        )
+
+
 def check_deterministic(model: nn.Module) -> None:
     """Refuse a model whose outputs are random or depend on the other examples of the batch.
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputMap
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
@@ -22,11 +23,12 @@ class Jacobian(NetworkOperator):
 
     Args:
         model: As for `CurvatureOperator`.
-        data: Batches `(inputs, targets)`; the targets are not looked at.
+        data: Batches `(inputs, targets)`; the targets are not looked at. See `CurvatureOperator`.
         params: As for `CurvatureOperator`.
         num_data: As for `CurvatureOperator`.
         memory_bound: As for `CurvatureOperator`.
         chunk_size: As for `CurvatureOperator`.
+        batch: As for `CurvatureOperator`.
 
     Raises:
         ValueError: As `CurvatureOperator`; and in the first product if examples differ in the shape
@@ -43,8 +45,9 @@ class Jacobian(NetworkOperator):
         *,
         memory_bound: int = MEMORY_BOUND,
         chunk_size: int | None = None,
+        batch: BatchHook | None = None,
     ) -> None:
-        super().__init__(model, data, params, num_data, memory_bound, chunk_size)
+        super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from laplace_debias.curvature.losses.known import BinaryCrossEntropy
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
@@ -71,6 +72,7 @@ class KFAC(Permuted):
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes of working memory for output gradients; results do not depend on it.
             None for 128 MiB, and more where one example needs it.
+        batch: As for `GGN`, of `magnitudes` too.
 
     Attributes:
         operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
@@ -126,6 +128,7 @@ class KFAC(Permuted):
         backend: str = "auto",
         factor_dtype: torch.dtype = torch.float64,
         memory_bound: int | None = None,
+        batch: BatchHook | None = None,
     ) -> None:
         if fisher != "mc" and (mc_samples is not None or generator is not None):
             raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
@@ -135,7 +138,8 @@ class KFAC(Permuted):
                 f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
             )
         check_memory_bound(memory_bound)
-        network = Network(model, "all" if params is None else params, data)
+        network = Network(model, "all" if params is None else params, data, batch)
+        model = network.model
         of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
         measured = of_loss
         if magnitudes is not None:
@@ -198,7 +202,7 @@ class LossData:
         reduction: str | None,
         num_data: int | None,
     ) -> None:
-        self._data = Data(batches, network.device, network.dtypes, num_data)
+        self._data = Data(batches, network.device, network.dtypes, network.read, num_data)
         self.num_examples = len(self._data)
         self.loss = output_loss(loss, reduction, self.num_examples)
         first = self._data.batch(0)

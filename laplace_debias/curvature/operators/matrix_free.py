@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import Loss, OutputMap, Uniforms, output_loss
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
@@ -32,7 +33,8 @@ class CurvatureOperator(NetworkOperator):
             differentiate twice.
         data: Batches `(inputs, targets)`, the same ones every time. They are read for every product
             whose linearisations are not all kept. Inputs are a tensor, `model(x)`, a tuple or list
-            of tensors, `model(*x)`, or a mapping, `model(**x)`.
+            of tensors, `model(*x)`, or a mapping, `model(**x)`. Batches may also be mappings or
+            dataclasses that hold the targets, as collators make them.
         params: `"all"` (also None), `"weights"`, `"last_layer"`, names, or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never part of it; tied ones are one.
         num_data: The number of examples, if known: an error if the data holds another number.
@@ -41,6 +43,8 @@ class CurvatureOperator(NetworkOperator):
             not fit are linearised anew in every product, one at a time.
         chunk_size: Columns of a matrix multiplied side by side, by default as many as pay off; 1
             for a network with operations that `torch.vmap` cannot take.
+        batch: A function from what the data yields to `(inputs, targets)`, for batches of another
+            form.
 
     Raises:
         ValueError: Before any product: for a model that is random, holds NaN or returns it, data
@@ -61,20 +65,21 @@ class CurvatureOperator(NetworkOperator):
         reduction: str | None = None,
         memory_bound: int = MEMORY_BOUND,
         chunk_size: int | None = None,
+        batch: BatchHook | None = None,
     ) -> None:
-        super().__init__(model, data, params, num_data, memory_bound, chunk_size)
+        super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
         self._loss = output_loss(loss, reduction, self.num_data)
         self._lineariser = Lineariser(self._network, self._loss)
         total = 0.0
         like_first: torch.Size | None = None
-        for batch in self._data:
-            like_first = batch.targets.shape[1:] if like_first is None else like_first
+        for some in self._data:
+            like_first = some.targets.shape[1:] if like_first is None else like_first
             # Sequences of another length are checked when their outputs are there.
-            if batch.targets.shape[1:] == like_first:
-                self._check_batch(self._outputs_like(batch.size), batch.targets)
-            if batch.index == 0:
-                self._check_value(batch)
-            total += self._loss.count(batch.targets)
+            if some.targets.shape[1:] == like_first:
+                self._check_batch(self._outputs_like(some.size), some.targets)
+            if some.index == 0:
+                self._check_value(some)
+            total += self._loss.count(some.targets)
         if total <= 0:
             raise ValueError(
                 "The loss counts no target: all are ignored (ignore_index) or have weight 0."
@@ -226,6 +231,7 @@ class Fisher(CurvatureOperator):
         reduction: str | None = None,
         memory_bound: int = MEMORY_BOUND,
         chunk_size: int | None = None,
+        batch: BatchHook | None = None,
     ) -> None:
         if fisher not in ("exact", "mc"):
             raise ValueError(
@@ -245,6 +251,7 @@ class Fisher(CurvatureOperator):
             reduction=reduction,
             memory_bound=memory_bound,
             chunk_size=chunk_size,
+            batch=batch,
         )
         if not self._loss.has_distribution:
             raise TypeError(

@@ -12,6 +12,7 @@ from laplace_debias.curvature.losses import OutputMap
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Kept, Linearisation, Lineariser
@@ -63,13 +64,15 @@ class NetworkOperator(LinearOperator):
         num_data: int | None,
         memory_bound: int,
         chunk_size: int | None,
+        batch: BatchHook | None,
     ) -> None:
         if memory_bound < 0:
             raise ValueError(f"memory_bound must be a number of bytes, got {memory_bound}.")
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-        self._network = Network(model, "all" if params is None else params, data)
-        self._data = Data(data, self._network.device, self._network.dtypes, num_data)
+        self._network = Network(model, "all" if params is None else params, data, batch)
+        network = self._network
+        self._data = Data(data, network.device, network.dtypes, network.read, num_data)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
         self._kept = Kept(self._data, self._make, memory_bound)

@@ -17,6 +17,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.kfac import LossData, verified_blocks
 
@@ -54,6 +55,7 @@ def ggn_spectrum(
     *,
     tol: float = 0.0,
     memory_bound: int = 2**32,
+    batch: BatchHook | None = None,
 ) -> RowSpectrum:
     r"""All eigenvalues of a `GGN` and its k leading eigenvectors, without iterations.
 
@@ -76,6 +78,7 @@ def ggn_spectrum(
         tol: Share of the trace that may be left out.
         memory_bound: Bytes that kept rows may take. With less memory the data is read more
             often; results do not depend on it.
+        batch: As for `GGN`.
 
     Raises:
         ValueError: If there are more rows than `MAX_ROWS`, a number is out of range, the model is
@@ -97,7 +100,8 @@ def ggn_spectrum(
         raise ValueError(f"k is {k} and tol is {tol}; expected at least 1, and a share below 1.")
     if memory_bound < 1:
         raise ValueError(f"memory_bound must be a positive number of bytes, got {memory_bound}.")
-    network = Network(model, "all" if params is None else params, data)
+    network = Network(model, "all" if params is None else params, data, batch)
+    model = network.model
     of_loss = LossData(data, network, loss, None, None)
     cotangents = Cotangents(of_loss.loss, FisherType("exact"))
     with torch.inference_mode(False):

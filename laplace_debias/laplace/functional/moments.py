@@ -83,7 +83,7 @@ def functional_moments(
     while start < num_examples(x):
         part = slice(start, start + chunk)
         outputs = tap.forward(take(x, part))
-        check_outputs(outputs)
+        check_outputs(outputs, num_examples(x) if chunk == 1 else None)
         chosen = None if request.outputs is None else request.outputs[part]
         columns = _columns(outputs, chosen)
         last = tap.last_layer(outputs)

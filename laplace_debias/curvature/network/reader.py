@@ -1,0 +1,190 @@
+"""How batches are read: pairs, and what loaders and collators yield in their place."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.inputs import Inputs, num_examples
+from laplace_debias.curvature.network.next_token import (
+    are_per_token,
+    next_token_targets,
+    shifts_labels,
+)
+from laplace_debias.curvature.network.wrappers import unwrapped
+
+# From what the data yields to (inputs, targets).
+BatchHook = Callable[[Any], tuple[Any, Any]]
+
+TARGETS = ("labels", "label", "label_ids", "targets", "target", "y")
+"""Entries of a batch with names that are its targets."""
+
+_HOOK = (
+    "pass batch=, a function from a batch to (inputs, targets), such as "
+    "batch=lambda batch: (batch[0], batch[1])"
+)
+
+
+class BatchReader:
+    """Reads batches as inputs and targets.
+
+    A batch is a pair `(inputs, targets)`, or a mapping or dataclass with an entry that is called as
+    `TARGETS` has it. The rest of such a batch are the inputs: passed by name where the model's
+    forward pass takes them by name, and a single one of another name by position. A model is never
+    given the targets, so it computes no loss. Where a Hugging Face model moves the labels of tokens
+    by one position, as causal language models do, so are the targets (see `shifts_labels`).
+
+    Args:
+        model: The user's model.
+        hook: A function from what the data yields to `(inputs, targets)`, both taken as they are;
+            None for the rules above.
+
+    Raises:
+        TypeError: If the hook cannot be called.
+    """
+
+    def __init__(self, model: nn.Module, hook: BatchHook | None = None) -> None:
+        if hook is not None and not callable(hook):
+            raise TypeError(
+                f"batch must be a function from a batch to (inputs, targets), got "
+                f"{type(hook).__name__}: {_HOOK}."
+            )
+        self._model = model
+        self._hook = hook
+        # Found out with the first batch that leaves it open.
+        self._shifts: bool | None = None
+
+    def __call__(self, batch: Any, name: str = "A batch") -> tuple[Inputs, Tensor]:
+        """A batch as inputs and targets, with as many targets as inputs.
+
+        Args:
+            batch: What the source yields.
+            name: What errors call it.
+
+        Raises:
+            TypeError: If it is none of the kinds above.
+            ValueError: If the numbers of examples differ; if it is not clear which of its entries
+                are the targets, or how the model takes the others.
+        """
+        if self._hook is not None:
+            batch = self._hook(batch)
+            if not _is_pair(batch):
+                raise TypeError(
+                    f"The function batch= must return a pair (inputs, targets), got {_kind(batch)}."
+                )
+        named = None if _is_pair(batch) else _named(batch)
+        if named is not None:
+            inputs, targets = self._from_names(named)
+        elif _is_pair(batch):
+            inputs, targets = _plain(batch[0]), batch[1]
+        else:
+            raise TypeError(
+                "Batches must be pairs (inputs, targets), or mappings or dataclasses with the "
+                f"targets under {', '.join(map(repr, TARGETS))}; got {_kind(batch)}: {_HOOK}. "
+                "Several inputs go into a tuple or a dict."
+            )
+        return _checked(inputs, targets, name)
+
+    def inputs(self, x: Any) -> Inputs:
+        """What a user predicts for: inputs, or a batch that has names, of which targets are left.
+
+        An entry that the forward pass takes under that name is an input, but for `labels`.
+
+        Raises:
+            ValueError: If it is not clear how the model takes the entries.
+        """
+        named = _named(x)
+        if named is None:
+            return x
+        known = self._parameters()
+        rest = {
+            key: value
+            for key, value in named.items()
+            if key not in TARGETS or (key != "labels" and key in known)
+        }
+        return self._placed(rest)
+
+    def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
+        found = [key for key in TARGETS if key in named]
+        if len(found) != 1:
+            what = f"several that may be the targets, {found}" if found else "none that is targets"
+            raise ValueError(
+                f"The batch has the entries {list(named)}, {what}: {_HOOK}. One entry of "
+                f"{', '.join(map(repr, TARGETS))} is taken for the targets."
+            )
+        targets = named.pop(found[0])
+        if isinstance(targets, Tensor) and are_per_token(targets, named):
+            if self._shifts is None:
+                self._shifts = shifts_labels(unwrapped(self._model), named, targets)
+            targets = next_token_targets(targets) if self._shifts else targets
+        return self._placed(named), targets
+
+    def _placed(self, named: dict[str, Any]) -> Inputs:
+        """Inputs by name; a single one that the forward pass does not know by its name as it is.
+
+        Raises:
+            ValueError: If the forward pass has no parameters of these names.
+        """
+        known = self._parameters()
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+        unknown = [key for key in named if key not in known]
+        if len(named) == 1 and unknown:
+            (value,) = named.values()
+            return value
+        if unknown and not takes_any:
+            raise ValueError(
+                f"The model's forward pass has no parameters {unknown}, which are entries of the "
+                f"batch besides the targets; it has {list(known)}. Leave them out of the batch, or "
+                f"{_HOOK}."
+            )
+        return named
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the forward pass; of the model inside, where PEFT passes all on."""
+        model = unwrapped(self._model)
+        known = inspect.signature(model.forward).parameters
+        base = getattr(model, "get_base_model", None)
+        if base is not None and all(p.kind in _ANY for p in known.values()):
+            return inspect.signature(base().forward).parameters
+        return known
+
+
+_ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _checked(inputs: Inputs, targets: Any, name: str) -> tuple[Inputs, Tensor]:
+    if not isinstance(targets, Tensor):
+        advice = ' (tokenizers and collators give tensors with return_tensors="pt")'
+        raise TypeError(
+            f"Targets must be a tensor, got {type(targets).__name__}"
+            f"{advice if isinstance(targets, list) else ''}."
+        )
+    size = num_examples(inputs)
+    if targets.ndim == 0 or size != len(targets):
+        raise ValueError(f"{name} holds {size} inputs but targets of shape {tuple(targets.shape)}.")
+    return inputs, targets
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _named(batch: Any) -> dict[str, Any] | None:
+    """The entries of a mapping or a dataclass, by name; None for anything else."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return None
+
+
+def _plain(inputs: Any) -> Any:
+    """Inputs of a pair: a dataclass by its names, all else as it is."""
+    return inputs if isinstance(inputs, Mapping) else (_named(inputs) or inputs)
+
+
+def _kind(batch: Any) -> str:
+    length = f" of length {len(batch)}" if isinstance(batch, Sized) else ""
+    return f"{type(batch).__name__}{length}"

@@ -1,0 +1,111 @@
+"""What the command line says when it is stopped, lacks options, or lacks what pictures need."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from laplace_debias.cli import main
+from laplace_debias.commands import COMMANDS
+
+REQUIRED = {
+    "evaluate": ["--data=d", "--checkpoint=c"],
+    "fit": ["--output=x.safetensors"],
+    "tune": ["--posterior=x.safetensors"],
+    "train": ["--output=x.safetensors"],
+}
+
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, monkeypatch, capsys):
+    module = importlib.import_module(f"laplace_debias.commands.{command}")
+    monkeypatch.setattr(module, "run", stop)
+    assert main([command, *REQUIRED.get(command, [])]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("laplace-debias: stopped: ")
+    assert "give the same command again" in line
+    assert ("--resume" in line) == (command == "train")
+
+
+def test_a_resumed_command_is_resumed_in_the_same_way(monkeypatch, capsys):
+    from laplace_debias.commands import train
+
+    monkeypatch.setattr(train, "run", stop)
+    assert main(["train", "--output=x.safetensors", "--resume"]) == 130
+    assert "again, and it goes on" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
+    monkeypatch.setattr("laplace_debias.cli._run", stop)
+    assert main(["demo"]) == 130
+    assert "has not begun; give the same command again" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_training_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
+    from laplace_debias.commands import train
+
+    output = tmp_path / "network.safetensors"
+    arguments = ["train", "--problem=convnet-digits", f"--output={output}", "--progress=false"]
+    monkeypatch.setattr(train, "save_checkpoint", stop)
+    assert main(arguments) == 130
+    assert "--resume" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main([*arguments, "--resume"]) == 0
+    assert output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["fit"], ["--output", "--data", "--checkpoint"]),
+        (["tune", "--data=d"], ["--posterior", "--checkpoint"]),
+        (["evaluate"], ["--data", "--checkpoint"]),
+        (["fit", "--output=x.safetensors"], ["the checkpoint", "no path to CIFAR-10"]),
+        (["spectrum"], ["the checkpoint", "no path to CIFAR-10"]),
+    ],
+)
+def test_everything_that_is_missing_is_told_at_once(
+    arguments, missing, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert all(what in error for what in missing)
+    given = {argument.partition("=")[0] for argument in arguments}
+    assert not any(option in error.split() for option in given if option.startswith("--"))
+
+
+def test_a_fit_and_its_predictions_need_neither_rich_nor_matplotlib(tmp_path):
+    code = f"""
+import sys
+sys.modules["rich"] = sys.modules["matplotlib"] = None
+import torch
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+from laplace_debias.problems import get_problem, save_checkpoint
+problem = get_problem("convnet-digits")
+model = problem.initial_model(0).eval()
+save_checkpoint(model, r"{tmp_path}/network.safetensors", {{}})
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+assert main([
+    "fit", "--problem=convnet-digits", r"--checkpoint={tmp_path}/network.safetensors",
+    r"--output={tmp_path}/posterior.safetensors", "--mode=mini", "--progress=false",
+]) == 0
+la = Laplace.load(r"{tmp_path}/posterior.safetensors", model)
+print(la.predict(torch.rand(2, 1, 8, 8)).probs.shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([2, 10])" in done.stdout
+    assert f"Posterior: {tmp_path}/posterior.safetensors" in done.stdout

@@ -1,0 +1,210 @@
+"""Batches as loaders and collators yield them: all the same fit, or an error."""
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from laplace_debias import Categorical, Laplace, Quadratic
+from laplace_debias.curvature import (
+    EKFAC,
+    GGN,
+    KFAC,
+    EmpiricalFisher,
+    Fisher,
+    Hessian,
+    Jacobian,
+    ggn_spectrum,
+)
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.tensor([0, 2, 1, 0, 1, 2])
+OTHER = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+class Named(nn.Module):
+    """A network of two inputs that are passed by name; with `labels` it would compute a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, pixels, mask=None, labels=None):
+        assert labels is None, "the model was given the targets"
+        return self.layer(pixels if mask is None else pixels * mask)
+
+
+@dataclasses.dataclass
+class Record:
+    pixels: torch.Tensor
+    mask: torch.Tensor
+    labels: torch.Tensor
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def model():
+    torch.manual_seed(0)
+    return Named().double().eval()
+
+
+def precision(la):
+    return la.posterior.precision.to_dense()
+
+
+def expected(inputs=(X,)):
+    """The posterior's precision at N = 6 and δ = 1, from the Jacobian written out."""
+    network = model()
+    x = inputs[0] if len(inputs) == 1 else inputs[0] * inputs[1]
+    p = network(*inputs).softmax(1)
+    J = torch.stack([torch.cat([torch.kron(torch.eye(3), v[None]), torch.eye(3)], 1) for v in x])
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    C = torch.einsum("nci,ncd,ndj->ij", J.double(), H, J.double())
+    return C + torch.eye(15, dtype=torch.float64)
+
+
+ONE_INPUT = {
+    "pair": ((X, Y), None),
+    "list": ([X, Y], None),
+    "named tuple": (Pair(X, Y), None),
+    "image and label": ({"image": X, "label": Y}, None),
+    "by its name": ({"pixels": X, "labels": Y}, None),
+    "targets": ({"x": X, "targets": Y}, None),
+    "y": ({"x": X, "y": Y}, None),
+    "an index too": ((X, Y, torch.arange(6)), lambda batch: batch[:2]),
+    "odd names": ({"a": X, "b": Y}, lambda batch: (batch["a"], batch["b"])),
+    "a pair the other way": ((Y, X), lambda batch: (batch[1], batch[0])),
+}
+
+
+@pytest.mark.parametrize("form", ONE_INPUT)
+def test_every_form_of_a_batch_is_the_same_fit(form):
+    batch, hook = ONE_INPUT[form]
+    la = Laplace(model(), curvature="full", batch=hook).fit_batches([batch])
+    torch.testing.assert_close(precision(la), expected())
+    plain = Laplace(model(), curvature="full").fit_batches([(X, Y)])
+    assert la.evaluate([batch]) == plain.evaluate([(X, Y)])
+    tuned = la.tune([batch], grid=[0.1, 1.0, 10.0])
+    assert tuned.table == plain.tune([(X, Y)], grid=[0.1, 1.0, 10.0]).table
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"pixels": X, "mask": OTHER, "labels": Y},
+        Record(X, OTHER, Y),
+        ({"mask": OTHER, "pixels": X}, Y),
+        ((X, OTHER), Y),
+    ],
+)
+def test_several_inputs_go_to_the_model_by_name(batch):
+    la = Laplace(model(), curvature="full").fit_batches([batch])
+    torch.testing.assert_close(precision(la), expected((X, OTHER)))
+
+
+def test_a_loader_of_dicts_is_fitted_in_every_mode():
+    data = [{"pixels": x, "label": y} for x, y in zip(X, Y, strict=True)]
+    pairs = list(zip(X, Y, strict=True))
+    for mode in ("full", "mini", "debiased", "crossfit"):
+        of_dicts = Laplace(model()).fit(DataLoader(data, batch_size=3), mode)
+        of_pairs = Laplace(model()).fit(DataLoader(pairs, batch_size=3), mode)
+        assert of_dicts.num_data == 6
+        torch.testing.assert_close(precision(of_dicts), precision(of_pairs), rtol=0, atol=0)
+
+
+def test_a_batch_is_predicted_for_without_its_targets():
+    la = Laplace(model()).fit_batches([(X, Y)])
+    probs = la.predict(X).probs
+    for batch in ({"pixels": X}, {"pixels": X, "labels": Y}, {"image": X, "label": Y}):
+        torch.testing.assert_close(la.predict(batch).probs, probs, rtol=0, atol=0)
+        torch.testing.assert_close(la.functional(batch)[0], la.functional(X)[0], rtol=0, atol=0)
+    with_mask = la.predict(Record(X, OTHER, Y)).probs
+    torch.testing.assert_close(with_mask, la.predict((X, OTHER)).probs, rtol=0, atol=0)
+
+
+def test_an_input_that_is_called_target_stays_an_input():
+    class Conditional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x, target):
+            return self.layer(x + target)
+
+    torch.manual_seed(0)
+    la = Laplace(Conditional().double().eval()).fit_batches([((X, OTHER), Y)])
+    by_name = la.predict({"x": X, "target": OTHER}).probs
+    torch.testing.assert_close(by_name, la.predict((X, OTHER)).probs, rtol=0, atol=0)
+
+
+OPERATORS = {
+    "GGN": lambda data, **kw: GGN(model(), nn.CrossEntropyLoss(), data, **kw),
+    "Hessian": lambda data, **kw: Hessian(model(), nn.CrossEntropyLoss(), data, **kw),
+    "Fisher": lambda data, **kw: Fisher(model(), nn.CrossEntropyLoss(), data, **kw),
+    "EmpiricalFisher": lambda data, **kw: EmpiricalFisher(
+        model(), nn.CrossEntropyLoss(), data, **kw
+    ),
+    "Jacobian": lambda data, **kw: Jacobian(model(), data, **kw),
+    "KFAC": lambda data, **kw: KFAC(model(), nn.CrossEntropyLoss(), data, magnitudes=data, **kw),
+    "EKFAC": lambda data, **kw: EKFAC(model(), nn.CrossEntropyLoss(), data, **kw),
+    "Quadratic": lambda data, **kw: (
+        Quadratic.from_data(model(), nn.CrossEntropyLoss(), data, **kw).matrix
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_read_the_same_batches(name):
+    make = OPERATORS[name]
+    of_pairs = make([(X, Y)]).to_dense()
+    of_dicts = make([{"image": X, "label": Y}]).to_dense()
+    hooked = make([(X, Y, "file.png")], batch=lambda batch: batch[:2]).to_dense()
+    torch.testing.assert_close(of_dicts, of_pairs, rtol=0, atol=0)
+    torch.testing.assert_close(hooked, of_pairs, rtol=0, atol=0)
+
+
+def test_the_spectrum_reads_the_same_batches():
+    loss = nn.CrossEntropyLoss()
+    of_pairs = ggn_spectrum(model(), loss, [(X, Y)], k=2)
+    hooked = ggn_spectrum(model(), loss, [(X, Y, 0)], k=2, batch=lambda batch: batch[:2])
+    torch.testing.assert_close(hooked.values, of_pairs.values, rtol=0, atol=0)
+
+
+def test_a_loaded_posterior_takes_a_hook(tmp_path):
+    Laplace(model()).fit_batches([(X, Y)]).save(tmp_path / "p.safetensors")
+    la = Laplace.load(tmp_path / "p.safetensors", model(), batch=lambda batch: batch[:2])
+    assert la.evaluate([(X, Y, 0)]) == la.evaluate([(X, Y, 1)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "hook", "error", "says"),
+    [
+        ((X, Y, 0), None, TypeError, r"tuple of length 3: pass batch=.*batch\[0\], batch\[1\]"),
+        (X, None, TypeError, "got Tensor of length 6"),
+        ({"image": X}, None, ValueError, r"entries \['image'\], none that is targets"),
+        ({"x": X, "y": Y, "label": Y}, None, ValueError, r"several .* \['label', 'y'\]"),
+        (
+            {"pixels": X, "index": torch.arange(6), "label": Y},
+            None,
+            ValueError,
+            r"no parameters \['index'\].*it has \['pixels', 'mask', 'labels'\]",
+        ),
+        ({"pixels": X, "labels": Y.tolist()}, None, TypeError, 'return_tensors="pt"'),
+        ({"pixels": X, "labels": Y[:5]}, None, ValueError, r"6 inputs but targets of shape \(5,\)"),
+        ((X, Y), lambda batch: batch[0], TypeError, r"must return a pair .* got Tensor"),
+    ],
+)
+def test_what_is_not_clear_is_asked(batch, hook, error, says):
+    with pytest.raises(error, match=says):
+        Laplace(model(), batch=hook).fit_batches([batch], num_data=6)
+    with pytest.raises(error, match=says):
+        GGN(model(), Categorical(), [batch], batch=hook)
+
+
+def test_a_hook_must_be_a_function(unchecked):
+    with pytest.raises(TypeError, match=r"batch must be a function .* got str"):
+        Laplace(model(), batch="label")

@@ -1,0 +1,277 @@
+"""Collator dicts of Hugging Face's: a label goes with the logits that the model's loss reads."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from laplace_debias import Categorical, Laplace
+from laplace_debias.curvature import GGN
+from laplace_debias.curvature.network.next_token import next_token_targets
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = {"vocab_size": 29, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WIDTH = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+}
+GPT = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "tie_word_embeddings": False}
+BART = {
+    "d_model": 8,
+    "max_position_embeddings": 16,
+    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 12 for part in ("encoder", "decoder")},
+}
+# The class, its configuration, the head, how many outputs, and whether its loss moves the labels.
+MODELS = {
+    "GPT2LMHeadModel": ("GPT2Config", {**GPT, **TOKENS}, "lm_head", 29, True),
+    "LlamaForCausalLM": ("LlamaConfig", {**WIDTH, **TOKENS}, "lm_head", 29, True),
+    "Qwen2ForCausalLM": (
+        "Qwen2Config",
+        {**WIDTH, **TOKENS, "num_key_value_heads": 2},
+        "lm_head",
+        29,
+        True,
+    ),
+    # Causal by name and by `loss_type`, and yet it compares labels with logits as they are.
+    "BartForCausalLM": ("BartConfig", {**BART, **TOKENS}, "lm_head", 29, False),
+    "BertForMaskedLM": (
+        "BertConfig",
+        {**WIDTH, **TOKENS, "tie_word_embeddings": False},
+        "cls.predictions.decoder",
+        29,
+        False,
+    ),
+    "BertForTokenClassification": (
+        "BertConfig",
+        {**WIDTH, **TOKENS, "num_labels": 4},
+        "classifier",
+        4,
+        False,
+    ),
+    "GPT2ForTokenClassification": (
+        "GPT2Config",
+        {**GPT, **TOKENS, "num_labels": 4},
+        "classifier",
+        4,
+        False,
+    ),
+}
+
+
+def build(name):
+    config, options, head, num_outputs, shifts = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**options))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if name == "BartForCausalLM":  # tied to the embedding whatever the configuration says
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model.double().eval(), head, num_outputs, shifts
+
+
+def batch_of(num_outputs):
+    """What a collator makes of sentences of 6 and 4 tokens; labels of padding do not count."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 29, (3, 6), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    labels = torch.randint(num_outputs, (3, 6), generator=generator).masked_fill(mask == 0, -100)
+    labels[0, 2] = -100
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return transformers.BatchEncoding(batch)
+
+
+def own_loss(model, batch):
+    """The model's own loss, a mean over the labels that it counts."""
+    with torch.no_grad():
+        return float(model(**batch).loss)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_the_models_own(name):
+    model, head, num_outputs, shifts = build(name)
+    batch = batch_of(num_outputs)
+    la = Laplace(
+        model,
+        fisher="mc",
+        params=[f"{head}.bias"]
+        if name.startswith("Bert")
+        else [next(n for n, _ in model.named_parameters() if n.startswith(head))],
+    ).fit([batch])
+    counted = (batch["labels"][:, 1:] if shifts else batch["labels"]) != -100
+    loss = own_loss(model, batch)
+    torch.testing.assert_close(la._fitted.nll, loss * int(counted.sum()), rtol=1e-6, atol=0)
+    map_nll = la.evaluate([batch], method="map")["nll"]
+    torch.testing.assert_close(map_nll, loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BartForCausalLM"])
+def test_the_empirical_fisher_is_that_of_the_models_own_loss(name):
+    """With fisher="empirical" the curvature is made of gradients of the own loss, by autograd."""
+    model, head, _, shifts = build(name)
+    batch = batch_of(29)
+    weight = f"{head}.weight"
+    la = Laplace(model, curvature="full", fisher="empirical", params=[weight], prior_precision=1.0)
+    la.fit([batch])
+    expected = torch.eye(29 * 8, dtype=torch.float64)
+    for n in range(3):
+        one = {key: value[n : n + 1] for key, value in batch.items()}
+        labels = one["labels"][:, 1:] if shifts else one["labels"]
+        # A sum over the tokens of an example; the model's own is their mean.
+        loss = model(**one).loss * int((labels != -100).sum())
+        (gradient,) = torch.autograd.grad(loss, model.get_parameter(weight))
+        expected += torch.outer(gradient.flatten(), gradient.flatten())
+    torch.testing.assert_close(la.posterior.precision.to_dense(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_model_is_not_given_the_labels():
+    model, head, num_outputs, _ = build("BertForTokenClassification")
+    la = Laplace(model, params="last_layer", fisher="mc")
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, named: seen.append(sorted(named)), with_kwargs=True
+    )
+    batch = batch_of(num_outputs)
+    la.fit([batch])
+    la.evaluate([batch])
+    la.predict(batch)
+    handle.remove()
+    # One pass with labels of its own asks the model which logits its loss reads.
+    with_labels = [names for names in seen if "labels" in names]
+    assert len(with_labels) == 1
+    assert len(seen) > 3
+    assert head == "classifier"
+
+
+def test_labels_of_sequences_stay_as_they_are():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**WIDTH, **TOKENS, num_labels=6)
+    model = transformers.BertForSequenceClassification(config).double().eval()
+    ids = torch.randint(3, 29, (6, 6))
+    labels = torch.arange(6)
+    la = Laplace(model, params="last_layer").fit([{"input_ids": ids, "labels": labels}])
+    torch.testing.assert_close(
+        la._fitted.nll, 6 * float(cross_entropy(model(ids).logits, labels)), rtol=1e-6, atol=0
+    )
+
+
+def test_images_and_their_labels():
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=12,
+        image_size=8,
+        patch_size=4,
+        num_labels=3,
+    )
+    model = transformers.ViTForImageClassification(config).eval()
+    x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+    of_dict = Laplace(model, params="last_layer").fit([{"pixel_values": x, "labels": y}])
+    of_pair = Laplace(model, params="last_layer").fit([(x, y)])
+    torch.testing.assert_close(of_dict.predict(x).probs, of_pair.predict(x).probs, rtol=0, atol=0)
+
+
+class Bare(nn.Module):
+    """A user's wrapper that gives the logits of a language model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize("wrap", [Bare, adapted, nn.DataParallel, torch.compile])
+def test_labels_move_within_wrappers_too(wrap):
+    model, _, _, _ = build("GPT2LMHeadModel")
+    batch = batch_of(29)
+    wrapped = wrap(model)
+    # PEFT puts its adapters into the model, so the loss is taken afterwards.
+    own = own_loss(wrapped if wrap is adapted else model, batch)
+    chosen = "all" if wrap is adapted else lambda name, _: name.endswith("c_attn.weight")
+    la = Laplace(wrapped, fisher="mc", params=chosen).fit([batch])
+    num_counted = int((batch["labels"][:, 1:] != -100).sum())
+    torch.testing.assert_close(la._fitted.nll, own * num_counted, rtol=1e-6, atol=0)
+
+
+def test_operators_move_the_labels_too():
+    model, head, _, _ = build("GPT2LMHeadModel")
+    batch = batch_of(29)
+    names = [f"{head}.weight"]
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    by_hand = [(inputs, next_token_targets(batch["labels"]))]
+    G = GGN(model, Categorical(), [batch], params=names)
+    v = torch.randn(G.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(G @ v, GGN(model, Categorical(), by_hand, params=names) @ v)
+
+
+def test_a_model_of_another_library_gets_its_labels_as_they_are():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(29, 8)
+            self.head = nn.Linear(8, 29)
+
+        def forward(self, input_ids):
+            return self.head(self.table(input_ids))
+
+    torch.manual_seed(0)
+    model = Tagger().double().eval()
+    ids = torch.randint(29, (2, 5))
+    la = Laplace(model, params="last_layer").fit([{"input_ids": ids, "labels": ids}])
+    expected = float(cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="sum"))
+    torch.testing.assert_close(la._fitted.nll, expected, rtol=1e-6, atol=0)
+
+
+def test_a_loss_that_cannot_be_asked_is_an_error():
+    class Odd(transformers.GPT2LMHeadModel):
+        def forward(self, input_ids, labels=None):
+            outputs = super().forward(input_ids)
+            if labels is not None:
+                outputs.loss = outputs.logits.square().sum()  # of all positions
+            return outputs
+
+    torch.manual_seed(0)
+    model = Odd(transformers.GPT2Config(**GPT, **TOKENS)).eval()
+    ids = torch.randint(3, 29, (2, 4))
+    with pytest.raises(ValueError, match=r"Odd takes labels, .*reads the logits of \[0, 1, 2, 3\]"):
+        Laplace(model, params="last_layer").fit([{"input_ids": ids, "labels": ids}])
+    told = Laplace(
+        model,
+        params="last_layer",
+        batch=lambda b: ({"input_ids": b["input_ids"]}, next_token_targets(b["labels"])),
+    )
+    told.fit([{"input_ids": ids, "labels": ids}])
+    logits = model(ids).logits[:, :-1].double()
+    expected = float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+    torch.testing.assert_close(told._fitted.nll, expected, rtol=1e-6, atol=0)
+
+
+def test_tuples_instead_of_dicts_come_out():
+    model, _, num_outputs, _ = build("BertForTokenClassification")
+    batch = batch_of(num_outputs)
+    expected = Laplace(model, params="last_layer").fit([batch]).predict(batch).probs
+    model.config.return_dict = False
+    again = Laplace(model, params="last_layer").fit([batch]).predict(batch).probs
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)

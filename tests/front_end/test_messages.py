@@ -1,0 +1,118 @@
+"""Models and inputs that cannot be worked with: a sentence that says what to do."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import GGN
+
+X, Y = torch.randn(8, 4), torch.tensor([0, 2, 1, 0, 1, 2, 2, 0])
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 3)).eval()
+
+
+def convolutions():
+    layers = [nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)]
+    return nn.Sequential(*layers).eval()
+
+
+def refused(model, error, says):
+    with pytest.raises(error, match=says):
+        Laplace(model)
+    with pytest.raises(error, match=says):
+        GGN(model, nn.CrossEntropyLoss(), [(X, Y)])
+
+
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = network()
+    refused(model, ValueError, r"0.weight and 1 other tensors .* device 'meta'.* load the check")
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
+def test_torchscript_is_refused(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out
+        scripted = make(network())
+    refused(scripted, TypeError, "The model is TorchScript .* pass the Python module")
+    refused(nn.Sequential(scripted), TypeError, "^0 is TorchScript")
+
+
+def test_a_frozen_model_is_refused():
+    model = network().requires_grad_(False)
+    refused(model, ValueError, r"The model \(Sequential\) is frozen.* Call requires_grad_\(True\)")
+
+
+def test_what_is_no_module_is_refused(unchecked):
+    refused(lambda x: x, TypeError, "must be a torch.nn.Module, got function")
+
+
+@pytest.mark.parametrize("memory_bound", [2**27, 2000])
+def test_the_outputs_of_the_users_batch_are_named(memory_bound):
+    """Not those of the one example that is run first."""
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x).squeeze(1)
+
+    la = Laplace(Flat().eval(), likelihood="binary", memory_bound=memory_bound)
+    with pytest.raises(ValueError, match=r"got \(8,\): wrap it in a module that flattens"):
+        la.fit_batches([(X, Y.clamp_max(1))])
+    with pytest.raises(ValueError, match=r"class_dim=2, .* outputs have shape \[batch, 3\]"):
+        Laplace(network(), class_dim=2).fit_batches([(X, Y)])
+
+
+def test_outputs_without_examples_are_named():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x).mean()
+
+    with pytest.raises(ValueError, match=r"got \(\): .* keeps a dimension for the examples"):
+        Laplace(Mean().eval()).fit_batches([(X, Y)])
+
+
+CASES = {
+    "vector": (network, X),
+    "image": (convolutions, torch.randn(8, 2, 6, 5)),
+    "tokens": (
+        lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3)).eval(),
+        torch.randint(9, (8, 5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_example_without_a_dimension_for_the_examples(name):
+    build, x = CASES[name]
+    la = Laplace(build()).fit_batches([(x, Y)])
+    shape = ", ".join(map(str, x.shape[1:]))
+    says = rf"shape \({shape},?\) are one example .* pass x.unsqueeze\(0\), of shape \(1, {shape}\)"
+    for method in ("glm", "glm-mc", "nn", "map"):
+        with pytest.raises(ValueError, match=says):
+            la.predict(x[0], method)
+    for ask in (la.functional, lambda x: la.predict_grid(x, [1.0])):
+        with pytest.raises(ValueError, match=says):
+            ask(x[0])
+    expected = la.predict(x[:1]).probs
+    torch.testing.assert_close(la.predict(x[0].unsqueeze(0)).probs, expected, rtol=0, atol=0)
+
+
+def test_an_error_of_another_kind_comes_as_it_is():
+    la = Laplace(network()).fit_batches([(X, Y)])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        la.predict(torch.randn(2, 5))
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        la.predict(torch.full((2, 4), torch.nan))

@@ -1,0 +1,275 @@
+"""Models in wrappers, and outputs in containers: the same posterior under the same names."""
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import GGN, KFAC, Hessian
+from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
+
+X = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.tensor([0, 2, 1, 0, 1, 2, 2])
+DATA = [(X, Y)]
+
+
+class Parts(nn.Module):
+    """A network of two parts, of which one may be compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def plain():
+    torch.manual_seed(0)
+    return Parts().eval()
+
+
+def compiled_part(model):
+    model.body = torch.compile(model.body)
+    return model
+
+
+def compiled_within_parallel(model):
+    return nn.DataParallel(torch.compile(compiled_part(model)))
+
+
+def compiled_in_place(model):
+    model.compile()
+    return model
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "compile": torch.compile,
+    "compiled part": compiled_part,
+    "nested": compiled_within_parallel,
+    "in place": compiled_in_place,
+}
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def is_the_same(wrap, tmp_path):
+    """Fit, names, predictions and files of the wrapped model and of the plain one."""
+    model, wrapped = plain(), wrap(plain())
+    for options in ({}, {"curvature": "ekfac"}, {"curvature": "full"}, {"params": "last_layer"}):
+        of_plain = Laplace(model, backend="hooks", **options).fit(DATA, num_data=7)
+        of_wrapped = Laplace(wrapped, backend="hooks", **options).fit(DATA, num_data=7)
+        assert of_wrapped.model is wrapped
+        assert of_wrapped.param_names == of_plain.param_names
+        assert repr(of_wrapped) == repr(of_plain)
+        expected = of_plain.predict(X).probs
+        torch.testing.assert_close(of_wrapped.predict(X).probs, expected, rtol=0, atol=0)
+        for method in ("glm-mc", "nn"):
+            drawn = [
+                la.predict(X, method, 3, torch.Generator().manual_seed(0)).probs
+                for la in (of_plain, of_wrapped)
+            ]
+            torch.testing.assert_close(drawn[1], drawn[0], rtol=0, atol=0)
+        for la, other in ((of_plain, wrapped), (of_wrapped, model)):
+            la.save(tmp_path / "posterior.safetensors")
+            loaded = Laplace.load(tmp_path / "posterior.safetensors", other)
+            torch.testing.assert_close(loaded.predict(X).probs, expected, rtol=0, atol=0)
+
+
+def operators_are_the_same(wrap):
+    model, wrapped = plain(), wrap(plain())
+    for make in (GGN, Hessian, KFAC):
+        expected = make(model, nn.CrossEntropyLoss(), DATA)
+        found = make(wrapped, nn.CrossEntropyLoss(), DATA)
+        assert found.layout == expected.layout
+        torch.testing.assert_close(found.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapped_model_has_the_posterior_of_the_plain_one(name, tmp_path):
+    is_the_same(WRAPPERS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapped_model_has_the_operators_of_the_plain_one(name):
+    operators_are_the_same(WRAPPERS[name])
+
+
+def test_a_distributed_model_is_the_plain_one(process_group, tmp_path):
+    is_the_same(nn.parallel.DistributedDataParallel, tmp_path)
+    operators_are_the_same(nn.parallel.DistributedDataParallel)
+
+
+@pytest.mark.parametrize("name", ["DataParallel", "nested"])
+def test_parameters_are_selected_by_either_name(name):
+    wrapped = WRAPPERS[name](plain())
+    ends = ("head.weight", "0.bias")
+    own = [n for n, _ in wrapped.named_parameters() if n.endswith(ends)]
+    assert all(n.startswith("module.") for n in own)
+    la = Laplace(wrapped, params=own)
+    assert la.param_names == ["body.0.bias", "head.weight"]
+    assert Laplace(wrapped, params=la.param_names).param_names == la.param_names
+    assert GGN(wrapped, nn.CrossEntropyLoss(), DATA, params=own).shape == (20, 20)
+    seen = []
+    Laplace(wrapped, params=lambda n, _: bool(seen.append(n)) or True)
+    assert seen == [n for n, _ in plain().named_parameters()]
+    with pytest.raises(ValueError, match=r"module.tail.*has \['body.0.weight'"):
+        Laplace(wrapped, params=["module.tail"])
+    assert plain_names(wrapped, own) == la.param_names
+
+
+def test_what_changes_in_the_wrapped_model_is_seen():
+    wrapped = compiled_part(plain())
+    la = Laplace(wrapped).fit(DATA, num_data=7)
+    operator = GGN(wrapped, nn.CrossEntropyLoss(), DATA)
+    before = operator.to_dense()
+    with torch.no_grad():
+        wrapped.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la.predict(X)
+    changed = plain()
+    with torch.no_grad():
+        changed.head.weight.mul_(2)
+    expected = GGN(changed, nn.CrossEntropyLoss(), DATA).to_dense()
+    assert not torch.allclose(before, expected)
+    torch.testing.assert_close(operator.to_dense(), expected)
+
+
+def test_modes_are_those_of_the_moment():
+    class Dropping(Parts):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout()
+
+        def forward(self, x):
+            return self.head(self.drop(self.body(x)))
+
+    wrapped = compiled_part(Dropping().eval())
+    la = Laplace(wrapped).fit(DATA, num_data=7)
+    wrapped.train()
+    with pytest.raises(ValueError, match=r"drop \(Dropout\) is active"):
+        la.fit(DATA, num_data=7)
+    wrapped.eval()
+    la.fit(DATA, num_data=7)
+
+
+def test_a_model_without_wrappers_is_itself():
+    model = plain()
+    assert unwrapped(model) is model
+    assert unwrapped(nn.DataParallel(torch.compile(model))) is model
+    assert unwrapped(compiled_part(model)).head is model.head
+
+
+def test_hooks_on_a_wrapper_are_not_lost_in_silence():
+    wrapped = nn.DataParallel(plain())
+    wrapped.register_forward_hook(lambda module, x, outputs: 2 * outputs)
+    with pytest.raises(ValueError, match="DataParallel around Parts has forward hooks"):
+        Laplace(wrapped)
+
+
+# ------------------------------------------------------------------------------------- outputs
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+Two = namedtuple("Two", ["first", "logits"])
+CONTAINERS = {
+    "dataclass": lambda logits: Output(logits, logits.exp()),
+    "object": lambda logits: SimpleNamespace(logits=logits, loss=None),
+    "dict": lambda logits: {"hidden": logits.exp(), "logits": logits},
+    "dict of one": lambda logits: OrderedDict(scores=logits, cache=None),
+    "tuple": lambda logits: (logits, logits.exp()),
+    "list": lambda logits: [logits],
+    "tuple with a loss": lambda logits: (logits.sum(), logits, logits.exp()),
+    "named tuple": lambda logits: Two(logits.exp(), logits),
+}
+
+
+class Contained(Parts):
+    def __init__(self, container):
+        super().__init__()
+        self.container = container
+
+    def forward(self, x):
+        return self.container(super().forward(x))
+
+
+def contained(name):
+    torch.manual_seed(0)
+    return Contained(CONTAINERS[name]).eval()
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_logits_are_found_in_what_the_model_returns(name, params):
+    of_plain = Laplace(plain(), params=params, class_dim=-1).fit_batches(DATA)
+    la = Laplace(contained(name), params=params, class_dim=-1).fit_batches(DATA)
+    for method, samples in (("glm", None), ("map", None), ("glm-mc", 3), ("nn", 3)):
+        one, other = (
+            p.predict(X, method, samples, torch.Generator().manual_seed(0)).probs
+            for p in (of_plain, la)
+        )
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_operators_find_the_logits(name):
+    for make in (GGN, Hessian, KFAC):
+        expected = make(plain(), nn.CrossEntropyLoss(), DATA).to_dense()
+        found = make(contained(name), nn.CrossEntropyLoss(), DATA).to_dense()
+        torch.testing.assert_close(found, expected)
+
+
+def test_classes_in_another_dimension_of_contained_outputs():
+    class Positions(nn.Module):
+        def __init__(self, container):
+            super().__init__()
+            self.conv = nn.Conv1d(2, 3, 1)
+            self.container = container
+
+        def forward(self, x):
+            return self.container(self.conv(x))
+
+    x, y = torch.randn(4, 2, 5), torch.randint(3, (4, 5))
+    probs = []
+    for container in (lambda logits: logits, CONTAINERS["dict"]):
+        torch.manual_seed(0)
+        la = Laplace(Positions(container).eval(), class_dim=1).fit_batches([(x, y)])
+        probs.append(la.predict(x).probs)
+    assert probs[0].shape == (4, 5, 3)
+    torch.testing.assert_close(probs[1], probs[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        (lambda logits: {"a": logits, "b": logits}, r"dict with the entries \['a', 'b'\]"),
+        (lambda logits: SimpleNamespace(logits=None), "`.logits` is of type NoneType"),
+        (lambda logits: (None, logits), r"tuple of \[NoneType, Tensor\]"),
+        (lambda logits: logits.tolist(), r"list of \[list"),
+        (lambda logits: None, "got NoneType: wrap it"),
+    ],
+)
+def test_outputs_without_logits_are_named(returns, says):
+    model = Contained(returns).eval()
+    for params in ("all", "last_layer"):
+        with pytest.raises(TypeError, match=says):
+            Laplace(model, params=params).fit_batches(DATA)
+        with pytest.raises(TypeError, match=says):
+            GGN(model, nn.CrossEntropyLoss(), DATA, params=params)
