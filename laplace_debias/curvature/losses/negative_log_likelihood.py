@@ -101,9 +101,7 @@ class NegativeLogLikelihood(OutputLoss):
 
     def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The likelihood's columns, weights included, `[K, B, ..., C]`."""
-        return self._weighted(
-            self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels
-        )
+        return self._weighted(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
 
     def _weighted(self, columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
         placed = self._placed(columns, outputs, labels)

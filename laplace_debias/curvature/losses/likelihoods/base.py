@@ -16,8 +16,9 @@ class Likelihood(ABC):
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
     the six abstract methods. One whose Hessian depends on the target, by a weight of its class say,
     also has `curvature_weights`. One of real numbers may have `marginals` and `marginal_mixture`,
-    and one that is saved with a posterior `options`. Where a network has further positions, `[B, T, C]`, it sees each as an
-    example, and ℓ is their sum; `predictive` and `mixture` see the positions as they are.
+    and one that is saved with a posterior `options`. Where a network has further positions,
+    `[B, T, C]`, it sees each as an example, and ℓ is their sum; `predictive` and `mixture` see the
+    positions as they are.
 
     Attributes:
         variances_suffice: Whether `predictive` looks at the variances of the outputs alone.
@@ -106,7 +107,6 @@ class Likelihood(ABC):
         with torch.enable_grad():
             f = outputs.detach().requires_grad_()
             return torch.autograd.grad(self.nll(f, targets).sum(), f)[0]
-
 
     def drawn_gradient(
         self,

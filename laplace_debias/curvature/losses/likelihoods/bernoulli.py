@@ -75,7 +75,7 @@ class Bernoulli(Likelihood):
         return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
-        """p − y, y drawn from the sigmoid."""
+        """P − y, y drawn from the sigmoid."""
         plain = self if self.positive_weight is None else Bernoulli()
         return plain.gradient(outputs, self.sample(outputs, uniforms))
 
@@ -187,7 +187,7 @@ class MultiLabel(Likelihood):
         return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
-        """p − y, y drawn from the sigmoids."""
+        """P − y, y drawn from the sigmoids."""
         is_plain = self.label_weights is None and self.positive_weights is None
         plain = self if is_plain else MultiLabel()
         return plain.gradient(outputs, self.sample(outputs, uniforms))
@@ -212,7 +212,7 @@ def _like(weights: Tensor | None, outputs: Tensor) -> Tensor | None:
 def _curvature_weights(
     labels: Tensor, weights: Tensor | None, positive: Tensor | None
 ) -> Float[Tensor, "batch labels"]:
-    """w (1 + (π − 1) y), float64."""
+    """W (1 + (π − 1) y), float64."""
     y = labels.double()
     omega = torch.ones_like(y) if positive is None else 1 + (positive.to(y) - 1) * y
     return omega if weights is None else weights.to(y) * omega

@@ -206,7 +206,7 @@ class Categorical(Likelihood):
         return (cumulative[:, :-1] <= above).sum(-1)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
-        """p − e_y, y drawn from the softmax."""
+        """P − e_y, y drawn from the softmax."""
         is_plain = self.class_weights is None and self.label_smoothing == 0
         plain = self if is_plain else Categorical()
         return plain.gradient(outputs, self.sample(outputs, uniforms))

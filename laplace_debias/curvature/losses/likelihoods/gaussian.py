@@ -128,6 +128,7 @@ def noisy_normal(
 
 
 def check_finite_floats(targets: Tensor, kind: str) -> None:
+    """Raise a `TypeError` for other targets than floats, a `ValueError` for NaN and Inf."""
     if not targets.is_floating_point():
         raise TypeError(
             f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."
