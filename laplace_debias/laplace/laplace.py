@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
-from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import (
     Batches,
     Counted,
@@ -36,7 +36,7 @@ from laplace_debias.curvature.network.shadow import (
     check_finite,
     check_no_autocast,
 )
-from laplace_debias.laplace import grids, predictive, tuning
+from laplace_debias.laplace import grids, noise, predictive, tuning
 from laplace_debias.laplace.data_size import (
     Expected,
     data_size,
@@ -47,9 +47,9 @@ from laplace_debias.laplace.data_size import (
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.files import posterior_file
-from laplace_debias.laplace.files.header import likelihood_from_json
+from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
-from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.fitted import Fitted, Noise
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
@@ -94,8 +94,9 @@ class Laplace:
     Args:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
-            `"binary"` (one logit), `"multilabel"` (one logit a label, several of which may apply;
-            targets 0 or 1, `[B, C]`), or a `Likelihood`.
+            `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
+            `"multilabel"` (one logit a label, several of which may apply; targets 0 or 1,
+            `[B, C]`), or a `Likelihood`: `Categorical(class_weights=, label_smoothing=)`, say.
         curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
@@ -110,7 +111,8 @@ class Laplace:
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
             `"empirical"` (the true labels).
         factor_dtype: In what Kronecker factors are summed and decomposed.
-        sigma: Noise of `"regression"`: standard deviation, one number or one per output.
+        sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
+            a fit assumes 1.0 and warns of it; `tune(method="marglik", sigma=True)` finds it.
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
@@ -445,7 +447,11 @@ class Laplace:
         others = fingerprint(self.model, parameters.names)
         mean = parameters.flat(self.model)
         order = None if parameters.order is None else parameters.order.to(mean.device)
-        nll = found.seen.nll * (num_data / found.seen.num_examples)
+        per_seen = num_data / found.seen.num_examples
+        of_noise = None
+        if type(self.likelihood) is Gaussian:
+            power = 4 if self._settings.fisher.kind == "empirical" else 2
+            of_noise = Noise(found.seen.num_outputs * per_seen, power)
         with _EXCHANGE:
             posterior = GaussianPosterior(
                 mean, found.curvature, num_data, self._prior_precision, order
@@ -456,9 +462,10 @@ class Laplace:
                 self._settings,
                 parameters,
                 posterior,
-                nll,
+                found.seen.nll * per_seen,
                 others,
                 mode,
+                of_noise,
             )
 
     def _read(self, generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
@@ -646,15 +653,15 @@ class Laplace:
             outputs = predictive.sample_outputs(
                 mean.flatten(1), covariances[0, 0], num_samples, generator
             )
-            return self.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
+            return state.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
         with torch.inference_mode(False):
             x = state.moved(x)
             if method == "map":
-                return self.likelihood.predictive(predictive.map_outputs(state.network, x), None)
+                return state.likelihood.predictive(predictive.map_outputs(state.network, x), None)
             draws = state.posterior.sample(num_samples, generator)
             is_linear = method == "glm-mc"
             push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            return self.likelihood.mixture(push(state.network, self.param_names, x, draws))
+            return state.likelihood.mixture(push(state.network, self.param_names, x, draws))
 
     # ------------------------------------------------- tuning and evaluation
 
@@ -666,6 +673,8 @@ class Laplace:
         method: str = "grid",
         progress: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        sigma: bool = False,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
@@ -678,21 +687,32 @@ class Laplace:
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation, and leaves torch's global
                 generator alone; that one if None. The `"glm"` predictive draws nothing.
+            sigma: With `method="marglik"`, tune the noise of a regression, too, and set it: the
+                `likelihood` is then a `Gaussian` of the best sigma, and posterior and evidence are
+                those of a fit with it. No data is read again. One sigma per output is multiplied
+                by a common factor, the `sigma_factor` of the table.
 
         Returns:
-            The best value, the metric there, and `.table` with every value tried.
+            The best value, the metric there, and `.table` with every value tried; `.sigma` if it
+            was tuned.
 
         Raises:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
                 empty loader or one whose targets are all ignored; if the marginal likelihood has no
-                optimum.
+                optimum; for `sigma` with another method or likelihood, or residuals of zero.
             RuntimeError: Before a fit.
         """
+        if sigma and method != "marglik":
+            raise ValueError(
+                'sigma=True tunes by the marginal likelihood: pass method="marglik", and no loader.'
+            )
         if method == "marglik":
             if (loader, grid, generator) != (None, None, None) or metric != "nll":
                 raise ValueError(
                     'method="marglik" uses neither a loader, a generator, a grid nor a metric.'
                 )
+            if sigma:
+                return self._tune_noise()
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":
             if loader is None:
@@ -714,6 +734,13 @@ class Laplace:
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
         self.prior_precision = found.prior_precision
+        return found
+
+    def _tune_noise(self) -> tuning.Tuning:
+        found, fitted = noise.tune_noise(self._state)
+        with _EXCHANGE:
+            self._fitted, self.likelihood = fitted, fitted.likelihood
+            self._prior_precision = fitted.posterior.prior_precision
         return found
 
     def evaluate(
@@ -762,7 +789,7 @@ class Laplace:
 
     # -------------------------------------------------------------- on disk
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
         The model itself is not in it. The file has a checksum, and the same posterior gives the
@@ -771,16 +798,20 @@ class Laplace:
 
         Args:
             path: The file, in a folder that exists.
+            own_likelihood: Whether a likelihood of your own class may be saved by its import path
+                and its `options`. The file holds no code, and `load` imports none: it must be given
+                an instance.
 
         Raises:
             RuntimeError: Before a fit.
-            ValueError: If the likelihood is an instance of a user's class, or the negative
+            ValueError: If the likelihood is an instance of a user's class, unless
+                `own_likelihood`; if its `options` are not plain data, or the negative
                 log-likelihood is not finite.
             FileNotFoundError: If the folder does not exist.
             OSError: If the path is a folder, a device or may not be written; if the disk is full.
                 What was there before is still there.
         """
-        posterior_file.save(Path(path), self._unchanged_state)
+        posterior_file.save(Path(path), self._unchanged_state, own_likelihood)
 
     @classmethod
     def load(
@@ -788,6 +819,7 @@ class Laplace:
         path: str | Path,
         model: nn.Module,
         *,
+        likelihood: Likelihood | None = None,
         backend: str = "auto",
         fisher: str = "exact",
         factor_dtype: torch.dtype = torch.float64,
@@ -803,6 +835,8 @@ class Laplace:
         Args:
             path: The file.
             model: The model, with the parameters that it had at the fit.
+            likelihood: An instance of the class of your own that the file names, with the `options`
+                that the file has; None if the likelihood is one of this package.
             backend: For another fit, as the constructor takes it; likewise the next three.
             fisher: For another fit.
             factor_dtype: For another fit.
@@ -810,7 +844,8 @@ class Laplace:
             memory_bound: As the constructor takes it.
 
         Raises:
-            ValueError: If the file is damaged, of another format, or does not fit the model.
+            ValueError: If the file is damaged, of another format, or does not fit the model; if
+                `likelihood` is missing, superfluous or not that of the fit.
             FileNotFoundError: If there is no such file.
             IsADirectoryError: If it is a folder.
             OSError: If it cannot be read.
@@ -819,7 +854,7 @@ class Laplace:
         posterior_file.check_names(header, dict(model.named_parameters()))
         la = cls(
             model,
-            likelihood=likelihood_from_json(header.likelihood),
+            likelihood=likelihood_from_json(header.likelihood, likelihood),
             curvature=header.curvature,
             params=header.param_names,
             rank=header.rank,
@@ -850,6 +885,7 @@ class Laplace:
             header.nll,
             others,
             header.mode,
+            None if header.noise is None else Noise(**header.noise),
         )
         return la
 

@@ -37,12 +37,14 @@ class Tuning:
         metric: What was optimised: a metric's name, or `"log_marginal_likelihood"`.
         value: The metric there.
         table: One row for each value tried: `prior_precision` and the metric.
+        sigma: The noise that was tuned with it, one number or one per output; None if it was not.
     """
 
     prior_precision: float
     metric: str
     value: float
     table: list[dict[str, float]]
+    sigma: float | list[float] | None = None
 
     def __float__(self) -> float:
         return self.prior_precision

@@ -47,7 +47,10 @@ def test_value_gradient_and_curvature_are_those_of_the_formula(name):
     values = torch.stack([ell(*row) for row in zip(f, y, strict=True)])
     close(likelihood.nll(f, y), values)
     close(loss.value(f, labels), values.sum())
-    close(loss.gradient(f, labels), torch.stack([hand.gradient(ell, *r) for r in zip(f, y, strict=True)]))
+    close(
+        loss.gradient(f, labels),
+        torch.stack([hand.gradient(ell, *r) for r in zip(f, y, strict=True)]),
+    )
     expected = torch.stack([hand.hessian(ell, *row) for row in zip(f, y, strict=True)])
     root = loss.root(f, labels)
     close(torch.einsum("kbi,kbj->bij", root, root), expected)

@@ -60,10 +60,15 @@ class Gaussian(Likelihood):
         check_finite_floats(targets, "Regression")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-density of the targets."""
-        sigma = self._sigma(outputs)
-        constant = sigma.log().sum() + 0.5 * outputs.shape[-1] * math.log(2 * math.pi)
-        return 0.5 * ((outputs - targets) / sigma).square().sum(-1) + constant
+        """Negative log-density of the targets, float64."""
+        squares = ((outputs - targets) / self._sigma(outputs)).square().sum(-1)
+        # In float32 the constant would swallow the squares of residuals far below sigma.
+        return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
+
+    def log_normaliser(self, num_outputs: int) -> float:
+        """Σ log σ + C/2 log 2π, what ℓ is besides the residuals."""
+        log_sigma = float(self.sigma.expand(num_outputs).log().sum())
+        return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """The C columns of `diag(1/σ)`, the same for every example."""
