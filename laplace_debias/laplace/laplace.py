@@ -636,32 +636,83 @@ class Laplace:
             RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
                 since, or under autocast.
         """
-        if method not in METHODS:
-            raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
-        if samples is not None and (method == "map" or samples < 1):
-            raise ValueError(
-                f'samples={samples} with method="{method}": give a positive number of samples to '
-                '"glm", "glm-mc" or "nn", none to "map".'
-            )
+        _check_method(method, samples)
         state = self._unchanged_state
-        deltas = state.posterior.prior_precision.unsqueeze(0)
         if method == "glm" and samples is None:
+            deltas = state.posterior.prior_precision.unsqueeze(0)
             return grids.predictives([state], x, [deltas])[0][0]
+        with torch.inference_mode(False):
+            if method == "map":
+                return state.likelihood.predictive(self._map_outputs(state, x), None)
+            return state.likelihood.mixture(self._draws(state, x, method, samples, generator))
+
+    def marginals(
+        self,
+        x: Inputs,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Distribution:
+        """The predictive distribution of each target of a regression on its own, with quantiles.
+
+        Batch shape `[B, C]` for C targets. It has `.icdf(q)` and `.cdf(y)` besides `.mean`,
+        `.variance` and `.log_prob(y)`: `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and
+        a tensor of Q probabilities `[Q, 1, 1]` gives `[Q, B, C]`.
+
+        In closed form it is a `Normal`: exact for `Gaussian`; for `HeteroscedasticGaussian` the
+        normal with the predictive's exact mean and variance. With samples (`"glm-mc"`, `"nn"`,
+        `"glm"` with `samples=`) it is the equal mixture of the S normals p(y | f_s), noise
+        included, and a quantile is the point where the mean of their distribution functions has the
+        value, not a quantile of S numbers. `predict` gives the normal with that mixture's moments.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            method: As `predict`.
+            samples: As `predict`.
+            generator: As `predict`.
+
+        Raises:
+            TypeError: If the likelihood is none of a regression.
+            ValueError: As `predict`.
+            RuntimeError: As `predict`.
+        """
+        _check_method(method, samples)
+        state = self._unchanged_state
+        if method == "glm" and samples is None:
+            deltas = state.posterior.prior_precision.unsqueeze(0)
+            mean, variances = grids.moments([state], x, [deltas], diagonal=True)
+            return state.likelihood.marginals(mean, variances[0, 0])
+        with torch.inference_mode(False):
+            if method == "map":
+                mean = self._map_outputs(state, x)
+                return state.likelihood.marginals(mean, torch.zeros_like(mean))
+            draws = self._draws(state, x, method, samples, generator)
+            return state.likelihood.marginal_mixture(draws)
+
+    @staticmethod
+    def _map_outputs(state: Fitted, x: Inputs) -> Float[Tensor, "batch *outputs"]:
+        return predictive.map_outputs(state.network, state.moved(x))
+
+    @staticmethod
+    def _draws(
+        state: Fitted,
+        x: Inputs,
+        method: str,
+        samples: int | None,
+        generator: torch.Generator | None,
+    ) -> Float[Tensor, "samples batch *outputs"]:
+        """Samples of the outputs, `[S, B, ..., C]`."""
         num_samples = _DEFAULT_SAMPLES if samples is None else samples
         if method == "glm":
+            deltas = state.posterior.prior_precision.unsqueeze(0)
             mean, covariances = grids.moments([state], x, [deltas])
             outputs = predictive.sample_outputs(
                 mean.flatten(1), covariances[0, 0], num_samples, generator
             )
-            return state.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
-        with torch.inference_mode(False):
-            x = state.moved(x)
-            if method == "map":
-                return state.likelihood.predictive(predictive.map_outputs(state.network, x), None)
-            draws = state.posterior.sample(num_samples, generator)
-            is_linear = method == "glm-mc"
-            push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            return state.likelihood.mixture(push(state.network, self.param_names, x, draws))
+            return outputs.unflatten(2, mean.shape[1:])
+        draws = state.posterior.sample(num_samples, generator)
+        push = predictive.linearised_outputs if method == "glm-mc" else predictive.sampled_outputs
+        return push(state.network, state.parameters.names, state.moved(x), draws)
 
     # ------------------------------------------------- tuning and evaluation
 
@@ -888,6 +939,17 @@ class Laplace:
             None if header.noise is None else Noise(**header.noise),
         )
         return la
+
+
+def _check_method(method: str, samples: int | None) -> None:
+    """Require a way to predict, and samples where there are some."""
+    if method not in METHODS:
+        raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
+    if samples is not None and (method == "map" or samples < 1):
+        raise ValueError(
+            f'samples={samples} with method="{method}": give a positive number of samples to '
+            '"glm", "glm-mc" or "nn", none to "map".'
+        )
 
 
 def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:

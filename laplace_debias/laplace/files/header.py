@@ -83,8 +83,9 @@ FIELDS: dict[str, Kind] = {
     "mode": either(NOTHING, TEXT),
 }
 SINCE_FORMAT_4 = ("class_dim", "mode")
+_POWER = Kind("2 or 4", lambda v: type(v) is int and v in (2, 4))
 # A file need not have these.
-OPTIONAL = {"noise": record_of({"num_targets": POSITIVE, "power": whole_number(2, 4)})}
+OPTIONAL = {"noise": record_of({"num_targets": POSITIVE, "power": _POWER})}
 
 
 def check_header(plain: Any, where: str, without: Sequence[str] = ()) -> None:

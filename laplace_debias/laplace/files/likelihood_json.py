@@ -66,7 +66,7 @@ def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, A
     if not own:
         raise ValueError(
             f"A {type(likelihood).__name__} cannot be written to a file: only "
-            f"{', '.join(map(repr, _REQUIRED.keys() - {_OWN}))} can. To write the import path of a "
+            f"{', '.join(map(repr, LIKELIHOODS))} can. To write the import path of a "
             "class of your own, which `Laplace.load(..., likelihood=)` must then be given an "
             "instance of, use `save(path, own_likelihood=True)`."
         )

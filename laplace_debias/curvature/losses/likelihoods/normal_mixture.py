@@ -21,7 +21,8 @@ class NormalMixture(MixtureSameFamily):
         self, means: Float[Tensor, "samples *batch"], deviations: Float[Tensor, "samples *batch"]
     ) -> None:
         means, deviations = means.movedim(0, -1), deviations.movedim(0, -1)
-        super().__init__(Categorical(logits=torch.zeros_like(means)), Normal(means, deviations))
+        self._normals = Normal(means, deviations)
+        super().__init__(Categorical(logits=torch.zeros_like(means)), self._normals)
 
     def icdf(self, value: Tensor) -> Tensor:
         """The quantile: where the mean of the S distribution functions is `value`.
@@ -40,9 +41,8 @@ class NormalMixture(MixtureSameFamily):
                 "Probabilities of quantiles must lie above 0 and below 1, got "
                 f"{float(value.min()):g} … {float(value.max()):g}."
             )
-        component = self.component_distribution
-        dtype = component.loc.dtype
-        means, deviations = component.loc.double(), component.scale.double()
+        dtype = self._normals.loc.dtype
+        means, deviations = self._normals.loc.double(), self._normals.scale.double()
         value = value.to(means)
         quantiles = means + deviations * torch.special.ndtri(value).unsqueeze(-1)
         low, high = quantiles.amin(-1), quantiles.amax(-1)
