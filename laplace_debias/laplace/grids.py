@@ -10,6 +10,7 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 
 # One δ per grid point, [P], or one for each block, [P, blocks].
@@ -92,4 +93,34 @@ def moments(
             x,
             torch.stack(grids).to(first.posterior.mean),
             OutputRequest(diagonal, outputs, first.settings.memory_bound),
+        )
+
+
+def joint(
+    fitted: Fitted,
+    x: Inputs,
+    outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch m batch m"]]:
+    """Mean and covariance of the linearised network's outputs for all inputs together, exact.
+
+    Args:
+        fitted: A fit.
+        x: Inputs, `[B, ...]`.
+        outputs: Which outputs, as `Laplace.functional` takes them.
+
+    Raises:
+        ValueError: As `joint_moments`.
+    """
+    posterior, num_blocks = fitted.posterior, len(fitted.parameters.block_names)
+    with torch.inference_mode(False):
+        x = fitted.moved(x)
+        if outputs is not None:
+            outputs = predictive.chosen_outputs(predictive.map_outputs(fitted.network, x), outputs)
+        return joint_moments(
+            fitted.network,
+            fitted.parameters.blocks,
+            posterior,
+            x,
+            posterior.prior_precision.expand(num_blocks).to(posterior.mean),
+            OutputRequest(False, outputs, fitted.settings.memory_bound),
         )

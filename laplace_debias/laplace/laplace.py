@@ -568,6 +568,8 @@ class Laplace:
         x: Inputs,
         diagonal: bool = False,
         outputs: Int[Tensor, "batch k"] | Sequence[Sequence[int]] | int | None = None,
+        *,
+        joint: bool = False,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
 
@@ -580,13 +582,24 @@ class Laplace:
             outputs: Look at some outputs only: indices `[B, k]` into the (flattened) outputs of
                 each example, or a number k for the k largest; in their order, mean `[B, k]` and
                 covariance `[B, k, k]`. Many classes cost no more than few then.
+            joint: Give the covariance between inputs, too, as a Gaussian process has it:
+                `[B, C, B, C]` (`[B, T·C, B, T·C]`, `[B, k, B, k]`), entry `[n, i, m, j]` that of
+                output i at input n with output j at input m. Inputs that do not fit into the
+                memory bound together take a pass for every two groups of them.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
-                has no such indices; if the memory bound is too small.
+                has no such indices; if the memory bound is too small; for `joint` with `diagonal`.
             RuntimeError: As `predict`.
         """
+        if joint and diagonal:
+            raise ValueError(
+                "diagonal=True gives variances, joint=True covariances between inputs: leave out "
+                "one of them."
+            )
         state = self._unchanged_state
+        if joint:
+            return grids.joint(state, x, outputs)
         deltas = [state.posterior.prior_precision.unsqueeze(0)]
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
         return mean, covariances[0, 0]

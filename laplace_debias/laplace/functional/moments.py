@@ -83,7 +83,7 @@ def functional_moments(
         outputs = tap.forward(take(x, part))
         check_outputs(outputs)
         chosen = None if request.outputs is None else request.outputs[part]
-        columns = _columns(outputs, chosen)
+        columns = unit_columns(outputs, chosen)
         last = tap.last_layer(outputs)
         size = [len(columns)] if request.diagonal else [len(columns)] * 2
         total = outputs.new_zeros(*prior_precisions.shape[:2], len(outputs), *size)
@@ -110,7 +110,7 @@ def functional_moments(
         covariances.append(total)
         start += len(flat)
     mean, covariance = torch.cat(means), torch.cat(covariances, dim=2)
-    _check_covariance(covariance, prior_precisions)
+    check_covariance(covariance, prior_precisions)
     if request.outputs is None:
         mean = mean.unflatten(1, outputs.shape[1:])
     if request.diagonal:
@@ -118,7 +118,7 @@ def functional_moments(
     return mean, (covariance + covariance.mT) / 2
 
 
-def _check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
+def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
     """Require finite covariances.
 
     Raises:
@@ -134,7 +134,7 @@ def _check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
         )
 
 
-def _columns(
+def unit_columns(
     outputs: Float[Tensor, "batch *outputs"], chosen: Int[Tensor, "batch k"] | None
 ) -> Float[Tensor, "columns batch *outputs"]:
     """Unit cotangents, one for each output that is asked for."""
@@ -155,10 +155,8 @@ def _columns_at_once(
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
     """
-    # Of a table only the rows that are looked up have a Jacobian.
-    sizes = [block.size for block in blocks if block.role != "table"]
-    jacobian = max(sizes, default=0) * like.element_size()
-    fitting = request.memory_bound // max(gradients, jacobian)
+    size = bytes_of_a_column(gradients, blocks, like)
+    fitting = request.memory_bound // size
     needed = 1 if request.diagonal else num_columns
     if fitting < needed:
         remedy = (
@@ -166,7 +164,14 @@ def _columns_at_once(
         )
         raise ValueError(
             f"memory_bound={request.memory_bound} is too small: the output gradients and Jacobians "
-            f"of one example take {needed * max(gradients, jacobian)} bytes. Pass at least as "
+            f"of one example take {needed * size} bytes. Pass at least as "
             f"many{remedy}."
         )
     return min(num_columns, fitting)
+
+
+def bytes_of_a_column(gradients: int, blocks: Sequence[Block], like: Tensor) -> int:
+    """Bytes that one output of one example takes: its output gradients, or a block's Jacobian."""
+    # Of a table only the rows that are looked up have a Jacobian.
+    sizes = [block.size for block in blocks if block.role != "table"]
+    return max(gradients, max(sizes, default=0) * like.element_size())
