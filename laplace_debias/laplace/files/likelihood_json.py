@@ -44,7 +44,7 @@ _REQUIRED: dict[str, dict[str, Kind]] = {
 }
 _OPTIONAL: dict[str, dict[str, Kind]] = {
     "classification": {"class_weights": list_of(_WEIGHT), "label_smoothing": _SHARE},
-    "binary": {"positive_weight": list_of(POSITIVE)},
+    "binary": {"positive_weight": POSITIVE},
     "multilabel": {"label_weights": list_of(_WEIGHT), "positive_weights": list_of(_WEIGHT)},
 }
 
@@ -88,8 +88,8 @@ def _given(likelihood: Likelihood) -> dict[str, Any]:
         given |= _listed(
             label_weights=likelihood.label_weights, positive_weights=likelihood.positive_weights
         )
-    elif isinstance(likelihood, Bernoulli):
-        given |= _listed(positive_weight=likelihood.positive_weight)
+    elif isinstance(likelihood, Bernoulli) and likelihood.positive_weight is not None:
+        given["positive_weight"] = likelihood.positive_weight.item()
     return given
 
 

@@ -20,9 +20,9 @@ class HeteroscedasticGaussian(Likelihood):
 
     Outputs are `[B, 2C]`: C means $\mu$, then C log-variances $s = \log\sigma^2$. Targets are
     floating point, `[B, C]`; `[B]` will do for C = 1. With outputs `[B, C, 2]`, a mean and a
-    log-variance for each target, every target is a position, and targets are `[B, C]` as well. A
-    network that gives σ, or the variance as `nn.GaussianNLLLoss` takes it, fits once it returns
-    `torch.cat([mean, variance.log()], -1)`.
+    log-variance for each target, every target is a position, and targets are `[B, C]` as well
+    (`class_dim=-1` says it where C is 2). A network that gives σ, or the variance as
+    `nn.GaussianNLLLoss` takes it, fits once it returns `torch.cat([mean, variance.log()], -1)`.
 
     $\ell = \sum_c \tfrac12 (y_c-\mu_c)^2 e^{-s_c} + \tfrac12 s_c + \tfrac12\log 2\pi$
 
@@ -38,7 +38,7 @@ class HeteroscedasticGaussian(Likelihood):
     Reference:
         Nix & Weigend (1994), "Estimating the mean and variance of the target probability
         distribution"; Immer et al. (2023), "Effective Bayesian heteroscedastic regression with deep
-        neural networks", for the Fisher in a Laplace approximation.
+        neural networks", for natural parameters instead, in which Hessian and Fisher agree.
     """
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
