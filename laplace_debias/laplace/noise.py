@@ -117,7 +117,9 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
         gamma = 10.0**log_gamma
         k = best_factor(gamma)
         nll = fitted.nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
-        log_det = posterior.log_det_precision(torch.tensor(gamma).double()).item()
+        log_det = posterior.log_det_precision(
+            torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
+        ).item()
         value = -nll + 0.5 * (D * math.log(gamma) - gamma * S * k**-p - log_det)
         table.append({"prior_precision": gamma * k**-p, "sigma_factor": k, name: value})
         return -value
