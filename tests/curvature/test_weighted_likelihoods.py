@@ -101,6 +101,19 @@ def test_one_hot_targets_are_class_indices():
     close(soft.root(f, soft.labels(q, 0, 2)), hard.root(f, hard.labels(y, 0, 2)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_soft_targets_of_narrow_types_are_rounded_probabilities(dtype):
+    q = (3 * torch.randn(500, 4)).softmax(-1)
+    likelihood, f = Categorical(), torch.randn(500, 4).double()
+    likelihood.check(f, q.to(dtype))
+    actual = likelihood.nll(f, q.to(dtype))
+    expected = -(q * f.log_softmax(-1)).sum(-1)
+    error = (actual - expected).abs() / expected.abs()
+    assert error.max() <= 2 * torch.finfo(dtype).eps
+    with pytest.raises(TypeError, match="sum to 1"):
+        likelihood.check(f, (1.02 * q).to(dtype))
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     one_axis_at_a_time(CASES, [pytest.param((N,), id="B"), pytest.param((N, 2), id="BT")]),

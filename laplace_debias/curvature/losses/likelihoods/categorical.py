@@ -13,7 +13,7 @@ from laplace_debias.curvature.losses.likelihoods.weights import (
     checked_weights,
 )
 
-# How far from 1 the sum of a soft target may be: they are also computed in half precision.
+# How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
 _ROUNDING = 1e-3
 
 
@@ -111,7 +111,8 @@ class Categorical(Likelihood):
     def _check_probabilities(self, outputs: Tensor, targets: Tensor) -> None:
         probabilities = targets[self._not_ignored(targets)].double()
         sums = probabilities.sum(-1)
-        if not ((probabilities >= 0).all() and ((sums - 1).abs() <= _ROUNDING).all()):
+        rounding = max(_ROUNDING, torch.finfo(targets.dtype).eps)
+        if not ((probabilities >= 0).all() and ((sums - 1).abs() <= rounding).all()):
             raise TypeError(
                 f"Class labels must be integers, got {targets.dtype} of shape "
                 f"{tuple(targets.shape)}, which are no class probabilities either: those are not "
