@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit
+from laplace_debias.curvature.fits.problem import CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
@@ -100,8 +100,13 @@ class Laplace:
         curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
-        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"last_layer"`,
-            names, or a predicate `(name, parameter) -> bool`. Frozen ones never are. The last layer
+        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
+            (those that belong to one layer that is known and act through it alone), `"last_layer"`,
+            names, or a predicate `(name, parameter) -> bool`. Frozen ones never are; of `"all"`,
+            `"weights"` and `"supported"` a fit leaves out, with a warning, those that the outputs
+            do not depend on. A parameter of no known layer, or of several, or that acts in another
+            way, has an exact block from gradients of each example: dense up to 1,024 entries,
+            diagonal above. A fit finds these by running two examples. The last layer
             is the one that the outputs come from, whatever was registered last. Unless the model is
             an `nn.Sequential` that ends in one of torch's layers, the first `fit` finds it by
             running an example, and `param_names` and `block_names` are not known before.
@@ -119,7 +124,8 @@ class Laplace:
             `"reduce"`: one for all, or a mapping from layers' paths.
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
-            are cut to it; results do not depend on it.
+            are cut to it; results do not depend on it. None for 128 MiB, and more where one example
+            needs it.
         class_dim: Which dimension of the outputs has the classes: None or -1 for `[B, ..., C]`, 1
             for `[B, C, ...]` as `F.cross_entropy` has them. With 1 everything is as if the model
             gave `outputs.movedim(1, -1)`: predictives, functional means and covariances come out
@@ -133,8 +139,7 @@ class Laplace:
     Raises:
         ValueError: For an unknown name, a prior precision that is not positive, a model that holds
             NaN, or one with dropout or batch normalisation in training mode.
-        NotImplementedError: If a Bayesian parameter's layer has no Kronecker form here; for
-            BackPACK with a model that it would get wrong.
+        NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:
         >>> import torch
@@ -174,7 +179,7 @@ class Laplace:
         joint: bool = False,
         sharing: Sharing = "expand",
         rank: int | None = None,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int | None = None,
         class_dim: int | None = None,
     ) -> None:
         self._settings = FitSettings(
@@ -191,15 +196,18 @@ class Laplace:
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
         self._params = params
-        self._parameters: BayesianParameters | None = None
+        # What the model's structure tells; a fit holds it against an example.
+        self._selected: BayesianParameters | None = None
         if not needs_example(model, params):
-            self._parameters = BayesianParameters.of(model, params, self._settings, None)
+            self._selected = BayesianParameters.of(model, params, self._settings, None)
+        self._parameters = self._selected
         if class_dim not in (None, -1) and backend == "backpack":
             raise NotImplementedError(
                 f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
                 "use backend='hooks' or 'auto', or put the classes last in the model."
             )
-        self._backend = choose_backend(classes_last(model, class_dim), backend)
+        self._backend = backend
+        choose_backend(classes_last(model, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
         self._fitted: Fitted | None = None
 
@@ -257,29 +265,28 @@ class Laplace:
         return self.model.get_parameter(self._parameters.names[0])
 
     def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
-        """The Bayesian parameters, which the first batch may tell; checks what it tells of outputs.
+        """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
 
         Raises:
             ValueError: If there is no last layer, it is not what it was, or there is no batch; if
-                the shapes leave open where the classes are.
+                the shapes leave open where the classes are; as `BayesianParameters.verified`.
+            NotImplementedError: As `BayesianParameters.verified`.
         """
-        parameters = self._parameters
-        if parameters is None and not batches.first:
-            raise ValueError("The data holds no example: pass a loader with at least one batch.")
         for x, y in self._on_device(batches.first):
-            if is_last_layer(self._params):
+            look_at(self._network, self.likelihood, x, y, self._settings.class_dim)
+            found = self._selected
+            if found is None or is_last_layer(self._params):
                 found = BayesianParameters.of(self.model, self._params, self._settings, x)
-                if parameters is None:
-                    parameters = self._parameters = found
-                    self._prior_precision = self._check_prior_precision(self._prior_precision)
-                if parameters.names != found.names:
+                known = self._parameters
+                if known is not None and known.names != found.names:
                     raise ValueError(
-                        f'params="last_layer" was {parameters.names}, but now the outputs come '
+                        f'params="last_layer" was {known.names}, but now the outputs come '
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
-            look_at(self._network, self.likelihood, x, y, self._settings.class_dim)
-        assert parameters is not None
-        return parameters
+            found = found.verified(self._network, self.model, self._params, self._settings, x)
+            self._check_prior_precision(self._prior_precision, found)
+            return found
+        raise ValueError("The data holds no example: pass a loader with at least one batch.")
 
     @property
     def _network(self) -> nn.Module:
@@ -333,8 +340,8 @@ class Laplace:
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
-            NotImplementedError: If the forward pass uses Bayesian parameters outside of their
-                layers, or a layer in a way that has no Kronecker form here.
+            NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
+                its examples cannot be told apart.
             RuntimeError: Under autocast.
         """
         if mode not in MODES:
@@ -426,11 +433,11 @@ class Laplace:
         check_finite(self.model)
         check_no_autocast(self._first_parameter.device)
         with torch.inference_mode(False):
-            problem = self._settings.problem(
-                self._network, self.likelihood, [], self._backend, generator
-            )
+            problem = self._settings.problem(self._network, self.likelihood, generator)
             known = FirstBatchKnown(seeded(scheme.first_read, generator))
-            problem = replace(problem, blocks=self._look_at(known).blocks)
+            parameters = self._look_at(known)
+            backend = choose_backend(self._network, self._backend, parameters.blocks)
+            problem = replace(problem, blocks=parameters.blocks, backend=backend)
             scheme = scheme.reading_first(known)
             read = partial(self._read, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
@@ -438,12 +445,13 @@ class Laplace:
         if scale is not None:
             found = replace(found, curvature=found.curvature.map(lambda _, b: scaled(b, ratio)))
             mode = f"{mode}, scaled"
-        self._take(found, expected.given(found.seen.num_examples), mode)
+        self._take(found, parameters, expected.given(found.seen.num_examples), mode)
         return self
 
-    def _take(self, found: CurvatureFit, num_data: int, mode: str) -> None:
+    def _take(
+        self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str
+    ) -> None:
         """Make a fit the one that is predicted with; one that is refused leaves the last one."""
-        parameters = self._known
         others = fingerprint(self.model, parameters.names)
         mean = parameters.flat(self.model)
         order = None if parameters.order is None else parameters.order.to(mean.device)
@@ -456,6 +464,7 @@ class Laplace:
             posterior = GaussianPosterior(
                 mean, found.curvature, num_data, self._prior_precision, order
             )
+            self._parameters = parameters
             self._fitted = Fitted(
                 self.model,
                 self.likelihood,
@@ -530,12 +539,15 @@ class Laplace:
                 self._fitted = self._fitted.with_prior_precision(prior_precision)
             self._prior_precision = prior_precision
 
-    def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
+    def _check_prior_precision(
+        self, value: PriorPrecision, parameters: BayesianParameters | None = None
+    ) -> Tensor:
         first = self._first_parameter
+        parameters = self._parameters if parameters is None else parameters
         prior_precision = torch.as_tensor(value, dtype=torch.float64, device=first.device)
         prior_precision = prior_precision.detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
-        num_blocks = len(self.block_names) if self._parameters else prior_precision.numel()
+        num_blocks = len(parameters.block_names) if parameters else prior_precision.numel()
         check_prior_precision(prior_precision, num_blocks, first.dtype)
         return prior_precision
 
@@ -888,7 +900,7 @@ class Laplace:
         fisher: str = "exact",
         factor_dtype: torch.dtype = torch.float64,
         mc_samples: int = 1,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int | None = None,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
@@ -931,7 +943,9 @@ class Laplace:
             mc_samples=mc_samples,
             memory_bound=memory_bound,
         )
-        parameters = la._known
+        parameters = BayesianParameters.of(
+            model, header.param_names, la._settings, None, header.calls
+        )
         posterior = posterior_file.posterior_from(header, tensors, parameters, model)
         others = fingerprint(model, parameters.names)
         if wrong := changed(header.others, others):
@@ -939,6 +953,7 @@ class Laplace:
                 f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
                 "posterior was fitted on."
             )
+        la._parameters = parameters
         la._prior_precision = posterior.prior_precision
         la._fitted = Fitted(
             model,

@@ -1,5 +1,7 @@
 """The Bayesian parameters of a model, and the blocks that they make."""
 
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,22 +10,30 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
+from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.selection import (
+    SUPPORTED,
     ParameterSelection,
     check_parameters,
+    is_general,
     select_parameters,
 )
 from laplace_debias.laplace.settings import FitSettings
 
+# Names that a message gives in full.
+_FEW = 6
+
 
 @dataclass(frozen=True, eq=False)
 class BayesianParameters:
-    """Which parameters are Bayesian, and what is known of them without data.
+    """Which parameters are Bayesian, and how their curvature is measured.
 
     Attributes:
         names: Their names, in the model's order.
         blocks: Their curvature blocks.
+        calls: Where parameters are measured that are not at their layers, as `curvature_blocks`
+            takes it.
         order: Where the blocks' entries lie among the flattened parameters, as
             `GaussianPosterior` has it.
         block_names: Names of the posterior's blocks: one where the curvature is dense.
@@ -31,6 +41,7 @@ class BayesianParameters:
 
     names: list[str]
     blocks: list[Block]
+    calls: Mapping[str, Sequence[str]]
     order: Int[Tensor, " parameters"] | None
     block_names: list[str]
 
@@ -41,6 +52,7 @@ class BayesianParameters:
         selection: ParameterSelection,
         settings: FitSettings,
         example: Inputs | None,
+        calls: Mapping[str, Sequence[str]] | None = None,
     ) -> "BayesianParameters":
         """Those that a user selects.
 
@@ -49,17 +61,85 @@ class BayesianParameters:
             selection: As `Laplace` takes it.
             settings: How blocks are made of them.
             example: Inputs on the model's device, if the last layer is to be found by them.
+            calls: As `curvature_blocks` takes it, as far as it is known.
 
         Raises:
-            ValueError: As `select_parameters` and `check_parameters`.
-            NotImplementedError: As `curvature_blocks`.
+            ValueError: As `select_parameters` and `check_parameters`; if none is supported.
         """
         names = select_parameters(model, selection, example)
         check_parameters(model, names)
-        blocks = curvature_blocks(model, names, settings.joint, settings.sharing)
+        calls = {} if calls is None else calls
+        blocks = curvature_blocks(model, names, settings.joint, settings.sharing, calls)
+        if selection == SUPPORTED:
+            blocks = [block for block in blocks if not block.calls]
+            taken = {name for block in blocks for name in block.parameters}
+            names = [name for name in names if name in taken]
+            if not names:
+                raise ValueError(f"params={SUPPORTED!r} selects no parameter: no layer is known.")
         block_names = [DENSE_BLOCK] if settings.kind.is_dense else [b.name for b in blocks]
-        return cls(names, blocks, parameter_order(model, names, blocks), block_names)
+        return cls(names, blocks, calls, parameter_order(model, names, blocks), block_names)
+
+    def verified(
+        self,
+        network: nn.Module,
+        model: nn.Module,
+        selection: ParameterSelection,
+        settings: FitSettings,
+        x: Inputs,
+    ) -> "BayesianParameters":
+        """The same parameters with blocks that an example or two were held against.
+
+        Of a general selection, such as `"all"`, parameters that the outputs do not depend on are
+        left out, with a warning.
+
+        Args:
+            network: The model, with outputs `[B, ..., C]`.
+            model: The model.
+            selection: As `Laplace` takes it.
+            settings: How blocks are made of them.
+            x: Inputs, `[B, ...]`, on the model's device.
+
+        Raises:
+            ValueError: If the outputs depend on none of them, or not on one that was asked for by
+                name or predicate; as `resolve`.
+            NotImplementedError: As `resolve`.
+        """
+        found = resolve(network, self.names, x, settings.joint, settings.sharing)
+        names, calls = self.names, found.calls
+        if selection == SUPPORTED and calls:
+            names = [name for name in names if name not in calls]
+            calls = {}
+        if found.unused:
+            names = [name for name in names if name not in found.unused]
+            _report_unused(found.unused, is_general(selection) and bool(names))
+        if not names:
+            raise ValueError(
+                f"params={selection!r} leaves no parameter: none has a block of its layer here."
+            )
+        if names == self.names and dict(calls) == dict(self.calls):
+            return self
+        return BayesianParameters.of(model, names, settings, x, calls)
 
     def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
         """Their present values, flattened in the model's order, `[D]`."""
         return torch.cat([model.get_parameter(name).detach().flatten() for name in self.names])
+
+
+def _report_unused(names: Sequence[str], may_leave_out: bool) -> None:
+    """Say that the outputs do not depend on parameters: a warning where they may be left out.
+
+    Raises:
+        ValueError: Where they may not.
+    """
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    says = (
+        f"The outputs do not depend on {list(names[:_FEW])}{more} by differentiable operations "
+        "(an unused branch, `detach`, `no_grad`)"
+    )
+    if not may_leave_out:
+        raise ValueError(f"{says}: leave them out with params=.")
+    warnings.warn(
+        f"{says}, so they are left out of the posterior. To say so yourself, freeze them with "
+        "requires_grad_(False), or name the others with params=.",
+        stacklevel=6,
+    )

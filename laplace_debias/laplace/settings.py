@@ -7,12 +7,13 @@ from torch import nn
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.layers.blocks import Block, Sharing
-from laplace_debias.curvature.layers.stream import Backend
+from laplace_debias.curvature.layers.blocks import Sharing
+from laplace_debias.curvature.layers.stream import HookStream
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.class_dim import check_class_dim
+from laplace_debias.system.memory import check_memory_bound
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class FitSettings:
         factor_dtype: In what Kronecker factors are summed and decomposed.
         joint: Whether a layer's weight and bias make one block.
         sharing: How positions share a weight.
-        memory_bound: Bytes of working memory for output gradients.
+        memory_bound: Bytes of working memory for output gradients; None as `granted` takes it.
         class_dim: Which dimension of the outputs has the classes; the last if None.
 
     Raises:
@@ -37,7 +38,7 @@ class FitSettings:
     factor_dtype: torch.dtype
     joint: bool
     sharing: Sharing
-    memory_bound: int
+    memory_bound: int | None
     class_dim: int | None = None
 
     def __post_init__(self) -> None:
@@ -45,29 +46,22 @@ class FitSettings:
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {self.factor_dtype}."
             )
-        if self.memory_bound < 1:
-            raise ValueError(
-                f"memory_bound must be a positive number of bytes, got {self.memory_bound}."
-            )
+        check_memory_bound(self.memory_bound)
         check_class_dim(self.class_dim)
 
     def problem(
         self,
         network: nn.Module,
         likelihood: Likelihood,
-        blocks: list[Block],
-        backend: Backend,
         generator: torch.Generator | None,
     ) -> Problem:
-        """What curvature is taken of.
+        """What curvature is taken of; still without blocks, which data tell.
 
         Args:
             network: The trained network, with the classes in the outputs' last dimension.
             likelihood: Its likelihood.
-            blocks: The blocks of its Bayesian parameters.
-            backend: Where their inputs and output gradients come from.
             generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
         """
         loss = NegativeLogLikelihood(likelihood)
         cotangents = Cotangents(loss, self.fisher.seeded(generator), self.class_dim)
-        return Problem(network, cotangents, blocks, backend, self.factor_dtype, self.memory_bound)
+        return Problem(network, cotangents, (), HookStream, self.factor_dtype, self.memory_bound)

@@ -376,25 +376,6 @@ def test_any_loss_has_an_empirical_fisher():
             KFAC(model, mean_absolute, [(x, y)], fisher=kind, reduction="mean")
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
-class Scaling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(4, dtype=F64))
-
-    def forward(self, x):
-        return x * self.factor
-
-
 def pairs():
     return [(randn(N, 4), LABELS)]
 
@@ -439,7 +420,6 @@ def pairs():
             ValueError,
             "weight has a row for every example",
         ),
-        (Tied, nn.CrossEntropyLoss(), pairs, {}, NotImplementedError, "one parameter"),
         (
             lambda: nn.Sequential(mlp(), nn.Dropout()),
             nn.CrossEntropyLoss(),
@@ -448,7 +428,6 @@ def pairs():
             ValueError,
             "dropout",
         ),
-        (Scaling, nn.CrossEntropyLoss(), pairs, {}, NotImplementedError, "has no curvature here"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

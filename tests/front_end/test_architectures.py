@@ -119,12 +119,6 @@ def test_frozen_parameters_cost_nothing():
     assert {block.layer.rpartition(".")[2] for block in la._known.blocks} == {"lora_a", "lora_b"}
 
 
-def test_tokens_that_belong_to_the_model_itself_are_named():
-    model = vit_little(4, image_size=32, depth=1, embed_dim=48, num_heads=4).eval()
-    with pytest.raises(NotImplementedError, match=r"model \(.*\) .*reg_token.*params=lambda"):
-        Laplace(model)
-
-
 # ------------------------------------------------------------------------------ last layer
 
 

@@ -279,12 +279,6 @@ def test_a_frozen_head_of_a_sequential_is_refused_at_once():
         Laplace(model.requires_grad_(False), params="last_layer")
 
 
-def test_a_layer_without_curvature_is_named():
-    model = Net(lambda m, x: m.rnn(x[..., None])[0][:, -1], rnn=nn.LSTM(1, 3, batch_first=True))
-    with pytest.raises(NotImplementedError, match=r"rnn \(LSTM\) has no curvature here"):
-        Laplace(model.eval(), params="last_layer").fit_batches(data())
-
-
 # --------------------------------------------------------------------------------- in a fit
 
 

@@ -375,7 +375,7 @@ def as_format_3(raw: bytes) -> bytes:
     del header["__metadata__"]["checksum"]
     told = json.loads(header["__metadata__"]["header"])
     header["__metadata__"]["header"] = json.dumps(
-        {name: value for name, value in told.items() if name not in ("class_dim", "mode")}
+        {name: value for name, value in told.items() if name not in ("class_dim", "mode", "calls")}
     )
     return _joined(json.dumps(header), data)
 

@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.patches import has_fast_patches, patch_moments
 from laplace_debias.curvature.layers.uses import (
     Masks,
@@ -49,8 +50,8 @@ Inputs = Sequence[Sequence[Tensor]]
 
 def gradient_factor(
     layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
-) -> Float[Tensor, "d_out d_out"]:
-    """G of one block on one batch, summed over its examples.
+) -> Float[Tensor, "d_out d_out"] | Float[Tensor, " d_out"]:
+    """G of one block on one batch, summed over its examples; of a diagonal block as a vector.
 
     Args:
         layer: The layer.
@@ -61,8 +62,10 @@ def gradient_factor(
         masks: For every use the positions that take part, `[B, T]`; None for all.
     """
     if block.is_vector:
-        rows = vector_rows(layer, block, uses).flatten(0, 1)
-        return rows.T @ rows
+        slices_of_rows = (rows.flatten(0, 1) for _, rows in vector_rows(layer, block, uses))
+        products = [r.square().sum(0) if block.is_diagonal else r.T @ r for r in slices_of_rows]
+        return products[0] if len(products) == 1 else torch.stack(products).sum(0)
+    assert not isinstance(uses, CallUses)
     if block.role == "table":
         parts = [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
     else:

@@ -4,6 +4,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.jacobians import rotate_rows, rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 
@@ -32,21 +33,25 @@ def ekfac_magnitudes(
     Reference: George et al. (2018), "Fast approximate natural gradient descent in a
     Kronecker-factored eigenbasis".
     """
-    total = uses[0][1].new_zeros(block.shape)
     if block.role == "weight" and _has_one_position(layer, uses):
         # One position: the square of the outer product is the outer product of the squares.
-        x, g = uses[0]
+        x, g = uses[0]  # type: ignore[index]
         a = rotate_rows(activations(layer, block, x)[:, 0], U_A)
         rows = rotate_rows(output_gradients(layer, block, g)[..., 0], U_G)
         return rows.square().sum(0).T @ a.square()
+    total: Tensor | None = None
     for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
         squares = J.square().sum((0, 1))
+        total = squares.new_zeros(block.shape) if total is None else total
         if columns is None:
             total += squares
         else:
             total.index_add_(1, columns, squares)
+    assert total is not None
     return total
 
 
 def _has_one_position(layer: nn.Module, uses: Uses) -> bool:
-    return isinstance(layer, nn.Linear) and len(uses) == 1 and uses[0][0].ndim == 2
+    if isinstance(uses, CallUses) or not isinstance(layer, nn.Linear):
+        return False
+    return len(uses) == 1 and uses[0][0].ndim == 2

@@ -13,9 +13,6 @@ from laplace_debias.curvature.losses.base import OutputLoss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.operators import BlockDiagonal
 
-MEMORY_BOUND = 2**27
-"""Bytes that output gradients may take, unless a user says otherwise."""
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -27,7 +24,7 @@ class Problem:
         blocks: The curvature blocks.
         backend: Where the blocks' inputs and output gradients come from.
         factor_dtype: In what factors are summed and decomposed.
-        memory_bound: Bytes that one chunk's output gradients may take.
+        memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
     """
 
     model: nn.Module
@@ -35,7 +32,7 @@ class Problem:
     blocks: Sequence[Block]
     backend: Backend
     factor_dtype: torch.dtype
-    memory_bound: int
+    memory_bound: int | None
 
     @classmethod
     def of(
@@ -46,7 +43,7 @@ class Problem:
         fisher: FisherType,
         factor_dtype: torch.dtype,
         backend: str = "auto",
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int | None = None,
     ) -> "Problem":
         """The problem of some parameters of a model, one block each.
 

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
-from laplace_debias.curvature.layers.verify import check_jacobians, check_overridden
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
-from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.memory import granted
 
 # From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
 ConsumeInputs = Callable[
@@ -70,8 +71,7 @@ def sweep(
     nll = torch.zeros((), dtype=torch.float64)
     for all_x, all_y in batches:
         if pace is None:
-            # Passes over further examples of the same fit need not look at the model again.
-            pace = _pace(problem, all_x, additive, extra_bytes, is_first_pass=first == 0)
+            pace = _pace(problem, all_x, additive, extra_bytes)
         for start in range(0, len(all_y), pace.examples):
             part = slice(start, start + pace.examples)
             x, y = take(all_x, part), all_y[part]
@@ -126,7 +126,7 @@ class _KeptInputs:
 
         def keep_and_measure(layer: nn.Module, block: Block, uses: Uses) -> Any:
             mask = masks.get(block.layer)
-            if block in fresh:
+            if block in fresh and not isinstance(uses, CallUses):
                 fresh.discard(block)
                 inputs = [x for x, _ in uses]
                 self._parts.setdefault(block, []).append((inputs, mask))
@@ -170,40 +170,25 @@ class _Pace:
     positions: PositionFinder
 
 
-def _pace(
-    problem: Problem, x: Inputs, additive: bool, extra_bytes: int, is_first_pass: bool
-) -> _Pace:
+def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pace:
     """What fits into the memory bound, found by running one example.
 
-    The first pass of a fit looks first whether the model is one whose curvature this is.
-
     Raises:
-        ValueError: If one cotangent of one example does not fit; if the model is random, or its
-            outputs depend on the rest of the batch.
-        NotImplementedError: If a layer is not what its class says, or the outputs depend on its
-            parameters in another way than through it.
+        ValueError: If one cotangent of one example does not fit.
     """
     one = take(x, slice(0, 1))
     network = shadow(problem.model)
-    tap = Tap(network, list(dict.fromkeys(b.layer for b in problem.blocks)))
+    tap = Tap.on(network, problem.blocks)
     outputs = tap.forward(one)
     check_outputs(outputs)
-    if is_first_pass:
-        check_overridden(network, problem.blocks, tap.uses)
-        check_repeatable(problem.model, take(x, slice(0, 2)), outputs.detach())
-        check_jacobians(network, problem.model, problem.blocks, one, tap, outputs)
     positions = PositionFinder(
         problem.model, problem.blocks, problem.cotangents, network, tap.uses, outputs
     )
     columns = problem.cotangents.num_columns(outputs)
     size = tap.output_bytes() + extra_bytes
-    if size > problem.memory_bound:
-        raise ValueError(
-            f"memory_bound={problem.memory_bound} is too small: one cotangent of one example "
-            f"takes {size} bytes; pass at least as many."
-        )
-    at_once = min(columns, problem.memory_bound // size)
+    bound = granted(problem.memory_bound, size, "one cotangent of one example")
+    at_once = min(columns, bound // size)
     if additive and tap.one_by_one and problem.backend is HookStream:
         at_once = 1
-    examples = problem.memory_bound // (_SHARE * at_once * size)
+    examples = bound // (_SHARE * at_once * size)
     return _Pace(max(1, examples), at_once, positions)

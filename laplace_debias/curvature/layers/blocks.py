@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layers.owners import owners_of_parameters
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
     LAYERS,
@@ -17,9 +19,26 @@ from laplace_debias.curvature.network.layer_types import (
 )
 
 SHARINGS = ("expand", "reduce")
+# The exact block of a parameter without layer is dense up to so many entries, and diagonal above.
+_DENSE_UP_TO = 1024
 
 # How positions share a weight: one answer, or one for a layer's path.
 Sharing = str | Mapping[str, str]
+
+
+class Site(NamedTuple):
+    """Where blocks are measured: at a layer, or at calls of modules that are run once more.
+
+    Attributes:
+        paths: The layer's path; or those of the modules whose calls read one parameter.
+        is_call: Whether they are run once more, example by example, to differentiate them.
+    """
+
+    paths: tuple[str, ...]
+    is_call: bool = False
+
+    def __str__(self) -> str:
+        return " and ".join(path or "the model" for path in self.paths)
 
 
 @dataclass(frozen=True)
@@ -33,10 +52,12 @@ class Block:
         layer: The path of the layer that yields the block's inputs and output gradients.
         role: `"weight"`: a matrix, whose block is Kronecker-factored; `"table"`: an embedding's
             weight, whose input factor is diagonal; `"bias"`, or `"scale"` (the weight of a
-            normalisation): a vector, whose block is exact.
+            normalisation): a vector, whose block is exact; `"entries"`: any other parameter, as a
+            vector, whose block is exact and comes from gradients of each example.
         shape: `(d_out, d_in)`; a vector has `d_in = 1`.
         group: Which group of a grouped convolution, or which of query, key and value.
         sharing: `"expand"` or `"reduce"`, for a weight.
+        calls: For `"entries"` the paths of the modules whose calls read the parameter.
     """
 
     name: str
@@ -46,11 +67,22 @@ class Block:
     shape: tuple[int, int]
     group: int = 0
     sharing: str = "expand"
+    calls: tuple[str, ...] = ()
 
     @property
     def is_vector(self) -> bool:
-        """Whether the block is that of a bias or a scale."""
-        return self.role in ("bias", "scale")
+        """Whether the block's parameters are a vector, and its curvature exact."""
+        return self.role in ("bias", "scale", "entries")
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether only the diagonal of an exact block is kept: it is a large one."""
+        return self.role == "entries" and self.size > _DENSE_UP_TO
+
+    @property
+    def site(self) -> "Site":
+        """Where the block is measured."""
+        return Site(self.calls, True) if self.calls else Site((self.layer,))
 
     @property
     def is_joint(self) -> bool:
@@ -64,9 +96,16 @@ class Block:
 
 
 def curvature_blocks(
-    model: nn.Module, names: Sequence[str], joint: bool = False, sharing: Sharing = "expand"
+    model: nn.Module,
+    names: Sequence[str],
+    joint: bool = False,
+    sharing: Sharing = "expand",
+    calls: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Block]:
     """The blocks of the named parameters, in the order of the names.
+
+    A parameter that is none of a supported layer's, or shared by several modules, has an exact
+    block: dense if it is small, diagonal if not.
 
     Args:
         model: The model.
@@ -74,36 +113,45 @@ def curvature_blocks(
         joint: Whether a layer's weight and bias make one block, `[W, b]`, where both are named.
         sharing: `"expand"` or `"reduce"` (Eschenhagen et al., 2023) for weights that several
             positions share; one for all, or by the layers' paths (`"expand"` for the others).
+        calls: Parameters that are measured at calls of modules, whatever layer they belong to, with
+            the modules' paths; see `resolve`.
 
     Raises:
-        NotImplementedError: If a parameter belongs to a layer that has no block here, or is shared
-            by several modules; names path and parameters.
         ValueError: For an unknown `sharing`, or one of a layer that is not there.
     """
     _check_sharing(model, sharing)
-    _check_untied(model, names)
+    owners = owners_of_parameters(model)
+    by_calls = dict(calls or {})
+    for name in names:
+        paths = owners[id(model.get_parameter(name))]
+        if len(paths) > 1 or not has_layer(model, name):
+            by_calls.setdefault(name, paths)
     blocks: list[Block] = []
     merged: set[str] = set()
     for name in names:
+        if name in merged:
+            continue
+        if name in by_calls:
+            paths = tuple(by_calls[name])
+            shape = (model.get_parameter(name).numel(), 1)
+            blocks.append(Block(name, (name,), paths[0], "entries", shape, calls=paths))
+            continue
         path, _, key = name.rpartition(".")
         layer = model.get_submodule(path)
         bias = f"{path}.bias".lstrip(".")
-        if name in merged:
-            continue
-        if not is_supported(layer) or key not in _keys(layer):
-            left_out = [n for n in names if n.rpartition(".")[0] == path]
-            supported = ", ".join(kind.__name__ for kind in LAYERS)
-            raise NotImplementedError(
-                f"{path or 'model'} ({type(layer).__name__}) has no curvature here, which would "
-                f"leave out {left_out}. Supported layers: {supported}, and Hugging Face's Conv1D. "
-                "Leave these parameters out on purpose with params=lambda name, parameter: ..., or "
-                "freeze them with requires_grad_(False)."
-            )
-        partner = joint and key == "weight" and bias in names and _can_join(layer)
+        is_partner = bias in names and bias not in by_calls
+        partner = joint and key == "weight" and is_partner and _can_join(layer)
         merged.update([bias] if partner else [])
         chosen = sharing if isinstance(sharing, str) else sharing.get(path, "expand")
         blocks += _blocks_of(name, bias if partner else None, path, layer, chosen)
     return blocks
+
+
+def has_layer(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is one of a supported layer's."""
+    path, _, key = name.rpartition(".")
+    layer = model.get_submodule(path)
+    return is_supported(layer) and key in _keys(layer)
 
 
 def is_supported(layer: nn.Module) -> bool:
@@ -247,17 +295,4 @@ def _check_sharing(model: nn.Module, sharing: Sharing) -> None:
             raise ValueError(
                 f"sharing names {missing}, which the model does not have. Its layers are "
                 f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
-            )
-
-
-def _check_untied(model: nn.Module, names: Sequence[str]) -> None:
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    for name in names:
-        shared = owners[id(model.get_parameter(name))]
-        if len(shared) > 1:
-            raise NotImplementedError(
-                f"{' and '.join(shared)} are one parameter. Curvature of tied weights is not "
-                "supported: leave it out with params=lambda name, parameter: ..., or untie them."
             )

@@ -9,7 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.uses import (
+    LayerUses,
     Uses,
     activations,
     output_gradients,
@@ -57,9 +59,10 @@ def rotated_jacobians(
         U_A: `[d_in, d_in]`; None for the coordinate axes.
     """
     if block.is_vector:
-        rows = rotate_rows(vector_rows(layer, block, uses), U_G).movedim(0, 1)
-        yield Rotated(slice(0, rows.shape[0]), rows.unsqueeze(-1))
+        for part, rows in vector_rows(layer, block, uses):
+            yield Rotated(part, rotate_rows(rows, U_G).movedim(0, 1).unsqueeze(-1))
         return
+    assert not isinstance(uses, CallUses)
     if block.role == "table":
         yield from _looked_up(layer, block, uses, U_G, U_A)
         return
@@ -96,7 +99,7 @@ def joint_jacobians(
 
 
 def _looked_up(
-    layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
+    layer: nn.Module, block: Block, uses: LayerUses, U_G: Tensor | None, U_A: Tensor | None
 ) -> Iterator[Rotated]:
     """The Jacobian of an embedding: gradients added up token by token, zero for all others."""
     assert U_A is None, "An embedding's input directions are the coordinate axes."

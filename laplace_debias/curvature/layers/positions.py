@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Masks, takes_part
 from laplace_debias.curvature.losses.cotangents import Cotangents
@@ -152,7 +152,7 @@ class _Pass:
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         network = shadow(model)
-        self._tap = Tap(network, layers)
+        self._tap = Tap(network, [Site((path,)) for path in layers])
         self._modules = {path: network.get_submodule(path) for path in layers}
         # What the other layers have in common with these does not depend on which ones are asked.
         self._others: list[tuple[nn.Module, Tensor, Tensor]] = []

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs
 
@@ -38,11 +38,10 @@ class HookStream:
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
-        self._network = network
-        self._of_layer: dict[str, list[Block]] = {}
+        self._at: dict[Site, list[Block]] = {}
         for block in blocks:
-            self._of_layer.setdefault(block.layer, []).append(block)
-        self._tap = Tap(network, list(self._of_layer))
+            self._at.setdefault(block.site, []).append(block)
+        self._tap = Tap.on(network, blocks)
 
     def __call__(
         self,
@@ -64,7 +63,6 @@ class HookStream:
         outputs = self._tap.forward(x)
         parts = columns(outputs.detach()).split(at_once)
         for index, part in enumerate(parts):
-            for path, uses in self._tap.backward(outputs, part, again=index + 1 < len(parts)):
-                layer = self._network.get_submodule(path)
-                for block in self._of_layer[path]:
-                    consume(block, measure(layer, block, uses))
+            for site, uses in self._tap.backward(outputs, part, again=index + 1 < len(parts)):
+                for block in self._at[site]:
+                    consume(block, measure(self._tap.module(site), block, uses))

@@ -1,16 +1,28 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layers.blocks import Block, Site
+from laplace_debias.curvature.layers.calls import Call, CallUses
+from laplace_debias.curvature.layers.recorder import CallRecorder
+from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.attention import expose_projections
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
-from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, TRANSPOSED
+from laplace_debias.curvature.network.layer_types import (
+    CONVOLUTIONS,
+    TRANSPOSED,
+    is_hugging_face_conv1d,
+)
+
+# Layers that treat whatever stands between examples and features alike.
+_WITH_POSITIONS = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -30,42 +42,73 @@ class Tap:
 
     Args:
         network: A `shadow` of the model: hooks are left on it.
-        layers: Paths of the layers to tap.
+        sites: What to tap: layers, and modules whose calls are run again (see `calls`).
+        names: For the sites of calls the parameters that are differentiated there.
     """
 
-    def __init__(self, network: nn.Module, layers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        sites: Sequence[Site],
+        names: Mapping[Site, Sequence[str]] | None = None,
+    ) -> None:
         self._network = network
-        self._layers = list(layers)
+        self._sites = list(sites)
+        self._names = dict(names or {})
+        self._layers = [site.paths[0] for site in sites if not site.is_call]
         self._uses: list[Use] = []
+        self._calls: dict[str, list[Call] | None] = {}
         self._versions: list[int] = []
         self._handed_on: dict[str, Tensor] = {}
         self._batch = 0
-        # Embeddings that look up the same for every example; found in the first forward pass.
-        self._common: frozenset[str] | None = None
+        # What one example and two tell of the layers' inputs; None before they were run.
+        self._dims: ExampleDims | None = None
+        called = dict.fromkeys(path for s in sites if s.is_call for path in s.paths)
+        self._recorder = CallRecorder(network, list(called))
         expose_projections(network)
         # Whether cotangents are pushed back one at a time.
         self.one_by_one = any(
             isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in network.modules()
         )
-        for path in layers:
+        for path in self._layers:
             # Before any hook of the user's that may replace the output: what they do to it is part
             # of the forward pass, not of the layer.
             network.get_submodule(path).register_forward_hook(
-                self._recorder(path), prepend=True, with_kwargs=True
+                self._record(path), prepend=True, with_kwargs=True
             )
 
-    def _recorder(self, path: str) -> Any:
+    @classmethod
+    def on(cls, network: nn.Module, blocks: Iterable[Block]) -> "Tap":
+        """A tap where some blocks are measured."""
+        names: dict[Site, list[str]] = {}
+        for block in blocks:
+            names.setdefault(block.site, []).extend(block.parameters)
+        return cls(network, list(names), names)
+
+    def module(self, site: Site) -> nn.Module:
+        """The module at a site."""
+        return self._network.get_submodule(site.paths[0])
+
+    def _record(self, path: str) -> Any:
         def record(
             _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
         ) -> Tensor:
             x = inputs[0] if inputs else next(iter(named.values()))
-            if self._common and path in self._common:
+            if self._dims is not None and path in self._dims.common:
                 x, output = self._for_every_example(x), self._for_every_example(output)
             if not output.requires_grad:
                 # The first tapped layer's output is where the recorded graph begins.
                 output = output.detach().requires_grad_()
-            self._uses.append(Use(path, x.detach(), output))
             self._versions.append(x._version)
+            merged = 1 if self._dims is None else self._dims.merged.get(path, 1)
+            if merged > 1 and len(x) == merged * self._batch:
+                # Windows or frames that are merged into the examples are positions of them.
+                apart = (self._batch, merged)
+                z = output.unflatten(0, apart)
+                self._uses.append(Use(path, x.detach().unflatten(0, apart), z))
+                self._handed_on[path] = z.flatten(0, 1).clone()
+                return self._handed_on[path]
+            self._uses.append(Use(path, x.detach(), output))
             # The forward pass goes on with a copy, which it may overwrite.
             self._handed_on[path] = output.clone()
             return self._handed_on[path]
@@ -86,65 +129,103 @@ class Tap:
             NotImplementedError: If the forward pass overwrites a tapped layer's input, merges the
                 examples with another dimension before one, or calls one with an `output_size`.
         """
-        if self._common is None:
-            self._common = frozenset()
-            self._common = self._find_common(x)
-        outputs = self._run(x)
-        for use, version in zip(self._uses, self._versions, strict=True):
-            if use.x._version != version:
-                raise NotImplementedError(
-                    f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
-                    "`relu_`, ...): use the out-of-place form there."
-                )
-            check_batched(use.layer, use.x, self._batch)
-            check_output_size(use.layer, self._network.get_submodule(use.layer), use.x, use.z)
-        called = {use.layer for use in self._uses}
-        idle = [path for path in self._layers if path not in called]
-        if idle:
-            raise ValueError(
-                f"The forward pass does not call {idle}: leave their parameters out with params=."
-            )
+        outputs, faults = self.look(x)
+        for error in faults.values():
+            raise error
         return outputs
 
+    def look(self, x: Inputs) -> tuple[Tensor, dict[Site, Exception]]:
+        """As `forward`, which raises the first of the faults that are returned, site by site."""
+        has_tables = any(
+            isinstance(self._network.get_submodule(path), nn.Embedding) for path in self._layers
+        )
+        if self._dims is None and (has_tables or self._recorder.has_modules):
+            self._learn(x)
+        outputs = self._run(x)
+        if self._dims is None and any(len(use.x) != self._batch for use in self._uses):
+            self._learn(x)
+            outputs = self._run(x)
+        return outputs, dict(self._faults())
+
+    def _faults(self) -> Iterator[tuple[Site, Exception]]:
+        """What is wrong at the sites, for the last forward pass."""
+        uncopied = frozenset() if self._dims is None else self._dims.uncopied
+        if uncopied:
+            no_copies = NotImplementedError(
+                f"{sorted(uncopied)} look up the same for all examples, in a way that does not "
+                "let every example have a copy: look up [batch, positions] instead, or leave "
+                "their parameters out with params=."
+            )
+            for path in uncopied:
+                yield Site((path,)), no_copies
+        for use, version in zip(self._uses, self._versions, strict=True):
+            error = self._fault_of(use, version)
+            if error is not None:
+                yield Site((use.layer,)), error
+        called = {use.layer for use in self._uses}
+        idle = [s for s in self._sites if not s.is_call and s.paths[0] not in called]
+        idle += [s for s in self._sites if s.is_call and any(self._calls[p] == [] for p in s.paths)]
+        for site in idle:
+            yield (
+                site,
+                ValueError(
+                    f"The forward pass does not call {[str(s) for s in idle]}: leave their "
+                    "parameters out with params=."
+                ),
+            )
+        for site in self._sites:
+            if site.is_call and any(self._calls[path] is None for path in site.paths):
+                yield (
+                    site,
+                    NotImplementedError(
+                        f"Calls of {site} have no dimension of their own for the examples: leave "
+                        "their parameters out with params=."
+                    ),
+                )
+
+    def _fault_of(self, use: Use, version: int) -> Exception | None:
+        if use.x._version != version:
+            return NotImplementedError(
+                f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
+                "`relu_`, ...): use the out-of-place form there."
+            )
+        try:
+            check_batched(use.layer, use.x, self._batch)
+            check_output_size(use.layer, self._network.get_submodule(use.layer), use.x, use.z)
+        except NotImplementedError as error:
+            return error
+        return None
+
     def _run(self, x: Inputs) -> Tensor:
-        self._uses.clear()
+        self.forget()
         self._versions.clear()
-        self._handed_on.clear()
         self._batch = num_examples(x)
         with torch.enable_grad():
-            return call(self._network, x)
+            outputs = call(self._network, x)
+            if "" in self._recorder.paths and not outputs.requires_grad:
+                outputs = outputs.detach().requires_grad_()
+        self._calls = self._recorder.calls(x, outputs, self._batch)
+        return outputs
 
-    def _find_common(self, x: Inputs) -> frozenset[str]:
-        """Embeddings whose input has no dimension for the examples, such as positions `[T]`.
-
-        One example and the same one twice tell: the leading dimension of what every example has of
-        its own is their number both times.
-
-        Raises:
-            NotImplementedError: If the forward pass does not let each example have a copy.
-        """
-        tables = {
-            p for p in self._layers if isinstance(self._network.get_submodule(p), nn.Embedding)
-        }
-        if not tables:
-            return frozenset()
+    def _learn(self, x: Inputs) -> None:
+        """Find which inputs of the layers have examples, from one and the same one twice."""
         one = take(x, slice(0, 1))
         two = join([one, one])
-        common = set()
-        for inputs in (one, two):
-            outputs = self._run(inputs)
-            uses = [use for use in self._uses if use.layer in tables]
-            common |= {use.layer for use in uses if len(use.x) != self._batch}
-        if common:
-            self._common = frozenset(common)
+        outputs, inputs, calls = [], [], []
+        for few in (one, two):
+            outputs.append(self._run(few))
+            of_layers: dict[str, list[int]] = {}
+            for use in self._uses:
+                of_layers.setdefault(use.layer, []).append(len(use.x))
+            inputs.append(of_layers)
+            calls.append(self._recorder.seen)
+        self._recorder.learn(calls)
+        self._dims = ExampleDims.of(self._network, *inputs)
+        if self._dims.common:
             with_copies = self._run(two)
-            if with_copies.shape != outputs.shape or not torch.allclose(with_copies, outputs):
-                raise NotImplementedError(
-                    f"{sorted(common)} look up the same for all examples, in a way that does not "
-                    "let every example have a copy: look up [batch, positions] instead, or leave "
-                    "their parameters out with params=."
-                )
-        return frozenset(common)
+            same = with_copies.shape == outputs[1].shape and torch.allclose(with_copies, outputs[1])
+            if not same:
+                self._dims = self._dims.without_copies()
 
     def _for_every_example(self, x: Tensor) -> Tensor:
         """A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`."""
@@ -161,10 +242,15 @@ class Tap:
         """Let go of the last `forward`'s uses."""
         self._uses.clear()
         self._handed_on.clear()
+        self._calls.clear()
+        self._recorder.forget()
 
     def output_bytes(self) -> int:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
-        return max(1, sum(use.z[0].numel() * use.z.element_size() for use in self._uses))
+        outputs = [use.z for use in self._uses]
+        outputs += [z for of in self._calls.values() for c in of or () for z in c.outputs]
+        total = sum(z.numel() * z.element_size() for z in outputs)
+        return max(1, total // self._batch)
 
     def last_layer(self, outputs: Tensor) -> Use | None:
         """The use of a tapped layer whose output is the network's, as it came, if there is one."""
@@ -181,78 +267,160 @@ class Tap:
         outputs: Float[Tensor, "batch *outputs"],
         columns: Float[Tensor, "columns batch *outputs"],
         again: bool = False,
-        without: str | None = None,
-    ) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
+        without: Site | None = None,
+        strict: bool = True,
+    ) -> Iterator[tuple[Site, Uses]]:
         """Push output cotangents back to every tapped layer.
 
         Args:
             outputs: What `forward` returned.
             columns: K cotangents, `[K, B, C]`.
             again: Whether further cotangents of the same outputs will follow; the graph is kept.
-            without: Path of a layer to leave out.
+            without: A site to leave out.
+            strict: Whether every site must be reached; what is not is left out otherwise.
 
         Yields:
-            A layer's path, and for each of its uses the input `[B, ...]` and the gradients with
-            respect to the output `[K, B, ...]`; from the last layer to the first.
+            A site, and for each of a layer's uses the input `[B, ...]` and the gradients with
+            respect to the output `[K, B, ...]`; from the last site to the first.
 
         Raises:
             ValueError: If the outputs do not depend on a tapped layer.
         """
-        uses = [use for use in self._uses if use.layer != without]
-        gradients: list[list[Tensor]] = [[] for _ in uses]
+        uses = [use for use in self._uses if Site((use.layer,)) != without]
+        calls = [c for of in self._calls.values() for c in of or ()]
+        targets = [use.z for use in uses] + [z for c in calls for z in c.outputs]
+        gradients: list[list[Tensor]] = [[] for _ in targets]
         if outputs.requires_grad:
-            gradients = self._gradients(outputs, uses, columns, again)
-        reached = {use.layer for use, g in zip(uses, gradients, strict=True) if g}
-        unreached = {use.layer for use in uses} - reached
-        if unreached:
+            gradients = self._gradients(outputs, targets, columns, again)
+        by_site = self._by_site(uses, calls, gradients)
+        unreached = [s for s in self._sites if s != without and by_site.get(s) is None]
+        if unreached and strict:
             raise ValueError(
-                f"The outputs do not depend on {sorted(unreached)} by differentiable operations "
-                "(`detach`, `no_grad`, an unused branch): leave their parameters out with params=."
+                f"The outputs do not depend on {sorted(map(str, unreached))} by differentiable "
+                "operations (`detach`, `no_grad`, an unused branch): leave their parameters out "
+                "with params=."
             )
         if not again:
             self._uses.clear()
-        for path in reversed(self._layers):
-            if path == without:
-                continue
-            pairs = []
-            for index, use in enumerate(uses):
-                if use.layer == path and gradients[index]:
-                    pairs.append((use.x, _together(gradients[index])))
-                    gradients[index] = []
-            yield path, pairs
+            self._calls.clear()
+        del uses, calls, targets, gradients
+        for site in reversed(self._sites):
+            found = by_site.pop(site, None)
+            if found is not None:
+                yield site, found()
+
+    def _by_site(
+        self, uses: Sequence[Use], calls: Sequence[Call], gradients: list[list[Tensor]]
+    ) -> dict[Site, Callable[[], Uses]]:
+        """For every site that is reached what makes its uses, once they are wanted."""
+        found: dict[Site, Callable[[], Uses]] = {}
+        of_layers: dict[str, list[tuple[Tensor, list[Tensor]]]] = {}
+        for use, of_use in zip(uses, gradients, strict=False):
+            if of_use:
+                of_layers.setdefault(use.layer, []).append((use.x, of_use))
+        for path, pairs in of_layers.items():
+            found[Site((path,))] = partial(_pairs, pairs)
+        rest = iter(gradients[len(uses) :])
+        of_calls = [(c, [next(rest) for _ in c.outputs]) for c in calls]
+        for site in self._sites:
+            here = [(c, g) for c, g in of_calls if site.is_call and c.path in site.paths]
+            here = [(c, g) for c, g in here if any(g)]
+            if here:
+                found[site] = partial(self._call_uses, site, here)
+        return found
+
+    def _call_uses(
+        self, site: Site, calls: Sequence[tuple[Call, Sequence[list[Tensor]]]]
+    ) -> CallUses:
+        gradients = [[_together(list(g)) if g else None for g in of_call] for _, of_call in calls]
+        return CallUses(
+            self._recorder.bare,
+            [c for c, _ in calls],
+            gradients,
+            self._names.get(site, ()),
+            self._batch,
+            self._recorder.loops,
+        )
 
     def _gradients(
-        self, outputs: Tensor, uses: Sequence[Use], columns: Tensor, again: bool
+        self, outputs: Tensor, targets: Sequence[Tensor], columns: Tensor, again: bool
     ) -> list[list[Tensor]]:
-        """For every use its output gradients, cotangent by cotangent or in one tensor.
+        """For every target its gradients, cotangent by cotangent or in one tensor.
 
         torch differentiates convolutions one cotangent at a time anyway, and copies around that.
         """
-        if not uses:
+        if not targets:
             return []
         if not self.one_by_one:
             batched = torch.autograd.grad(
                 outputs,
-                [use.z for use in uses],
+                targets,
                 grad_outputs=columns,
                 is_grads_batched=True,
                 allow_unused=True,
                 retain_graph=again,
             )
             return [[] if gradient is None else [gradient] for gradient in batched]
-        gradients: list[list[Tensor]] = [[] for _ in uses]
+        gradients: list[list[Tensor]] = [[] for _ in targets]
         for index, column in enumerate(columns):
             of_column = torch.autograd.grad(
                 outputs,
-                [use.z for use in uses],
+                targets,
                 grad_outputs=column,
                 allow_unused=True,
                 retain_graph=again or index + 1 < len(columns),
             )
-            for of_use, gradient in zip(gradients, of_column, strict=True):
+            for of_target, gradient in zip(gradients, of_column, strict=True):
                 if gradient is not None:
-                    of_use.append(gradient.unsqueeze(0))
+                    of_target.append(gradient.unsqueeze(0))
         return gradients
+
+
+@dataclass(frozen=True)
+class ExampleDims:
+    """What the layers' inputs for one example and for two tell.
+
+    Attributes:
+        common: Paths of embeddings whose input has no dimension for the examples, such as positions
+            `[T]`; every example is given a copy.
+        merged: Layers whose input has further dimensions merged into that of the examples, behind
+            them, such as windows of an image; with their number for each example.
+        uncopied: Those of `common` where the forward pass does not let examples have copies.
+    """
+
+    common: frozenset[str]
+    merged: Mapping[str, int]
+    uncopied: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, network: nn.Module, one: Mapping[str, list[int]], two: Mapping[str, list[int]]
+    ) -> "ExampleDims":
+        """From the leading sizes of all inputs of the layers, for one example and for two."""
+        common, merged = set(), {}
+        for path in one.keys() & two.keys():
+            layer = network.get_submodule(path)
+            if isinstance(layer, nn.Embedding):
+                if any(n != 1 for n in one[path]) or any(n != 2 for n in two[path]):
+                    common.add(path)
+            elif isinstance(layer, _WITH_POSITIONS) or is_hugging_face_conv1d(layer):
+                sizes = {*one[path], *(n // 2 for n in two[path] if n % 2 == 0)}
+                if len(sizes) == 1 and len(one[path]) == len(two[path]):
+                    merged[path] = sizes.pop()
+        return cls(frozenset(common), {path: n for path, n in merged.items() if n > 1})
+
+    def without_copies(self) -> "ExampleDims":
+        """The same, where copies for the examples are not let through."""
+        return ExampleDims(frozenset(), self.merged, self.common)
+
+
+def _pairs(pairs: list[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+    """A layer's uses; what they are made of is let go."""
+    found = []
+    while pairs:
+        x, gradients = pairs.pop(0)
+        found.append((x, _together(gradients)))
+    return found
 
 
 def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"]:

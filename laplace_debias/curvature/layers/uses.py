@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, TRANSPOSED
 
 # Layers whose outputs are [B, channels, ...]; those of the others are [B, ..., features].
@@ -26,8 +27,10 @@ _CHANNELS_FIRST = (
     nn.BatchNorm3d,
 )
 
-# A layer's uses in one forward pass: input [B, ...] and output gradients [K, B, ...].
-Uses = Sequence[tuple[Tensor, Tensor]]
+# A layer's uses in one forward pass: input [B, ...] and output gradients [K, B, ...]; or the calls
+# of modules that read a parameter.
+LayerUses = Sequence[tuple[Tensor, Tensor]]
+Uses = LayerUses | CallUses
 
 # For every use of a layer, which positions take part, [B, T]; uses may differ in T.
 Masks = Sequence[Tensor]
@@ -174,14 +177,28 @@ def slices(layer: Any, block: Block, x: Tensor, extra: int = 0) -> Iterator[slic
         yield slice(start, min(start + step, x.shape[0]))
 
 
-def vector_rows(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "columns batch d_out"]:
-    """Jacobian rows of a bias, `Σ_t g_t`, or of a scale, `Σ_t g_t ⊙ x̂_t`, `[K, B, d_out]`."""
+def vector_rows(
+    layer: nn.Module, block: Block, uses: Uses
+) -> Iterator[tuple[slice, Float[Tensor, "columns part d_out"]]]:
+    """Jacobian rows of a vector, with the examples that they belong to.
+
+    A bias has the rows `Σ_t g_t`, a scale `Σ_t g_t ⊙ x̂_t`; any other parameter those that
+    automatic differentiation gives.
+    """
+    if isinstance(uses, CallUses):
+        yield from uses.rows(block)
+        return
     rows = []
     for x, g in uses:
         if block.role == "scale":
             g = g * _normalised(layer, x)
         rows.append(output_gradients(layer, block, g).sum(-1))
-    return torch.stack(rows).sum(0)
+    yield slice(0, rows[0].shape[1]), torch.stack(rows).sum(0)
+
+
+def num_examples_of(uses: Uses) -> int:
+    """B."""
+    return uses.num_examples if isinstance(uses, CallUses) else uses[0][1].shape[1]
 
 
 def _normalised(layer: nn.Module, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.last_layer import is_last_layer, last_layer_parameters
 
+SUPPORTED = "supported"
 ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 
 
@@ -18,7 +19,8 @@ def select_parameters(
 
     Args:
         model: The model.
-        selection: `"all"`; `"weights"` (no biases); `"last_layer"` (the layer that the outputs
+        selection: `"all"`; `"weights"` (no biases); `"supported"` (here as `"all"`: which layers
+            are known is not known here); `"last_layer"` (the layer that the outputs
             come from, see `last_layer_parameters`); names; or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
         example: Inputs on the model's device, for `"last_layer"`, which is found by running one of
@@ -29,7 +31,7 @@ def select_parameters(
         TypeError: If the selection is not one of these.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if selection == "all":
+    if selection in ("all", SUPPORTED):
         chosen = set(trainable)
     elif selection == "weights":
         chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}
@@ -37,8 +39,8 @@ def select_parameters(
         chosen = set(last_layer_parameters(model, example))
     elif isinstance(selection, str):
         raise ValueError(
-            f"Unknown params={selection!r}: use 'all', 'weights', 'last_layer', a list of "
-            "parameter names, or a predicate (name, parameter) -> bool."
+            f"Unknown params={selection!r}: use 'all', 'weights', 'supported', 'last_layer', a "
+            "list of parameter names, or a predicate (name, parameter) -> bool."
         )
     elif callable(selection):
         chosen = {name for name, parameter in trainable.items() if selection(name, parameter)}
@@ -61,6 +63,11 @@ def select_parameters(
             f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
         )
     return names
+
+
+def is_general(selection: object) -> bool:
+    """Whether a selection is a word for parameters of a kind, of which none is meant by name."""
+    return isinstance(selection, str) and not is_last_layer(selection)
 
 
 def _kind(selection: object) -> str:

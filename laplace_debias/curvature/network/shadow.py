@@ -29,6 +29,11 @@ def shadow(model: nn.Module) -> nn.Module:
         TypeError: If the module tree cannot be copied.
     """
     memo: dict[int, Tensor] = {}
+    for module in model.modules():
+        # What a forward pass computed and left there, such as the weight of an old weight norm.
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():

@@ -1,15 +1,16 @@
 """K-FAC and EKFAC of a torch loss, as linear operators in the model's parameter order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
-from laplace_debias.curvature.fits.problem import MEMORY_BOUND, CurvatureFit, Problem
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.layers.blocks import Sharing, curvature_blocks, parameter_order
+from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_order
+from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.known import BinaryCrossEntropy
@@ -19,6 +20,7 @@ from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
+from laplace_debias.system.memory import check_memory_bound
 from laplace_debias.system.randomness import seeded
 
 
@@ -68,6 +70,7 @@ class KFAC(Permuted):
         backend: `"backpack"`, `"hooks"`, or `"auto"`. All give the same factors.
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes of working memory for output gradients; results do not depend on it.
+            None for 128 MiB, and more where one example needs it.
 
     Attributes:
         operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
@@ -122,7 +125,7 @@ class KFAC(Permuted):
         sharing: Sharing = "expand",
         backend: str = "auto",
         factor_dtype: torch.dtype = torch.float64,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int | None = None,
     ) -> None:
         if fisher != "mc" and (mc_samples is not None or generator is not None):
             raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
@@ -131,12 +134,8 @@ class KFAC(Permuted):
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
             )
-        if memory_bound < 1:
-            raise ValueError(
-                f"memory_bound must be a positive number of bytes, got {memory_bound}."
-            )
+        check_memory_bound(memory_bound)
         network = Network(model, "all" if params is None else params, data)
-        blocks = curvature_blocks(model, network.names, joint, sharing)
         of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
         measured = of_loss
         if magnitudes is not None:
@@ -147,10 +146,10 @@ class KFAC(Permuted):
                 )
             measured = LossData(seeded(magnitudes, generator), network, loss, reduction, None)
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
-        problem = Problem(
-            model, cotangents, blocks, choose_backend(model, backend), factor_dtype, memory_bound
-        )
         with torch.inference_mode(False):
+            blocks = verified_blocks(network.names, model, of_loss, joint, sharing)
+            stream = choose_backend(model, backend, blocks)
+            problem = Problem(model, cotangents, blocks, stream, factor_dtype, memory_bound)
             fitted = self._fit()(problem, of_loss, None if magnitudes is None else measured)
         order = parameter_order(model, network.names, blocks)
         Permuted.__init__(
@@ -219,5 +218,28 @@ class LossData:
             self.has_example_weights = self.loss.has_rows(outputs.ndim)
         self.scale = 1 / total if self.loss.reduction == "mean" else 1.0
 
+    @property
+    def first_inputs(self) -> Inputs:
+        """The inputs of the first batch."""
+        return self._data.batch(0).inputs
+
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         return ((batch.inputs, batch.targets) for batch in self._data)
+
+
+def verified_blocks(
+    names: Sequence[str], model: nn.Module, data: LossData, joint: bool, sharing: Sharing
+) -> list[Block]:
+    """The blocks of some parameters, held against the first examples.
+
+    Raises:
+        ValueError: If the outputs do not depend on one of them; as `resolve`.
+        NotImplementedError: As `resolve`.
+    """
+    found = resolve(model, names, data.first_inputs, joint, sharing)
+    if found.unused:
+        raise ValueError(
+            f"The outputs do not depend on {found.unused} by differentiable operations (`detach`, "
+            "`no_grad`, an unused branch): leave them out with params=."
+        )
+    return found.blocks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.directions import eigh
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.rows import sweep_parts
-from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
+from laplace_debias.curvature.layers.blocks import Block, parameter_order
 from laplace_debias.curvature.layers.stream import HookStream
 from laplace_debias.curvature.losses import Loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
@@ -18,7 +18,7 @@ from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.operators.kfac import LossData
+from laplace_debias.curvature.operators.kfac import LossData, verified_blocks
 
 MAX_ROWS = 10_000
 """Rows whose products are decomposed at most: 800 MB in double precision, and minutes."""
@@ -98,10 +98,10 @@ def ggn_spectrum(
     if memory_bound < 1:
         raise ValueError(f"memory_bound must be a positive number of bytes, got {memory_bound}.")
     network = Network(model, "all" if params is None else params, data)
-    blocks = curvature_blocks(model, network.names)
     of_loss = LossData(data, network, loss, None, None)
     cotangents = Cotangents(of_loss.loss, FisherType("exact"))
     with torch.inference_mode(False):
+        blocks = verified_blocks(network.names, model, of_loss, joint=False, sharing="expand")
         rows = _Rows(model, cotangents, blocks, memory_bound)
         squares = rows.squares(of_loss) * of_loss.scale
         trace = float(squares.sum())

@@ -1,7 +1,7 @@
 """What a posterior file says besides its tensors."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from laplace_debias.curvature.fits.kinds import CURVATURES
@@ -44,6 +44,8 @@ class Header:
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         class_dim: Which dimension of the outputs has the classes; the last if None, as in format 3.
         mode: How the posterior was fitted, for `repr`; None if it is not known, as in format 3.
+        calls: Parameters that are measured at calls of modules, with the modules' paths; none
+            before format 5.
         noise: Of a regression `Fitted.noise`; files without it lack the field.
     """
 
@@ -59,6 +61,7 @@ class Header:
     others: dict[str, int]
     class_dim: int | None = None
     mode: str | None = None
+    calls: dict[str, list[str]] = field(default_factory=dict)
     noise: dict[str, Any] | None = None
 
     def as_plain(self) -> dict[str, Any]:
@@ -81,8 +84,10 @@ FIELDS: dict[str, Kind] = {
     "others": mapping_to(_INT64),
     "class_dim": either(NOTHING, whole_number(1), whole_number(-(2**53), -1)),
     "mode": either(NOTHING, TEXT),
+    "calls": mapping_to(list_of(TEXT, distinct=True)),
 }
-SINCE_FORMAT_4 = ("class_dim", "mode")
+# Which fields a format does not have yet.
+LATER_FIELDS = {3: ("class_dim", "mode", "calls"), 4: ("calls",), 5: ()}
 _POWER = Kind("2 or 4", lambda v: type(v) is int and v in (2, 4))
 # A file need not have these.
 OPTIONAL = {"noise": record_of({"num_targets": POSITIVE, "power": _POWER})}
@@ -129,5 +134,6 @@ def header_of(fitted: Fitted, own_likelihood: bool) -> Header:
         others=fitted.others,
         class_dim=settings.class_dim,
         mode=fitted.mode,
+        calls={name: list(paths) for name, paths in fitted.parameters.calls.items()},
         noise=None if fitted.noise is None else asdict(fitted.noise),
     )

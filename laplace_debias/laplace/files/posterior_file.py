@@ -1,7 +1,8 @@
 """A fitted posterior on disk: one safetensors file, no pickle.
 
-Format 4 has a checksum over the whole file (see `sealed`): a file that differs in any byte from
-what was saved is refused. Files of format 3, which has none, are read with all other checks.
+Since format 4 a file has a checksum over the whole of it (see `sealed`): one that differs in any
+byte from what was saved is refused. Files of format 3, which has none, are read with all other
+checks.
 """
 
 import json
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.laplace.files.header import (
-    SINCE_FORMAT_4,
+    LATER_FIELDS,
     Header,
     check_header,
     header_of,
@@ -37,8 +38,9 @@ from laplace_debias.operators import (
 )
 from laplace_debias.system.atomic import check_target, written_atomically
 
-FORMAT = "laplace-debias/4"
-_HAS_CHECKSUM = {FORMAT: True, "laplace-debias/3": False}
+_NAME = "laplace-debias/"
+FORMAT = f"{_NAME}{max(LATER_FIELDS)}"
+_HAS_CHECKSUM = {f"{_NAME}{number}": number >= 4 for number in LATER_FIELDS}
 _PARTS = ("U_G", "U_A", "U", "magnitudes")
 
 
@@ -97,7 +99,7 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
         if set(texts) != {"format", "header"}:
             raise ValueError(f"its metadata are {shown(sorted(texts))}")
         plain = parsed_json(texts["header"])
-        without = () if texts["format"] == FORMAT else SINCE_FORMAT_4
+        without = LATER_FIELDS[int(texts["format"].removeprefix(_NAME))]
         check_header(plain, "it", without)
     except ValueError as error:
         raise ValueError(f"The header of {path} is damaged ({error}).") from error

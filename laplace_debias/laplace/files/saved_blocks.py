@@ -57,10 +57,14 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
         return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
     if curvature == "diag":
         return [kronecker_block(block.name, block.shape, ("U_G", "U_A")) for block in blocks]
-    return [
-        kronecker_block(block.name, block.shape, ("U_A",) if block.role == "table" else ())
-        for block in blocks
-    ]
+    return [kronecker_block(block.name, block.shape, _axes(block)) for block in blocks]
+
+
+def _axes(block: Block) -> tuple[str, ...]:
+    """Which directions of a Kronecker-factored block are the coordinate axes."""
+    if block.role == "table":
+        return ("U_A",)
+    return ("U_G",) if block.is_diagonal else ()
 
 
 def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.jacobians import joint_jacobians, rotate_rows
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
@@ -24,6 +24,7 @@ from laplace_debias.laplace.functional.moments import (
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
+from laplace_debias.system.memory import MEMORY_BOUND, granted
 
 
 def joint_moments(
@@ -57,7 +58,7 @@ def joint_moments(
             not fit into the memory bound.
     """
     network = shadow(model)
-    tap = Tap(network, list(dict.fromkeys(block.layer for block in blocks)))
+    tap = Tap.on(network, blocks)
     outputs = tap.forward(take(x, slice(0, 1)))
     check_outputs(outputs)
     shape, in_bytes = outputs.shape[1:], tap.output_bytes()
@@ -71,7 +72,7 @@ def joint_moments(
     path = last.layer if last is not None and linear else None
 
     batch, means, inputs = num_examples(x), [], []
-    step = max(1, request.memory_bound // in_bytes)
+    step = max(1, (request.memory_bound or MEMORY_BOUND) // in_bytes)
     for start in range(0, batch, step):
         outputs = tap.forward(take(x, slice(start, start + step)))
         check_outputs(outputs)
@@ -86,9 +87,10 @@ def joint_moments(
             blocks, [posterior], prior_precision[None, None], False, joint_jacobians
         )
         size = num_columns * bytes_of_a_column(in_bytes, blocks, mean)
+        without = None if path is None else Site((path,))
         for part in _groups(batch, size, request.memory_bound):
             part = part.to(mean.device)
-            of_part = _of_part(network, tap, blocks, moments, take(x, part), request, part, path)
+            of_part = _of_part(tap, blocks, moments, take(x, part), request, part, without)
             covariance[part[:, None], :, part] = of_part.permute(0, 2, 1, 3)
     for index in linear:
         _add_linear(
@@ -107,24 +109,20 @@ def joint_moments(
     return mean.unflatten(1, shape), covariance
 
 
-def _groups(batch: int, size: int, memory_bound: int) -> Iterator[Int[Tensor, " some"]]:
+def _groups(batch: int, size: int, memory_bound: int | None) -> Iterator[Int[Tensor, " some"]]:
     """Numbers of examples that go together, so that every two are in one group.
 
     Args:
         batch: How many there are.
         size: Bytes that one takes.
-        memory_bound: Bytes that there are.
+        memory_bound: Bytes that there are, as `granted` takes it.
 
     Raises:
         ValueError: If there is no room for two.
     """
-    fitting = memory_bound // size
-    if fitting < min(batch, 2):
-        raise ValueError(
-            f"memory_bound={memory_bound} is too small for a joint covariance: the output "
-            f"gradients and Jacobians of {min(batch, 2)} example(s) take {min(batch, 2) * size} "
-            "bytes. Pass at least as many, or ask for some outputs."
-        )
+    least = min(batch, 2)
+    what = f"a joint covariance of {least} example(s)"
+    fitting = granted(memory_bound, least * size, what, ", or ask for some outputs") // size
     if fitting >= batch:
         yield torch.arange(batch)
         return
@@ -133,14 +131,13 @@ def _groups(batch: int, size: int, memory_bound: int) -> Iterator[Int[Tensor, " 
 
 
 def _of_part(
-    network: nn.Module,
     tap: Tap,
     blocks: Sequence[Block],
     moments: BlockMoments | DenseMoments,
     x: Inputs,
     request: OutputRequest,
     part: Int[Tensor, " some"],
-    without: str | None,
+    without: Site | None,
 ) -> Float[Tensor, "some m some m"]:
     """The joint covariance of some examples, without that of one layer."""
     outputs = tap.forward(x)
@@ -148,10 +145,10 @@ def _of_part(
     columns = unit_columns(outputs, None if request.outputs is None else request.outputs[part])
     total = outputs.detach().new_zeros(1, 1, 1, *[len(part) * len(columns)] * 2)
     moments.begin(total)
-    for path, uses in tap.backward(outputs, columns, without=without):
+    for site, uses in tap.backward(outputs, columns, without=without):
         for index, block in enumerate(blocks):
-            if block.layer == path:
-                moments.add(index, network.get_submodule(path), uses)
+            if block.site == site:
+                moments.add(index, tap.module(site), uses)
     moments.end()
     return total.view(len(part), len(columns), len(part), len(columns))
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.system.memory import MEMORY_BOUND, granted
 
 # A chunk's output gradients take this share of the memory bound: the Jacobians that are made of
 # them take more, and larger chunks are no faster.
@@ -29,12 +30,13 @@ class OutputRequest:
     Attributes:
         diagonal: The variances alone.
         outputs: Which outputs, one choice for every example, `[B, k]`; None for all.
-        memory_bound: Bytes that output gradients, or one block's Jacobian, may take at a time.
+        memory_bound: Bytes that output gradients, or one block's Jacobian, may take at a time;
+            None as `granted` takes it.
     """
 
     diagonal: bool
     outputs: Int[Tensor, "batch k"] | None
-    memory_bound: int
+    memory_bound: int | None
 
 
 def functional_moments(
@@ -72,7 +74,7 @@ def functional_moments(
             requested does not fit into the memory bound.
     """
     network = shadow(model)
-    tap = Tap(network, list(dict.fromkeys(block.layer for block in blocks)))
+    tap = Tap.on(network, blocks)
     is_dense = DENSE_BLOCK in posteriors[0].curvature.blocks
     accumulator = DenseMoments if is_dense else BlockMoments
     of_posteriors = accumulator(blocks, posteriors, prior_precisions, request.diagonal)
@@ -92,20 +94,21 @@ def functional_moments(
             layer = network.get_submodule(last.layer)
             num_added = of_posteriors.add_last_layer(total, layer, last, outputs, chosen)
         gradients = tap.output_bytes()
+        bound = request.memory_bound or MEMORY_BOUND
         if num_added < len(blocks):
-            at_once = _columns_at_once(request, len(columns), gradients, blocks, outputs)
-        chunk = max(1, request.memory_bound // (_SHARE * gradients * at_once))
+            at_once, bound = _columns_at_once(request, len(columns), gradients, blocks, outputs)
+        chunk = max(1, bound // (_SHARE * gradients * at_once))
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
-        skipped = last.layer if last is not None and num_added else None
+        skipped = Site((last.layer,)) if last is not None and num_added else None
         for begin in range(0, len(columns), at_once):
             some = slice(begin, min(begin + at_once, len(columns)))
             more = some.stop < len(columns)
             of_posteriors.begin(total[:, :, :, some])
-            for path, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
+            for site, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
                 for index, block in enumerate(blocks):
-                    if block.layer == path:
-                        of_posteriors.add(index, network.get_submodule(path), uses)
+                    if block.site == site:
+                        of_posteriors.add(index, tap.module(site), uses)
             of_posteriors.end()
         covariances.append(total)
         start += len(flat)
@@ -149,25 +152,21 @@ def unit_columns(
 
 def _columns_at_once(
     request: OutputRequest, num_columns: int, gradients: int, blocks: Sequence[Block], like: Tensor
-) -> int:
-    """How many outputs are differentiated together.
+) -> tuple[int, int]:
+    """How many outputs are differentiated together, and the bytes for it.
 
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
     """
-    size = bytes_of_a_column(gradients, blocks, like)
-    fitting = request.memory_bound // size
-    needed = 1 if request.diagonal else num_columns
-    if fitting < needed:
-        remedy = (
-            "" if request.diagonal else ", ask for variances (diagonal=True) or for some outputs"
-        )
-        raise ValueError(
-            f"memory_bound={request.memory_bound} is too small: the output gradients and Jacobians "
-            f"of one example take {needed * size} bytes. Pass at least as "
-            f"many{remedy}."
-        )
-    return min(num_columns, fitting)
+    each = bytes_of_a_column(gradients, blocks, like)
+    remedy = "" if request.diagonal else ", ask for variances (diagonal=True) or for some outputs"
+    bound = granted(
+        request.memory_bound,
+        (1 if request.diagonal else num_columns) * each,
+        "an example's output gradients and Jacobians",
+        remedy,
+    )
+    return min(num_columns, bound // each), bound
 
 
 def bytes_of_a_column(gradients: int, blocks: Sequence[Block], like: Tensor) -> int:

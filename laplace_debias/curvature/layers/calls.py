@@ -1,0 +1,277 @@
+"""Gradients of each example with respect to parameters, from calls of modules that are run again.
+
+A class token, a position table, a learned scale, a recurrent layer, a weight that several layers
+share: what a call of a module gives depends on such a parameter in a way that its inputs and output
+gradients alone do not tell. Given both, the call of one example is run once more and
+differentiated. The sum over all calls that read the parameter is its Jacobian row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.inputs import (
+    LAYER_BY_LAYER,
+    PLAIN_ATTENTION,
+    Inputs,
+    call_with,
+)
+
+# Numbers in the rows that are made at a time.
+_SLICE = 2**22
+
+Parameters = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module, which can be run again for some of its examples.
+
+    Attributes:
+        path: The module's path.
+        run: From the module's parameters by their names, and the leaves of its arguments, to those
+            of its outputs that are floating-point tensors.
+        leaves: The leaves of its arguments.
+        dims: For each of them which dimension has the examples; None for what all have in common.
+        outputs: Its outputs, which take part in the recorded graph.
+        output_dims: Which dimension of each has the examples.
+    """
+
+    path: str
+    run: Callable[[Parameters, Sequence[Any]], list[Tensor]]
+    leaves: Sequence[Any]
+    dims: Sequence[int | None]
+    outputs: Sequence[Tensor]
+    output_dims: Sequence[int | None]
+
+    def of_examples(self, part: slice) -> list[Any]:
+        """The leaves of its arguments for some examples; copies, which the call may overwrite."""
+        size = part.stop - part.start
+        return [
+            leaf if dim is None else leaf.narrow(dim, part.start, size).clone()
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+
+
+def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = "") -> Call:
+    """The forward pass of the whole network as a call.
+
+    Args:
+        network: A `shadow` of the model, without hooks of this package.
+        x: Its inputs, `[B, ...]`.
+        outputs: What they gave, `[B, ...]`.
+        path: The network's path.
+    """
+    leaves, structure = pytree.tree_flatten(x)
+
+    def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
+        inputs = pytree.tree_unflatten(list(leaves), structure)
+        with _kept_as_it_is(network):
+            return [call_with(network, parameters, inputs)]
+
+    dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
+    return Call(path, run, leaves, dims, [outputs], [0])
+
+
+def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
+    """What runs a module again, as `Call.run`.
+
+    Args:
+        module: The module, of a `shadow` without hooks of this package.
+        structure: The tree of its arguments `(args, kwargs)`.
+    """
+
+    def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
+        args, named = pytree.tree_unflatten(list(leaves), structure)
+        with LAYER_BY_LAYER, PLAIN_ATTENTION, _kept_as_it_is(module):
+            return floating_leaves(functional_call(module, dict(parameters), args, named))
+
+    return run
+
+
+@contextmanager
+def _kept_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass leaves in a module's attributes, such as what it caches.
+
+    The next one would take it for its own, with the numbers of other examples.
+    """
+    before = [
+        (inner, {k: copy(v) if type(v) in (dict, list) else v for k, v in vars(inner).items()})
+        for inner in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for inner, attributes in before:
+            inner.__dict__ = attributes
+
+
+def floating_leaves(outputs: Any) -> list[Tensor]:
+    """The floating-point tensors among what a module gives."""
+    leaves, _ = pytree.tree_flatten(outputs)
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+class CallUses:
+    """The calls that read some parameters, with the gradients at their outputs.
+
+    Args:
+        network: A `shadow` of the model, without hooks of this package.
+        calls: The calls.
+        gradients: For every call the gradients at its outputs, with a dimension for the columns
+            before all others; None for an output that nothing depends on.
+        names: The parameters.
+        batch: B.
+        loops: Paths of modules that `vmap` does not run; what it is found to fail with is added.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        calls: Sequence[Call],
+        gradients: Sequence[Sequence[Tensor | None]],
+        names: Sequence[str],
+        batch: int,
+        loops: set[str],
+    ) -> None:
+        self._network = network
+        self._calls = list(zip(calls, gradients, strict=True))
+        self._names = list(names)
+        self._loops = loops
+        self._known: dict[str, Tensor] = {}
+        self.num_examples = batch
+        self.num_columns = next(len(g) for of_call in gradients for g in of_call if g is not None)
+
+    def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
+        """Jacobian rows of a block's parameter, with the examples that they belong to."""
+        (name,) = block.parameters
+        sizes = {n: self._network.get_parameter(n).numel() for n in self._names}
+        everything = slice(0, self.num_examples)
+        per_example = self.num_columns * sum(sizes.values())
+        if per_example * self.num_examples <= _SLICE:
+            if not self._known:
+                # Small parameters of one module share what it takes to run it.
+                self._known = self._of_examples(self._names, everything)
+            yield everything, self._known[name]
+            return
+        step = max(1, _SLICE // (self.num_columns * sizes[name]))
+        for start in range(0, self.num_examples, step):
+            part = slice(start, min(start + step, self.num_examples))
+            yield part, self._of_examples([name], part)[name]
+
+    def _of_examples(self, names: Sequence[str], part: slice) -> dict[str, Tensor]:
+        """The rows of some parameters for some examples, `[K, b, size]`."""
+        total: dict[str, Tensor] = {}
+        for call, gradients in self._calls:
+            module = self._network.get_submodule(call.path)
+            inner = {id(p): n for n, p in module.named_parameters()}
+            parameters = {n: self._network.get_parameter(n) for n in names}
+            read = {n: inner[id(p)] for n, p in parameters.items() if id(p) in inner}
+            values = {read[n]: parameters[n].detach() for n in read}
+            found = self._differentiated(call, values, gradients, part)
+            for name, inside in read.items():
+                rows = (
+                    found[inside].flatten(2) if found[inside].ndim > 2 else found[inside][..., None]
+                )
+                total[name] = total[name] + rows if name in total else rows
+        return total
+
+    def _differentiated(
+        self,
+        call: Call,
+        parameters: Parameters,
+        gradients: Sequence[Tensor | None],
+        part: slice,
+    ) -> dict[str, Tensor]:
+        size = part.stop - part.start
+        cotangents = {
+            index: g.narrow(dim + 1, part.start, size)
+            for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True))
+            if g is not None and dim is not None
+        }
+        if call.path not in self._loops:
+            try:
+                return _vectorised(call, parameters, cotangents, part)
+            # Whatever a forward pass raises under `vmap`: a branch on the data, an operation
+            # without a rule. What is wrong with the pass itself is raised by the loop again.
+            except Exception:
+                self._loops.add(call.path)
+        return _one_by_one(call, parameters, cotangents, part)
+
+
+def _vectorised(
+    call: Call, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
+) -> dict[str, Tensor]:
+    """Gradients of some examples, `[K, b, ...]`, by `vmap`.
+
+    Columns and examples are one dimension: some rules of torch are wrong where one `vmap` is inside
+    of another (that of `prelu`, say), and a model is checked with a single column.
+    """
+    num_columns = len(next(iter(cotangents.values())))
+    leaves = [
+        leaf if dim is None else torch.cat([leaf] * num_columns, dim)
+        for leaf, dim in zip(call.of_examples(part), call.dims, strict=True)
+    ]
+    rows = {i: g.movedim(_dim(call, i) + 1, 1).flatten(0, 1) for i, g in cotangents.items()}
+
+    def of_row(leaves: list[Any], row: dict[int, Tensor]) -> dict[str, Tensor]:
+        one = [
+            leaf if dim is None else leaf.unsqueeze(dim)
+            for leaf, dim in zip(leaves, call.dims, strict=True)
+        ]
+
+        def outputs(values: dict[str, Tensor]) -> dict[int, Tensor]:
+            found = call.run(values, one)
+            return {index: found[index] for index in row}
+
+        pull_back = torch.func.vjp(outputs, dict(parameters))[1]
+        (found,) = pull_back({i: g.unsqueeze(_dim(call, i)) for i, g in row.items()})
+        return found
+
+    found = torch.func.vmap(of_row, (list(call.dims), 0))(leaves, rows)
+    return {name: rows.unflatten(0, (num_columns, -1)) for name, rows in found.items()}
+
+
+def _one_by_one(
+    call: Call, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
+) -> dict[str, Tensor]:
+    """Gradients of some examples, `[K, b, ...]`, example by example and column by column."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    num_columns = len(next(iter(cotangents.values())))
+    for index in range(part.stop - part.start):
+        start = part.start + index
+        values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        with torch.enable_grad():
+            outputs = call.run(values, call.of_examples(slice(start, start + 1)))
+        chosen = [outputs[i] for i in cotangents]
+        of_columns = []
+        for column in range(num_columns):
+            found = torch.autograd.grad(
+                chosen,
+                list(values.values()),
+                [g[column].narrow(_dim(call, i), index, 1) for i, g in cotangents.items()],
+                retain_graph=column + 1 < num_columns,
+                allow_unused=True,
+            )
+            of_columns.append(found)
+        for position, (name, value) in enumerate(values.items()):
+            columns = [found[position] for found in of_columns]
+            rows[name].append(
+                torch.stack([torch.zeros_like(value) if g is None else g for g in columns])
+            )
+    return {name: torch.stack(of_examples, 1).detach() for name, of_examples in rows.items()}
+
+
+def _dim(call: Call, index: int) -> int:
+    dim = call.output_dims[index]
+    assert dim is not None
+    return dim

@@ -1,0 +1,160 @@
+"""Calls of modules in a forward pass, and which dimensions of theirs the examples lie in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from laplace_debias.curvature.layers.calls import Call, call_of_network, runner
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.shadow import shadow
+
+# Dimensions of the examples in a call's arguments, and in its outputs.
+Dims = tuple[list[int | None], list[int | None]]
+
+
+@dataclass
+class _Seen:
+    """A call as the hooks see it."""
+
+    path: str
+    leaves: list[Any]
+    structure: Any
+    outputs: list[Tensor]
+
+
+class CallRecorder:
+    """Records the calls of some modules.
+
+    Args:
+        network: A `shadow` of the model that has no hooks of this package yet: they are left on it.
+        paths: Paths of the modules.
+    """
+
+    def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
+        self.paths = list(paths)
+        self._seen: list[_Seen] = []
+        self._open: list[_Seen] = []
+        self._dims: dict[tuple[str, int], Dims] | None = None
+        # Paths of modules that `vmap` does not run.
+        self.loops: set[str] = set()
+        # What is run again, where nothing is recorded.
+        self.bare = shadow(network) if paths else network
+        for path in paths:
+            if path:
+                module = network.get_submodule(path)
+                module.register_forward_pre_hook(self._begin(path), prepend=True, with_kwargs=True)
+                module.register_forward_hook(self._end, prepend=True, with_kwargs=True)
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether calls of modules inside the network are recorded."""
+        return any(self.paths)
+
+    def _begin(self, path: str) -> Any:
+        def begin(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            leaves, structure = pytree.tree_flatten((args, named))
+            # Copies: the call may overwrite what it is given.
+            copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+            seen = _Seen(path, copies, structure, [])
+            self._seen.append(seen)
+            self._open.append(seen)
+
+        return begin
+
+    def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
+        # A call inside of another ends before it.
+        seen = self._open.pop()
+        leaves, structure = pytree.tree_flatten(output)
+        handed_on = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                z = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
+                seen.outputs.append(z)
+                # The forward pass goes on with a copy, which it may overwrite.
+                leaf = z.clone()
+            handed_on.append(leaf)
+        return pytree.tree_unflatten(handed_on, structure)
+
+    def forget(self) -> None:
+        """Let go of what was recorded."""
+        self._seen.clear()
+        self._open.clear()
+
+    def learn(self, passes: Sequence[Sequence[_Seen]]) -> None:
+        """Find the dimensions of the examples.
+
+        Args:
+            passes: What `seen` was after a forward pass of one example, and after one of two.
+        """
+        one, two = (_numbered(seen) for seen in passes)
+        self._dims = {}
+        for key in one.keys() & two.keys():
+            first, second = one[key], two[key]
+            if len(first.leaves) != len(second.leaves) or len(first.outputs) != len(second.outputs):
+                continue
+            leaves = [_growing(a, b) for a, b in zip(first.leaves, second.leaves, strict=True)]
+            outputs = [_growing(a, b) for a, b in zip(first.outputs, second.outputs, strict=True)]
+            if _NO_DIM not in (*leaves, *outputs) and any(d is not None for d in outputs):
+                self._dims[key] = (leaves, outputs)
+
+    @property
+    def seen(self) -> list[_Seen]:
+        """The calls of modules inside the network since `forget`, in their order."""
+        return list(self._seen)
+
+    def calls(self, x: Inputs, outputs: Tensor, batch: int) -> dict[str, list[Call] | None]:
+        """The recorded calls by path; None where the examples have no dimension of their own.
+
+        Args:
+            x: The network's inputs.
+            outputs: Its outputs.
+            batch: B.
+        """
+        found: dict[str, list[Call] | None] = {path: [] for path in self.paths}
+        if "" in found:
+            found[""] = [call_of_network(self.bare, x, outputs)]
+        for key, seen in _numbered(self._seen).items():
+            of_path = found[seen.path]
+            dims = (self._dims or {}).get(key)
+            if of_path is None or dims is None or not _fits(seen, dims, batch):
+                found[seen.path] = None
+                continue
+            run = runner(self.bare.get_submodule(seen.path), seen.structure)
+            of_path.append(Call(seen.path, run, seen.leaves, dims[0], seen.outputs, dims[1]))
+        return found
+
+
+_NO_DIM = -1
+
+
+def _numbered(seen: Sequence[_Seen]) -> dict[tuple[str, int], _Seen]:
+    """Calls by the module's path and their number among its calls."""
+    counts: dict[str, int] = {}
+    numbered = {}
+    for call in seen:
+        counts[call.path] = counts.get(call.path, -1) + 1
+        numbered[call.path, counts[call.path]] = call
+    return numbered
+
+
+def _growing(one: Any, two: Any) -> int | None:
+    """The dimension that has one entry for one example and two for two; `_NO_DIM` if unclear."""
+    if not isinstance(one, Tensor) or one.shape == two.shape:
+        return None
+    if one.ndim != two.ndim:
+        return _NO_DIM
+    pairs = list(zip(one.shape, two.shape, strict=True))
+    dims = [dim for dim, (a, b) in enumerate(pairs) if a != b]
+    return dims[0] if len(dims) == 1 and pairs[dims[0]] == (1, 2) else _NO_DIM
+
+
+def _fits(seen: _Seen, dims: Dims, batch: int) -> bool:
+    values = (*seen.leaves, *seen.outputs)
+    of_values = (*dims[0], *dims[1])
+    return len(values) == len(of_values) and all(
+        dim is None or value.shape[dim] == batch
+        for value, dim in zip(values, of_values, strict=True)
+    )

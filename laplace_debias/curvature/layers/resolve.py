@@ -1,0 +1,267 @@
+"""Which blocks a model's parameters have, found by running an example or two.
+
+A layer's class says how its parameters act, and a model may do otherwise: a forward pass of its
+own, a weight that is read from outside of its layer, windows or time steps in the place of the
+examples. So every block is held against automatic differentiation. A parameter whose block does not
+agree is measured at calls of the module that holds it; if these do not tell either, at those of the
+module around it, and so on; the network itself is the last of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.blocks import (
+    Block,
+    Sharing,
+    Site,
+    curvature_blocks,
+    entries_of,
+    is_overridden,
+)
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
+from laplace_debias.curvature.layers.owners import around, owners_of_parameters
+from laplace_debias.curvature.layers.tap import Tap, Use
+from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, take
+from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
+from laplace_debias.curvature.network.shadow import shadow
+
+Calls = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What an example told of some parameters.
+
+    Attributes:
+        blocks: Their blocks, of those that the outputs depend on.
+        calls: Where parameters are measured that are not at their layers, as `curvature_blocks`
+            takes it.
+        unused: Names of those that the outputs do not depend on by differentiable operations.
+    """
+
+    blocks: list[Block]
+    calls: dict[str, tuple[str, ...]]
+    unused: list[str]
+
+
+def resolve(
+    model: nn.Module,
+    names: Sequence[str],
+    x: Inputs,
+    joint: bool = False,
+    sharing: Sharing = "expand",
+) -> Resolved:
+    """The blocks of some parameters, verified.
+
+    Args:
+        model: The model, with outputs `[B, ..., C]`; left untouched.
+        names: The parameters, as `select_parameters` gives them.
+        x: Inputs, `[B, ...]`, on the model's device; two examples are run.
+        joint: As `curvature_blocks` takes it.
+        sharing: As `curvature_blocks` takes it.
+
+    Raises:
+        ValueError: If the model is random, mixes the examples of a batch, or its outputs are not
+            finite or not of shape `[B, ..., C]`.
+        NotImplementedError: If a parameter cannot be measured anywhere.
+    """
+    few = take(x, slice(0, 2))
+    with torch.no_grad():
+        outputs = call(shadow(model), take(few, slice(0, 1)))
+    check_outputs(outputs)
+    check_repeatable(model, few, outputs)
+    reference = _Reference(model, names, few)
+    used = [name for name in names if name not in reference.unused]
+    calls: dict[str, tuple[str, ...]] = {}
+    owners = owners_of_parameters(model)
+    while True:
+        blocks = curvature_blocks(model, used, joint, sharing, calls) if used else []
+        wrong = dict(_wrong(model, blocks, few, reference)) if blocks else {}
+        if not wrong:
+            return Resolved(blocks, calls, reference.unused)
+        lost: dict[str, Exception] = {}
+        for name, (block, error) in wrong.items():
+            paths: Sequence[str] | None = owners[id(model.get_parameter(name))]
+            if block.calls:
+                further = around(model, block.calls)
+                paths = None if further is None else (further,)
+            if paths is None:
+                lost[name] = error
+            else:
+                calls[name] = tuple(paths)
+        if lost:
+            raise NotImplementedError(_cannot(list(lost), next(iter(lost.values()))))
+
+
+def _cannot(names: Sequence[str], error: Exception) -> str:
+    return (
+        f"{len(names)} parameters have no curvature here: {list(names)} ({error}) Leave them out "
+        f"with params=lambda name, parameter: name not in {list(names)}, or freeze them with "
+        "requires_grad_(False)."
+    )
+
+
+class _Reference:
+    """Gradients of a few examples along one random cotangent, by automatic differentiation.
+
+    Args:
+        model: The model.
+        names: Parameters.
+        x: One example or two.
+
+    Attributes:
+        cotangent: `[B, ...]`, of the outputs' shape.
+        gradients: By the parameter's name, for every example.
+        unused: Parameters that no example's outputs depend on.
+        rounding: What is nothing but rounding in the norm of a gradient.
+        eps: Rounding of one number.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], x: Inputs) -> None:
+        size = num_examples(x)
+        found: list[Sequence[Tensor | None]] = []
+        cotangents = []
+        for index in range(size):
+            # A copy for each: some models keep what they computed for the example before.
+            twin = shadow(model)
+            parameters = [twin.get_parameter(name).requires_grad_(True) for name in names]
+            with torch.enable_grad():
+                outputs = call(twin, take(x, slice(index, index + 1)))
+            generator = torch.Generator(outputs.device).manual_seed(index)
+            cotangent = torch.randn(
+                outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device
+            )
+            cotangents.append(cotangent)
+            found.append(_gradients(outputs, parameters, cotangent))
+        self.cotangent = torch.cat(cotangents)
+        self.gradients = {
+            name: [_dense(of[index], parameter) for of in found]
+            for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+        }
+        self.unused = [n for i, n in enumerate(names) if all(of[i] is None for of in found)]
+        self.eps = torch.finfo(self.cotangent.dtype).eps
+        norms = torch.stack([g.norm() for of_name in self.gradients.values() for g in of_name])
+        # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
+        self.rounding = self.eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
+
+
+def _gradients(
+    outputs: Tensor, parameters: Sequence[Tensor], cotangent: Tensor
+) -> Sequence[Tensor | None]:
+    if not outputs.requires_grad:
+        return [None] * len(parameters)
+    try:
+        return torch.autograd.grad(outputs, parameters, cotangent, allow_unused=True)
+    except RuntimeError as error:
+        raise NotImplementedError(
+            f"torch cannot differentiate the model's outputs ({error}) Use out-of-place operations "
+            "in its forward pass."
+        ) from error
+
+
+def _dense(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient.to_dense()
+
+
+def _wrong(
+    model: nn.Module, blocks: Sequence[Block], x: Inputs, reference: _Reference
+) -> Iterator[tuple[str, tuple[Block, Exception]]]:
+    """Parameters whose block is not what automatic differentiation says, with the block and why."""
+    network = shadow(model)
+    tap = Tap.on(network, blocks)
+    outputs, faults = tap.look(x)
+    uses: dict[Site, Uses] = {}
+    of_layers = {use.layer: use for use in tap.uses}
+    if outputs.shape == reference.cotangent.shape:
+        uses = dict(tap.backward(outputs, reference.cotangent.unsqueeze(0), strict=False))
+    for block in blocks:
+        error = faults.get(block.site)
+        if error is None:
+            error = _error(network, tap, block, of_layers, uses.get(block.site), reference)
+        if error is not None:
+            for name in block.parameters:
+                yield name, (block, error)
+
+
+def _error(
+    network: nn.Module,
+    tap: Tap,
+    block: Block,
+    of_layers: Mapping[str, Use],
+    uses: Uses | None,
+    reference: _Reference,
+) -> Exception | None:
+    if uses is None:
+        return ValueError(f"The outputs do not depend on {block.site}.")
+    layer = tap.module(block.site)
+    expected = [
+        entries_of(network, block, {n: reference.gradients[n][index] for n in block.parameters})
+        for index in range(len(reference.cotangent))
+    ]
+    try:
+        is_other = not block.calls and is_overridden(layer) and not _agrees(layer, block, of_layers)
+        rows = [] if is_other else _jacobians(layer, block, uses, expected)
+    # Whatever a layer raises that is not what its class says, or a module that is run by itself.
+    except Exception as error:
+        return error
+    if is_other:
+        return NotImplementedError(
+            f"{block.layer} ({type(layer).__name__}) does not compute what its base class does."
+        )
+    for J, of_example in zip(rows, expected, strict=True):
+        if not of_example.isfinite().all():
+            continue  # The fit finds what is not finite, and says where.
+        allowed = max(1e-2, 16 * reference.eps) * of_example.norm() + reference.rounding
+        if not (J - of_example).norm() <= allowed:
+            return NotImplementedError(
+                f"The outputs depend on {list(block.parameters)} in another way than through "
+                f"{block.site}."
+            )
+    return None
+
+
+def _agrees(layer: nn.Module, block: Block, of_layers: Mapping[str, Use]) -> bool:
+    """Whether the Jacobian of a layer's call for one example is that of the class it extends.
+
+    A library's own `LayerNorm` computes what torch's does; weight standardisation or an adapter
+    does not.
+    """
+    use = of_layers[block.layer]
+    x, z = use.x[:1], use.z[:1]
+    keys = [name.rpartition(".")[2] for name in block.parameters]
+    parameters = [getattr(layer, key) for key in keys]
+    generator = torch.Generator(z.device).manual_seed(0)
+    cotangent = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+    with torch.enable_grad():
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        # The class's forward: the hooks on the module belong to the tap.
+        outputs = type(layer).forward(layer, x)
+        found = torch.autograd.grad(outputs, parameters, cotangent, allow_unused=True)
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+    if any(gradient is None for gradient in found):
+        return False
+    weight = found[0]
+    rows = slice(block.group * block.shape[0], (block.group + 1) * block.shape[0])
+    matrix = weight[rows].flatten(1) if block.role == "weight" else weight.flatten()[:, None]
+    if block.is_joint:
+        matrix = torch.cat([matrix, found[1][rows, None]], dim=1)
+    (J,) = _jacobians(layer, block, [(x, cotangent.unsqueeze(0))], [matrix])
+    return torch.allclose(J, matrix, rtol=1e-2, atol=1e-3 * float(matrix.abs().max()))
+
+
+def _jacobians(layer: nn.Module, block: Block, uses: Uses, like: Sequence[Tensor]) -> list[Tensor]:
+    """The block's Jacobian along the one cotangent of each example, `[d_out, d_in]`."""
+    found = [torch.zeros_like(matrix) for matrix in like]
+    for part, J, columns in rotated_jacobians(layer, block, uses, None, None):
+        for J_n, into in zip(J[:, 0], found[part], strict=True):
+            if columns is None:
+                into += J_n
+            else:
+                into[:, columns] += J_n
+    return found

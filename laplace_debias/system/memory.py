@@ -1,0 +1,37 @@
+"""How much working memory a computation may take."""
+
+MEMORY_BOUND = 2**27
+"""Bytes, unless a user says otherwise."""
+# What one example needs is granted up to here without being asked for.
+_MOST = 2**32
+
+
+def check_memory_bound(bound: int | None) -> None:
+    """Require a positive number of bytes, or None.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if bound is not None and bound < 1:
+        raise ValueError(f"memory_bound must be a positive number of bytes, got {bound}.")
+
+
+def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
+    """The bytes that may be used.
+
+    Args:
+        bound: What a user said. None for 128 MiB, and for more where one example needs it, up to
+            4 GiB.
+        needed: Bytes without which nothing can be done.
+        what: What needs them, for the message.
+        remedy: What else could be done, for the message.
+
+    Raises:
+        ValueError: If `needed` is more than may be used.
+    """
+    if needed <= (MEMORY_BOUND if bound is None else bound):
+        return MEMORY_BOUND if bound is None else bound
+    if bound is None and needed <= _MOST:
+        return needed
+    says = f"memory_bound={bound} is too small" if bound is not None else "That is a lot of memory"
+    raise ValueError(f"{says}: {what} takes {needed} bytes. Pass memory_bound={needed}{remedy}.")

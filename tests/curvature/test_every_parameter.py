@@ -1,0 +1,96 @@
+"""Parameters of any kind: their curvature is that of dense Jacobians, by plain autograd."""
+
+import pytest
+import torch
+import unusual_parameters
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import KFAC
+
+NETWORKS = list(unusual_parameters.NETWORKS)
+
+
+def jacobian(model, x, names):
+    """`[B, C, D]`, one example and one output after the other."""
+    parameters = [model.get_parameter(name) for name in names]
+    rows = []
+    for index in range(len(x)):
+        outputs = model(x[index : index + 1])[0]
+        found = [torch.autograd.grad(f, parameters, retain_graph=True) for f in outputs]
+        rows.append(torch.stack([torch.cat([g.flatten() for g in of]) for of in found]))
+    return torch.stack(rows).detach()
+
+
+def ggn(model, x, J):
+    """`[D, D]`, of the mean loss."""
+    p = model(x).softmax(1).detach()
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    return (J.mT @ H @ J).mean(0)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full"])
+def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature):
+    model, x, y = unusual_parameters.network(name)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    la = Laplace(model, curvature=curvature, prior_precision=0.7).fit(batches)
+    names = la.param_names
+    assert names == [n for n, _ in model.named_parameters()]
+    J = jacobian(model, x, names)
+    exact = ggn(model, x, J)
+    found = (la.posterior.precision.to_dense() - 0.7 * torch.eye(len(exact)).double()) / len(x)
+    if curvature == "full":
+        torch.testing.assert_close(found, exact)
+    if curvature in ("diag", "ekfac"):
+        torch.testing.assert_close(found.trace(), exact.trace())
+    if curvature == "diag":
+        torch.testing.assert_close(found.diagonal(), exact.diagonal())
+    sizes = [model.get_parameter(n).numel() for n in names]
+    at = dict(zip(names, torch.arange(len(exact)).split(sizes), strict=True))
+    measured = [b for b in la._known.blocks if b.role == "entries"]
+    assert measured or name in ("weight standardisation",)
+    for block in measured if curvature in ("kfac", "ekfac") else []:
+        places = at[block.name]
+        block_of = found[places][:, places]
+        torch.testing.assert_close(block_of, exact[places][:, places])
+    covariance = la.posterior.covariance.to_dense()
+    torch.testing.assert_close(la.functional(x)[1], J @ covariance @ J.mT)
+    torch.testing.assert_close(
+        la.functional(x, diagonal=True)[1],
+        (J @ covariance @ J.mT).diagonal(dim1=1, dim2=2),
+    )
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_loaded_posterior_predicts_the_same_whatever_the_batch(name, tmp_path):
+    model, x, y = unusual_parameters.network(name)
+    la = Laplace(model, fisher="mc").fit([(x, y)], generator=torch.Generator().manual_seed(0))
+    la.save(tmp_path / "posterior")
+    loaded = Laplace.load(tmp_path / "posterior", model)
+    probs = la.predict(x).probs
+    assert torch.equal(loaded.predict(x).probs, probs)
+    torch.testing.assert_close(torch.cat([la.predict(x[:3]).probs, la.predict(x[3:]).probs]), probs)
+    small = Laplace(model, fisher="mc", memory_bound=4000)
+    small.fit([(x[:1], y[:1]), (x[1:], y[1:])], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(small.predict(x).probs, probs)
+
+
+@pytest.mark.parametrize("name", ["tied layers", "custom norm", "class token"])
+def test_the_operator_takes_them_too(name):
+    model, x, y = unusual_parameters.network(name)
+    K = KFAC(model, torch.nn.CrossEntropyLoss(), [(x, y)])
+    la = Laplace(model).fit([(x, y)])
+    C = la.posterior.precision.to_dense() - torch.eye(K.shape[0]).double()
+    torch.testing.assert_close(K.to_dense(), C / len(x))
+
+
+def test_supported_parameters_are_those_that_their_layers_tell():
+    model, x, y = unusual_parameters.network("class token")
+    la = Laplace(model, params="supported").fit([(x, y)])
+    assert la.param_names == ["embed.weight", "embed.bias", "head.weight", "head.bias"]
+
+
+def test_backpack_alone_refuses_what_it_has_no_layer_for():
+    model, x, y = unusual_parameters.network("weight standardisation")
+    with pytest.raises(NotImplementedError, match="BackPACK cannot handle this model"):
+        Laplace(model, backend="backpack").fit([(x, y)])
