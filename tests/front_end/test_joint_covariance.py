@@ -154,3 +154,24 @@ def test_variances_have_no_joint():
     la, x = fitted()
     with pytest.raises(ValueError, match="leave out one of them"):
         la.functional(x, diagonal=True, joint=True)
+
+
+class WithToken(nn.Module):
+    """A parameter of its own and a scale: blocks that belong to no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.randn(3)), nn.Parameter(torch.rand(2) + 1)
+        self.mix, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.scale * self.head(self.mix(x + self.token).tanh())
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_of_parameters_of_no_layer(curvature):
+    torch.manual_seed(0)
+    model, x = WithToken().double().eval(), torch.randn(5, 3).double()
+    la = Laplace(model, curvature=curvature).fit_batches([(x, torch.tensor([0, 1, 1, 0, 1]))])
+    assert {"token", "scale"} <= set(la.param_names)
+    close(la.functional(x, joint=True)[1], dense(la, x))
