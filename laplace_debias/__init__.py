@@ -4,6 +4,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
+    HeteroscedasticGaussian,
     Likelihood,
     MultiLabel,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "CrossFit",
     "Full",
     "Gaussian",
+    "HeteroscedasticGaussian",
     "Laplace",
     "Likelihood",
     "MultiLabel",

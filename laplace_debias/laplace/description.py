@@ -5,13 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    Likelihood,
-    MultiLabel,
-)
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
 
 _FEW = 4
 
@@ -71,8 +66,15 @@ def _likelihood(likelihood: Likelihood) -> str:
         sigma = likelihood.sigma
         noise = f"{sigma.item():g}" if sigma.ndim == 0 else f"one for each of {len(sigma)} outputs"
         return f"regression, sigma = {noise}"
-    names = {Categorical: "classification", Bernoulli: "binary", MultiLabel: "multilabel"}
-    return names.get(type(likelihood), type(likelihood).__name__)
+    names = {kind: name for name, kind in LIKELIHOODS.items()}
+    name = names.get(type(likelihood))
+    if name is None:
+        return type(likelihood).__name__
+    values = vars(likelihood).items()
+    weighed = [key.replace("_", " ") for key, value in values if isinstance(value, Tensor)]
+    if smoothing := getattr(likelihood, "label_smoothing", 0):
+        weighed.append(f"label smoothing {smoothing:g}")
+    return ", ".join([name, *weighed])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -100,7 +100,7 @@ def evaluate_predictions(
     if not has_probabilities:
         if ood:
             raise ValueError("OOD detection by the entropy needs class probabilities.")
-        errors = scored.values - scored.labels
+        errors = scored.values - scored.labels.reshape(scored.values.shape)
         return {"nll": scored.nll, "rmse": errors.square().double().mean().sqrt().item()}
     ood_probs = {}
     for name, data in ood.items():
@@ -145,7 +145,7 @@ def score(
     outputs_in_shape = outputs.unflatten(0, shape)
     targets = targets_classes_last(targets, outputs_in_shape.ndim, class_dim)
     _, labels = flat_terms(outputs_in_shape, targets)
-    likelihood.check(outputs, labels)
+    likelihood.check_predicted(outputs, labels)
     counted = likelihood.counted(labels)
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)

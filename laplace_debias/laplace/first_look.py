@@ -1,9 +1,11 @@
 """What the first examples tell of a model before a fit."""
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
+from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, Likelihood
 from laplace_debias.curvature.network.class_dim import check_layout, warn_of_probabilities
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.shadow import shadow
@@ -23,6 +25,10 @@ def look_at(
         y: Targets.
         class_dim: Which dimension of the outputs has the classes, as the user gave it.
 
+    Warns:
+        UserWarning: If the outputs look like probabilities, or the noise of a regression is not
+            given.
+
     Raises:
         ValueError: If the shapes leave open where the classes are.
         TypeError: If there are no logits among what the model returns.
@@ -30,5 +36,13 @@ def look_at(
     with torch.no_grad():
         outputs = call(shadow(network), take(x, slice(0, _FEW)))
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, class_dim)
+    if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
+        warnings.warn(
+            "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= in the "
+            "targets' units, or tune it after the fit: "
+            'la.tune(method="marglik", sigma=True).',
+            UserWarning,
+            stacklevel=5,
+        )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)

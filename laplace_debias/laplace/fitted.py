@@ -23,6 +23,19 @@ from laplace_debias.laplace.posterior_range import check_prior_precision
 from laplace_debias.laplace.settings import FitSettings
 
 
+@dataclass(frozen=True)
+class Noise:
+    """How a regression's fit depends on σ.
+
+    Attributes:
+        num_targets: M, how many numbers the targets of the N examples hold.
+        power: p, if the curvature is proportional to σ⁻ᵖ: 2, of the empirical Fisher 4.
+    """
+
+    num_targets: float
+    power: int
+
+
 @dataclass(frozen=True, eq=False)
 class Fitted:
     """A posterior, and all that goes with it.
@@ -36,6 +49,7 @@ class Fitted:
         nll: Summed negative log-likelihood of the N examples, in nats.
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         mode: How it was fitted, for `repr`; None if that is not known.
+        noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
 
     Raises:
         ValueError: If the negative log-likelihood is not finite.
@@ -49,6 +63,7 @@ class Fitted:
     nll: float
     others: dict[str, int]
     mode: str | None
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):

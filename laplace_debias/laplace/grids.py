@@ -11,6 +11,7 @@ from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 
 # One δ per grid point, [P], or one for each block, [P, blocks].
@@ -94,4 +95,35 @@ def moments(
                 x,
                 torch.stack(grids).to(first.posterior.mean),
                 OutputRequest(diagonal, outputs, first.settings.memory_bound),
+            )
+
+
+def joint(
+    fitted: Fitted,
+    x: Inputs | Record,
+    outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch m batch m"]]:
+    """Mean and covariance of the linearised network's outputs for all inputs together, exact.
+
+    Args:
+        fitted: A fit.
+        x: Inputs | Record, `[B, ...]`.
+        outputs: Which outputs, as `Laplace.functional` takes them.
+
+    Raises:
+        ValueError: As `joint_moments`.
+    """
+    posterior, num_blocks = fitted.posterior, len(fitted.parameters.block_names)
+    with torch.inference_mode(False):
+        x, network = fitted.moved(x), fitted.network
+        with explaining_unbatched(network, x):
+            if outputs is not None:
+                outputs = predictive.chosen_outputs(predictive.map_outputs(network, x), outputs)
+            return joint_moments(
+                network,
+                fitted.parameters.blocks,
+                posterior,
+                x,
+                posterior.prior_precision.expand(num_blocks).to(posterior.mean),
+                OutputRequest(False, outputs, fitted.settings.memory_bound),
             )

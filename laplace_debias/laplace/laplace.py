@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.problem import CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
-from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import (
     Batches,
     Counted,
@@ -41,7 +41,7 @@ from laplace_debias.curvature.network.shadow import (
     check_usable,
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import grids, predictive, tuning
+from laplace_debias.laplace import grids, noise, predictive, tuning
 from laplace_debias.laplace.data_size import (
     Expected,
     data_size,
@@ -52,9 +52,9 @@ from laplace_debias.laplace.data_size import (
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.files import posterior_file
-from laplace_debias.laplace.files.header import likelihood_from_json
+from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
-from laplace_debias.laplace.fitted import Fitted, network_of
+from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
@@ -99,8 +99,9 @@ class Laplace:
     Args:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
-            `"binary"` (one logit), `"multilabel"` (one logit a label, several of which may apply;
-            targets 0 or 1, `[B, C]`), or a `Likelihood`.
+            `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
+            `"multilabel"` (one logit a label, several of which may apply; targets 0 or 1,
+            `[B, C]`), or a `Likelihood`: `Categorical(class_weights=, label_smoothing=)`, say.
         curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
             along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
             eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
@@ -120,7 +121,8 @@ class Laplace:
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
             `"empirical"` (the true labels).
         factor_dtype: In what Kronecker factors are summed and decomposed.
-        sigma: Noise of `"regression"`: standard deviation, one number or one per output.
+        sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
+            a fit assumes 1.0 and warns of it; `tune(method="marglik", sigma=True)` finds it.
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
@@ -471,7 +473,11 @@ class Laplace:
         others = fingerprint(plain, parameters.names)
         mean = parameters.flat(plain)
         order = None if parameters.order is None else parameters.order.to(mean.device)
-        nll = found.seen.nll * (num_data / found.seen.num_examples)
+        per_seen = num_data / found.seen.num_examples
+        of_noise = None
+        if type(self.likelihood) is Gaussian:
+            power = 4 if self._settings.fisher.kind == "empirical" else 2
+            of_noise = Noise(found.seen.num_outputs * per_seen, power)
         with _EXCHANGE:
             posterior = GaussianPosterior(
                 mean, found.curvature, num_data, self._prior_precision, order
@@ -483,9 +489,10 @@ class Laplace:
                 self._settings,
                 parameters,
                 posterior,
-                nll,
+                found.seen.nll * per_seen,
                 others,
                 mode,
+                of_noise,
             )
 
     def _read(self, generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
@@ -591,6 +598,8 @@ class Laplace:
         x: Inputs | Record,
         diagonal: bool = False,
         outputs: Int[Tensor, "batch k"] | Sequence[Sequence[int]] | int | None = None,
+        *,
+        joint: bool = False,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
 
@@ -603,13 +612,24 @@ class Laplace:
             outputs: Look at some outputs only: indices `[B, k]` into the (flattened) outputs of
                 each example, or a number k for the k largest; in their order, mean `[B, k]` and
                 covariance `[B, k, k]`. Many classes cost no more than few then.
+            joint: Give the covariance between inputs, too, as a Gaussian process has it:
+                `[B, C, B, C]` (`[B, T·C, B, T·C]`, `[B, k, B, k]`), entry `[n, i, m, j]` that of
+                output i at input n with output j at input m. Inputs that do not fit into the
+                memory bound together take a pass for every two groups of them.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
-                has no such indices; if the memory bound is too small.
+                has no such indices; if the memory bound is too small; for `joint` with `diagonal`.
             RuntimeError: As `predict`.
         """
+        if joint and diagonal:
+            raise ValueError(
+                "diagonal=True gives variances, joint=True covariances between inputs: leave out "
+                "one of them."
+            )
         state = self._unchanged_state
+        if joint:
+            return grids.joint(state, x, outputs)
         deltas = [state.posterior.prior_precision.unsqueeze(0)]
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
         return mean, covariances[0, 0]
@@ -661,33 +681,88 @@ class Laplace:
             RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
                 since, or under autocast.
         """
-        if method not in METHODS:
-            raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
-        if samples is not None and (method == "map" or samples < 1):
-            raise ValueError(
-                f'samples={samples} with method="{method}": give a positive number of samples to '
-                '"glm", "glm-mc" or "nn", none to "map".'
-            )
+        _check_method(method, samples)
         state = self._unchanged_state
-        deltas = state.posterior.prior_precision.unsqueeze(0)
         if method == "glm" and samples is None:
+            deltas = state.posterior.prior_precision.unsqueeze(0)
             return grids.predictives([state], x, [deltas])[0][0]
+        with torch.inference_mode(False):
+            if method == "map":
+                return state.likelihood.predictive(self._map_outputs(state, x), None)
+            return state.likelihood.mixture(self._draws(state, x, method, samples, generator))
+
+    def marginals(
+        self,
+        x: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Distribution:
+        """The predictive distribution of each target of a regression on its own, with quantiles.
+
+        Batch shape `[B, C]` for C targets. It has `.icdf(q)` and `.cdf(y)` besides `.mean`,
+        `.variance` and `.log_prob(y)`: `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and
+        a tensor of Q probabilities `[Q, 1, 1]` gives `[Q, B, C]`.
+
+        In closed form it is a `Normal`: exact for `Gaussian`; for `HeteroscedasticGaussian` the
+        normal with the predictive's exact mean and variance. With samples (`"glm-mc"`, `"nn"`,
+        `"glm"` with `samples=`) it is the equal mixture of the S normals p(y | f_s), noise
+        included, and a quantile is the point where the mean of their distribution functions has the
+        value, not a quantile of S numbers. `predict` gives the normal with that mixture's moments.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            method: As `predict`.
+            samples: As `predict`.
+            generator: As `predict`.
+
+        Raises:
+            TypeError: If the likelihood is none of a regression.
+            ValueError: As `predict`.
+            RuntimeError: As `predict`.
+        """
+        _check_method(method, samples)
+        state = self._unchanged_state
+        if method == "glm" and samples is None:
+            deltas = state.posterior.prior_precision.unsqueeze(0)
+            mean, variances = grids.moments([state], x, [deltas], diagonal=True)
+            return state.likelihood.marginals(mean, variances[0, 0])
+        with torch.inference_mode(False):
+            if method == "map":
+                mean = self._map_outputs(state, x)
+                return state.likelihood.marginals(mean, torch.zeros_like(mean))
+            draws = self._draws(state, x, method, samples, generator)
+            return state.likelihood.marginal_mixture(draws)
+
+    @staticmethod
+    def _map_outputs(state: Fitted, x: Inputs | Record) -> Float[Tensor, "batch *outputs"]:
+        x, network = state.moved(x), state.network
+        with explaining_unbatched(network, x):
+            return predictive.map_outputs(network, x)
+
+    @staticmethod
+    def _draws(
+        state: Fitted,
+        x: Inputs | Record,
+        method: str,
+        samples: int | None,
+        generator: torch.Generator | None,
+    ) -> Float[Tensor, "samples batch *outputs"]:
+        """Samples of the outputs, `[S, B, ..., C]`."""
         num_samples = _DEFAULT_SAMPLES if samples is None else samples
         if method == "glm":
+            deltas = state.posterior.prior_precision.unsqueeze(0)
             mean, covariances = grids.moments([state], x, [deltas])
             outputs = predictive.sample_outputs(
                 mean.flatten(1), covariances[0, 0], num_samples, generator
             )
-            return self.likelihood.mixture(outputs.unflatten(2, mean.shape[1:]))
-        with torch.inference_mode(False):
-            x, network = state.moved(x), state.network
-            with explaining_unbatched(network, x):
-                if method == "map":
-                    return self.likelihood.predictive(predictive.map_outputs(network, x), None)
-                draws = state.posterior.sample(num_samples, generator)
-                is_linear = method == "glm-mc"
-                push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-                return self.likelihood.mixture(push(network, self.param_names, x, draws))
+            return outputs.unflatten(2, mean.shape[1:])
+        x, network = state.moved(x), state.network
+        with explaining_unbatched(network, x):
+            draws = state.posterior.sample(num_samples, generator)
+            is_linear = method == "glm-mc"
+            push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
+            return push(network, state.parameters.names, x, draws)
 
     # ------------------------------------------------- tuning and evaluation
 
@@ -699,6 +774,8 @@ class Laplace:
         method: str = "grid",
         progress: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        sigma: bool = False,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
@@ -711,21 +788,32 @@ class Laplace:
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation, and leaves torch's global
                 generator alone; that one if None. The `"glm"` predictive draws nothing.
+            sigma: With `method="marglik"`, tune the noise of a regression, too, and set it: the
+                `likelihood` is then a `Gaussian` of the best sigma, and posterior and evidence are
+                those of a fit with it. No data is read again. One sigma per output is multiplied
+                by a common factor, the `sigma_factor` of the table.
 
         Returns:
-            The best value, the metric there, and `.table` with every value tried.
+            The best value, the metric there, and `.table` with every value tried; `.sigma` if it
+            was tuned.
 
         Raises:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
                 empty loader or one whose targets are all ignored; if the marginal likelihood has no
-                optimum.
+                optimum; for `sigma` with another method or likelihood, or residuals of zero.
             RuntimeError: Before a fit.
         """
+        if sigma and method != "marglik":
+            raise ValueError(
+                'sigma=True tunes by the marginal likelihood: pass method="marglik", and no loader.'
+            )
         if method == "marglik":
             if (loader, grid, generator) != (None, None, None) or metric != "nll":
                 raise ValueError(
                     'method="marglik" uses neither a loader, a generator, a grid nor a metric.'
                 )
+            if sigma:
+                return self._tune_noise()
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":
             if loader is None:
@@ -747,6 +835,13 @@ class Laplace:
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
         self.prior_precision = found.prior_precision
+        return found
+
+    def _tune_noise(self) -> tuning.Tuning:
+        found, fitted = noise.tune_noise(self._state)
+        with _EXCHANGE:
+            self._fitted, self.likelihood = fitted, fitted.likelihood
+            self._prior_precision = fitted.posterior.prior_precision
         return found
 
     def evaluate(
@@ -795,7 +890,7 @@ class Laplace:
 
     # -------------------------------------------------------------- on disk
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
         The model itself is not in it. The file has a checksum, and the same posterior gives the
@@ -804,16 +899,20 @@ class Laplace:
 
         Args:
             path: The file, in a folder that exists.
+            own_likelihood: Whether a likelihood of your own class may be saved by its import path
+                and its `options`. The file holds no code, and `load` imports none: it must be given
+                an instance.
 
         Raises:
             RuntimeError: Before a fit.
-            ValueError: If the likelihood is an instance of a user's class, or the negative
+            ValueError: If the likelihood is an instance of a user's class, unless
+                `own_likelihood`; if its `options` are not plain data, or the negative
                 log-likelihood is not finite.
             FileNotFoundError: If the folder does not exist.
             OSError: If the path is a folder, a device or may not be written; if the disk is full.
                 What was there before is still there.
         """
-        posterior_file.save(Path(path), self._unchanged_state)
+        posterior_file.save(Path(path), self._unchanged_state, own_likelihood)
 
     @classmethod
     def load(
@@ -821,6 +920,7 @@ class Laplace:
         path: str | Path,
         model: nn.Module,
         *,
+        likelihood: Likelihood | None = None,
         backend: str = "auto",
         fisher: str = "exact",
         factor_dtype: torch.dtype = torch.float64,
@@ -837,6 +937,8 @@ class Laplace:
         Args:
             path: The file.
             model: The model, with the parameters that it had at the fit.
+            likelihood: An instance of the class of your own that the file names, with the `options`
+                that the file has; None if the likelihood is one of this package.
             backend: For another fit, as the constructor takes it; likewise the next three.
             fisher: For another fit.
             factor_dtype: For another fit.
@@ -845,7 +947,8 @@ class Laplace:
             batch: How batches are read.
 
         Raises:
-            ValueError: If the file is damaged, of another format, or does not fit the model.
+            ValueError: If the file is damaged, of another format, or does not fit the model; if
+                `likelihood` is missing, superfluous or not that of the fit.
             FileNotFoundError: If there is no such file.
             IsADirectoryError: If it is a folder.
             OSError: If it cannot be read.
@@ -855,7 +958,7 @@ class Laplace:
         posterior_file.check_names(header, dict(plain.named_parameters()))
         la = cls(
             model,
-            likelihood=likelihood_from_json(header.likelihood),
+            likelihood=likelihood_from_json(header.likelihood, likelihood),
             curvature=header.curvature,
             params=header.param_names,
             rank=header.rank,
@@ -890,6 +993,7 @@ class Laplace:
             header.nll,
             others,
             header.mode,
+            None if header.noise is None else Noise(**header.noise),
         )
         return la
 
@@ -901,6 +1005,17 @@ def _plain(model: nn.Module) -> nn.Module:
     check_deterministic(plain)
     check_finite(plain)
     return plain
+
+
+def _check_method(method: str, samples: int | None) -> None:
+    """Require a way to predict, and samples where there are some."""
+    if method not in METHODS:
+        raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
+    if samples is not None and (method == "map" or samples < 1):
+        raise ValueError(
+            f'samples={samples} with method="{method}": give a positive number of samples to '
+            '"glm", "glm-mc" or "nn", none to "map".'
+        )
 
 
 def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:

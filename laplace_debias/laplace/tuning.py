@@ -9,7 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+)
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace.evaluation import Scored, joined, score
@@ -33,12 +37,14 @@ class Tuning:
         metric: What was optimised: a metric's name, or `"log_marginal_likelihood"`.
         value: The metric there.
         table: One row for each value tried: `prior_precision` and the metric.
+        sigma: The noise that was tuned with it, one number or one per output; None if it was not.
     """
 
     prior_precision: float
     metric: str
     value: float
     table: list[dict[str, float]]
+    sigma: float | list[float] | None = None
 
     def __float__(self) -> float:
         return self.prior_precision
@@ -67,7 +73,8 @@ def tune_on_grid(
         ValueError: For a metric that does not fit, a grid that is empty or not positive, no batch,
             targets that are all ignored, or a metric that is NaN everywhere.
     """
-    known = ["nll"] if isinstance(likelihood, Gaussian) else list(_OF_PROBABILITIES)
+    is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
+    known = ["nll"] if is_regression else list(_OF_PROBABILITIES)
     if metric not in known:
         raise ValueError(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from cases import one_axis_at_a_time
+from dense_curvature import dense_curvature
 from sklearn.metrics import accuracy_score, hamming_loss
 from torch import nn
 from torch.distributions import Bernoulli as TorchBernoulli
@@ -75,51 +76,6 @@ def dense_columns(model, x, y, fisher, drawn):
     return torch.stack([p - labels for labels in drawn], dim=1) / len(drawn) ** 0.5
 
 
-def dense_rows(model, x, columns, names):
-    """Rows `sᵀ J` of the parameters, `[N, K, D]`."""
-    return torch.einsum("nkc,ncd->nkd", columns, oracle.flat_jacobian(model, x, names))
-
-
-def gram(rows):
-    return torch.einsum("nkd,nke->de", rows, rows) / len(rows)
-
-
-def dense_factors(model, x, columns, layer):
-    """A and G of a linear layer: its inputs, and the gradients in its bias."""
-    inputs = []
-    hook = model.get_submodule(layer).register_forward_hook(lambda m, a, o: inputs.append(a[0]))
-    model(x)
-    hook.remove()
-    g = gram(dense_rows(model, x, columns, [f"{layer}.bias"]))
-    a = inputs[0].detach()
-    return {"A": a.T @ a / len(a), "G": g, "bias": g}
-
-
-def dense_curvature(la, curvature, x, columns):
-    """The curvature `[D, D]`, along the package's eigenvectors where they are any basis's."""
-    model, names = la.model, la.param_names
-    exact = gram(dense_rows(model, x, columns, names))
-    if curvature == "full":
-        return exact
-    if curvature == "diag":
-        return exact.diagonal().diag()
-    if curvature == "lowrank":
-        values, U = oracle.eigen(exact)
-        return U[:, :RANK] @ values[:RANK].diag() @ U[:, :RANK].T
-    blocks = []
-    for name, block in la.posterior.curvature.blocks.items():
-        layer, _, role = name.rpartition(".")
-        factors = dense_factors(model, x, columns, layer)
-        if role == "bias":
-            blocks.append(factors["bias"])
-        elif curvature == "kfac":
-            blocks.append(oracle.kfac_block(factors))
-        else:
-            of_block = gram(dense_rows(model, x, columns, [name]))
-            blocks.append(oracle.ekfac_block(factors, of_block, block.U_G, block.U_A))
-    return torch.block_diag(*blocks)
-
-
 def close(actual, expected, tolerance=1e-9):
     assert actual.shape == expected.shape
     assert expected.abs().max() > 1e-6
@@ -144,7 +100,7 @@ def test_every_curvature_is_the_dense_one(curvature, fisher):
     la.fit_batches([(x[:4], y[:4]), (x[4:], y[4:])], num_data=40)
     # Drawn batch by batch, sample by sample; EKFAC's second pass draws the same labels again.
     drawn = [torch.cat(likelihood.drawn[k:4:2]) for k in range(2)] if fisher == "mc" else None
-    C = dense_curvature(la, curvature, x, dense_columns(model, x, y, fisher, drawn))
+    C = dense_curvature(la, curvature, x, dense_columns(model, x, y, fisher, drawn), RANK)
     P = 40 * C + DELTA * torch.eye(len(C)).double()
     close(la.posterior.precision.to_dense(), P)
     J = oracle.flat_jacobian(model, x, la.param_names)
@@ -454,7 +410,8 @@ ADVICE = 'likelihood="multilabel"'
         (Bernoulli(), MULTI_HOT, ValueError, ['"classification" if exactly one'], "argmax"),
         (Categorical(), MULTI_HOT, TypeError, [ADVICE], "argmax"),
         (Categorical(), MULTI_HOT.long(), ValueError, [ADVICE], "argmax"),
-        (Categorical(), ONE_HOT, TypeError, [ADVICE, "one-hot", "argmax"], "0 or 1"),
+        (Categorical(), 2 * ONE_HOT, TypeError, [ADVICE, "sum to 1"], "0 or 1"),
+        (Categorical(), ONE_HOT.long(), ValueError, [ADVICE, "one-hot", "argmax"], "0 or 1"),
         (Categorical(), ONE_HOT.bool(), TypeError, [ADVICE, "argmax"], "0 or 1"),
         (Categorical(), torch.zeros(3), TypeError, ["targets.long()"], ADVICE),
         (MultiLabel(), torch.arange(3), ValueError, ['"classification"', "(3, 3)"], "argmax"),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, hessian, jacrev
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace
+from laplace_debias import Gaussian, Laplace
 from laplace_debias.laplace import predict_grids
 
 B, C, L, DELTA = 6, 5, 5, 0.8
@@ -361,7 +361,7 @@ class One(nn.Module):
         (classifier(nn.Sigmoid()), "classification", (X, Y)),
         (classifier(Shift()), "classification", (X, Y)),
         (classifier(nn.Softmax(1)), "classification", (X[:1], Y[:1])),
-        (classifier(nn.Softmax(1)), "regression", (X, X[:, :3])),
+        (classifier(nn.Softmax(1)), Gaussian(1.0), (X, X[:, :3])),
         (classifier(One()), "binary", (X, Y % 2)),
         # A softmax over positions is none over classes.
         (build().append(nn.Softmax(2)), "classification", (inputs(), labels())),

@@ -214,6 +214,8 @@ def test_a_checksum_cannot_be_left_out(la, path):
         *(("curvature", value) for value in ("kfra", None, ["kfac"], {})),
         *(("others", value) for value in ([], None, {"a": 1.5}, {"a": True}, {"a": 2**63})),
         *(("likelihood", value) for value in (None, [], "classification", 3)),
+        *(("noise", value) for value in (3, {}, {"num_targets": 1.0}, {"num_targets": 0.0})),
+        *(("noise", {"num_targets": 2.0, "power": power}) for power in (3, "2", True)),
     ],
 )
 def test_fields_of_the_header_are_checked_by_name(la, path, field, value):
@@ -228,6 +230,14 @@ def test_fields_of_the_header_are_checked_by_name(la, path, field, value):
         *({}, {"name": None}, {"name": "poisson"}, {"name": ["classification"]}),
         *({"name": "classification"}, {"name": "classification", "ignore_index": "a"}),
         {"name": "binary", "sigma": 1.0},
+        {"name": "classification", "ignore_index": -100, "class_weights": [1.0, -1.0, 0.0]},
+        {"name": "classification", "ignore_index": -100, "class_weights": [0.0, 0.0, 0.0]},
+        {"name": "classification", "ignore_index": -100, "class_weights": []},
+        {"name": "classification", "ignore_index": -100, "label_smoothing": 1.5},
+        {"name": "binary", "positive_weight": 0.0},
+        {"name": "multilabel", "ignore_index": -100, "positive_weights": [[1.0]]},
+        {"name": "heteroscedastic", "sigma": 1.0},
+        *({"name": "own"}, {"name": "own", "class": 3, "options": {}}),
         *({"name": "regression", "sigma": sigma} for sigma in (0, -1.0, "1", [], [1, None], True)),
     ],
 )

@@ -91,6 +91,19 @@ def predict(method, samples=None):
     return result
 
 
+@cache
+def fitted_to_numbers():
+    x = Augmented().x
+    return Laplace(network(), "regression", sigma=0.5).fit_batches([(x, x[:, :3])])
+
+
+def marginals(method):
+    def result(generator):
+        return fitted_to_numbers().marginals(Augmented().x, method, 7, generator).mean
+
+    return result
+
+
 def tune(generator):
     la = fitted()
     values = la.tune(shuffled(), grid=[0.1, 10.0], generator=generator).table
@@ -159,6 +172,7 @@ CASES = {
     Laplace.fit_batches: {"two loaders": fit_batches, "an iterator": fit_of_an_iterator},
     Laplace.sample: {"": lambda generator: fitted().sample(3, generator)},
     Laplace.predict: {method: predict(method) for method in ("glm", "glm-mc", "nn")},
+    Laplace.marginals: {method: marginals(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.tune: {"grid": tune},
     Laplace.evaluate: {method: evaluate(method) for method in ("glm", "glm-mc", "nn", "map")},
     GaussianPosterior.sample: {"": lambda generator: fitted().posterior.sample(3, generator)},

@@ -30,6 +30,7 @@ FLOORS = (
     {"experiments.shared": "what they share: settings, storage, training"},
     {
         PACKAGE: "the public names",
+        "integrations": "adapters to other libraries",
         "report": "tables and pictures",
         "problems": "test problems: networks, data sets, recipes",
     },

@@ -103,7 +103,7 @@ def fit_crossfit_dense(
     """
     folds = split_folds(data, num_folds)
     rows: list[Rows] = []
-    seen = Seen(0, 0.0)
+    seen = Seen(0, 0.0, 0)
     for fold in folds:
         of_fold: list[Rows] = []
         seen = seen + sweep_rows(problem, [fold], of_fold.append, seen.num_examples)

@@ -73,14 +73,20 @@ class Seen:
     Attributes:
         num_examples: How many examples.
         nll: Their summed loss; of a likelihood in nats.
+        num_outputs: How many numbers the network gave for them all.
     """
 
     num_examples: int
     nll: float
+    num_outputs: int
 
     def __add__(self, other: "Seen") -> "Seen":
         """What two passes over different data saw."""
-        return Seen(self.num_examples + other.num_examples, self.nll + other.nll)
+        return Seen(
+            self.num_examples + other.num_examples,
+            self.nll + other.nll,
+            self.num_outputs + other.num_outputs,
+        )
 
 
 @dataclass(frozen=True)

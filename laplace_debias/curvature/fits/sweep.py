@@ -67,7 +67,8 @@ def sweep(
     network = shadow(problem.model)
     stream = problem.backend(network, problem.blocks)
     kept = None if consume_inputs is None else _KeptInputs(network, problem.blocks, consume_inputs)
-    num_seen, nll, pace = 0, torch.zeros((), dtype=torch.float64), None
+    num_seen, num_outputs, pace = 0, 0, None
+    nll = torch.zeros((), dtype=torch.float64)
     for all_x, all_y in batches:
         if pace is None:
             pace = _pace(problem, all_x, additive, extra_bytes)
@@ -76,10 +77,11 @@ def sweep(
             x, y = take(all_x, part), all_y[part]
 
             def columns(outputs: Tensor, y: Tensor = y, key: int = first + num_seen) -> Tensor:
-                nonlocal nll
+                nonlocal nll, num_outputs
                 check_outputs(outputs)
                 cotangents, value = problem.cotangents(outputs, y, key)
                 nll = nll.to(outputs.device) + value
+                num_outputs += outputs.numel()
                 return cotangents
 
             if kept is None:
@@ -93,7 +95,7 @@ def sweep(
             kept.hand_over()
     if num_seen == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
-    return Seen(num_seen, nll.item())
+    return Seen(num_seen, nll.item(), num_outputs)
 
 
 class _KeptInputs:

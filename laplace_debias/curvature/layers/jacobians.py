@@ -1,7 +1,7 @@
 """A block's Jacobian, rotated into any basis, from its layer's inputs and output gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,10 @@ class Rotated(NamedTuple):
     columns: Int[Tensor, " some_d_in"] | None = None
 
 
+Jacobians = Callable[[nn.Module, Block, Uses, Tensor | None, Tensor | None], Iterator[Rotated]]
+"""From a layer, a block, uses and directions to rotated Jacobians, as `rotated_jacobians`."""
+
+
 def rotated_jacobians(
     layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
 ) -> Iterator[Rotated]:
@@ -74,6 +78,24 @@ def rotated_jacobians(
             total = product if total is None else total.add_(product)
         assert total is not None
         yield Rotated(part, total.unflatten(1, (num_columns, block.shape[0])))
+
+
+def joint_jacobians(
+    layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
+) -> Iterator[Rotated]:
+    """The same, with all examples as one whose outputs are theirs, `[1, b·K, d_out, d_in]`."""
+    parts = list(rotated_jacobians(layer, block, uses, U_G, U_A))
+    looked_up = [part.columns for part in parts if part.columns is not None]
+    columns = torch.cat(looked_up).unique() if looked_up else None
+    if columns is not None:
+        # Sorted, so that each part's columns are found among all.
+        places = [torch.searchsorted(columns, some) for some in looked_up]
+        parts = [
+            Rotated(examples, J.new_zeros(*J.shape[:3], len(columns)).index_copy_(3, place, J))
+            for (examples, J, _), place in zip(parts, places, strict=True)
+        ]
+    J = parts[0].J if len(parts) == 1 else torch.cat([part.J for part in parts])
+    yield Rotated(slice(0, 1), J.flatten(0, 1).unsqueeze(0), columns)
 
 
 def _looked_up(

@@ -31,10 +31,19 @@ class NegativeLogLikelihood(OutputLoss):
         self.likelihood.check(*flat_terms(outputs, targets))
 
     def labels(self, targets: Tensor, first: int, ndim: int) -> Labels:
-        """The targets with a row for each term, and which terms count, `[B, ..., 1]`, or all."""
+        """The targets with a row for each term; which count, `[B, ..., 1]`; curvature weights.
+
+        The second is left out where all count and have weight 1, the third where all have.
+        """
         positions = targets.shape[: ndim - 1]
         rows = targets.flatten(0, ndim - 2)
         counted = self.likelihood.counted(rows)
+        weights = self.likelihood.curvature_weights(rows)
+        if weights is not None:
+            if counted is None:
+                counted = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+            of_terms = weights.reshape(*positions, -1)
+            return rows, counted.reshape(*positions, -1), of_terms
         return (rows,) if counted is None else (rows, counted.reshape(*positions, -1))
 
     def count(self, targets: Tensor) -> float:
@@ -51,12 +60,12 @@ class NegativeLogLikelihood(OutputLoss):
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """∇ ℓ at every position that counts."""
-        return self._gradient(outputs, labels[0], labels)
+        gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels[0])
+        return self._placed(gradient.unsqueeze(0), outputs, labels)[0]
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The likelihood's columns, each at one position."""
-        columns = self.likelihood.hessian_root(outputs.flatten(0, -2))
-        columns = self._placed(columns, outputs, labels)
+        columns = self._root(outputs, labels)
         if outputs.ndim == 2:
             return columns
         columns = columns.flatten(2, -2)
@@ -66,9 +75,7 @@ class NegativeLogLikelihood(OutputLoss):
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """By the root, position by position."""
-        columns = self._placed(
-            self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels
-        )
+        columns = self._root(outputs, labels)
 
         def product(v: Tensor) -> Tensor:
             along = torch.einsum("k...c,...c->k...", columns, v)
@@ -78,18 +85,27 @@ class NegativeLogLikelihood(OutputLoss):
 
     def hessian_trace(self, outputs: Tensor, labels: Labels) -> Float[Tensor, ""]:
         """The trace of the Hessian of `value`, float64; Σ (1 − Σ p²) for a softmax."""
+        if len(labels) == 3 and labels[2].shape[-1] > 1:
+            return self._root(outputs.double(), labels).square().sum()
         traces = self.likelihood.hessian_trace(outputs.flatten(0, -2))
-        return traces.sum() if len(labels) == 1 else (traces * labels[1].flatten()).sum()
+        for factor in labels[1:]:
+            traces = traces * factor.flatten()
+        return traces.sum()
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
-        """∇ ℓ at labels drawn from p(y | f)."""
+        """∇ of −log p at labels drawn from p(y | f), times the roots of the curvature weights."""
         terms = outputs.flatten(0, -2)
         numbers = uniforms(outputs, self.counted(labels)).reshape(terms.shape)
-        return self._gradient(outputs, self.likelihood.sample(terms, numbers), labels)
+        gradient = self.likelihood.drawn_gradient(terms, numbers)
+        return self._weighted(gradient.unsqueeze(0), outputs, labels)[0]
 
-    def _gradient(self, outputs: Tensor, rows: Tensor, labels: Labels) -> Tensor:
-        gradient = self.likelihood.gradient(outputs.flatten(0, -2), rows)
-        return self._placed(gradient.unsqueeze(0), outputs, labels)[0]
+    def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """The likelihood's columns, weights included, `[K, B, ..., C]`."""
+        return self._weighted(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
+
+    def _weighted(self, columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
+        placed = self._placed(columns, outputs, labels)
+        return placed if len(labels) < 3 else placed * labels[2].sqrt().to(placed.dtype)
 
     def _placed(self, columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
         """Columns `[K, terms, C]` where the outputs are, `[K, B, ..., C]`, of terms that count."""

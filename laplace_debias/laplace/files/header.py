@@ -1,19 +1,12 @@
 """What a posterior file says besides its tensors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from laplace_debias.curvature.fits.kinds import CURVATURES
 from laplace_debias.curvature.layers.blocks import SHARINGS
-from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    Likelihood,
-    MultiLabel,
-)
-from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
+from laplace_debias.laplace.files.likelihood_json import likelihood_to_json
 from laplace_debias.laplace.files.plain_data import (
     FINITE,
     FLAG,
@@ -21,12 +14,13 @@ from laplace_debias.laplace.files.plain_data import (
     NOTHING,
     POSITIVE,
     TEXT,
+    Kind,
     check_fields,
     either,
     list_of,
     mapping_to,
     one_of,
-    shown,
+    record_of,
     whole_number,
 )
 from laplace_debias.laplace.fitted import Fitted
@@ -52,6 +46,7 @@ class Header:
         mode: How the posterior was fitted, for `repr`; None if it is not known, as in format 3.
         calls: Parameters that are measured at calls of modules, with the modules' paths; none
             before format 5.
+        noise: Of a regression `Fitted.noise`; files without it lack the field.
     """
 
     likelihood: dict[str, Any]
@@ -67,10 +62,16 @@ class Header:
     class_dim: int | None = None
     mode: str | None = None
     calls: dict[str, list[str]] = field(default_factory=dict)
+    noise: dict[str, Any] | None = None
+
+    def as_plain(self) -> dict[str, Any]:
+        """The fields of the file."""
+        plain = asdict(self)
+        return {name: plain[name] for name in plain if plain[name] is not None or name in FIELDS}
 
 
 _INT64 = whole_number(-(2**63), 2**63 - 1)
-FIELDS = {
+FIELDS: dict[str, Kind] = {
     "likelihood": MAPPING,
     "curvature": one_of(CURVATURES),
     "joint": FLAG,
@@ -87,23 +88,41 @@ FIELDS = {
 }
 # Which fields a format does not have yet.
 LATER_FIELDS = {3: ("class_dim", "mode", "calls"), 4: ("calls",), 5: ()}
-_LIKELIHOODS = {
-    "classification": {"ignore_index": _INT64},
-    "binary": {},
-    "multilabel": {"ignore_index": _INT64},
-    "regression": {"sigma": either(POSITIVE, list_of(POSITIVE))},
-}
+_POWER = Kind("2 or 4", lambda v: type(v) is int and v in (2, 4))
+# A file need not have these.
+OPTIONAL = {"noise": record_of({"num_targets": POSITIVE, "power": _POWER})}
 
 
-def header_of(fitted: Fitted) -> Header:
+def check_header(plain: Any, where: str, without: Sequence[str] = ()) -> None:
+    """Require the fields of a header, each of its kind.
+
+    Args:
+        plain: A header as plain data.
+        where: What errors call it.
+        without: Fields that it does not have.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    kinds = {name: kind for name, kind in FIELDS.items() if name not in without}
+    if isinstance(plain, dict):
+        kinds |= {name: kind for name, kind in OPTIONAL.items() if name in plain}
+    check_fields(plain, kinds, where)
+
+
+def header_of(fitted: Fitted, own_likelihood: bool) -> Header:
     """What a file says besides its tensors.
+
+    Args:
+        fitted: The fit.
+        own_likelihood: Whether a likelihood of another package is named.
 
     Raises:
         ValueError: As `likelihood_to_json`.
     """
     settings, sharing = fitted.settings, fitted.settings.sharing
     return Header(
-        likelihood=likelihood_to_json(fitted.likelihood),
+        likelihood=likelihood_to_json(fitted.likelihood, own_likelihood),
         curvature=settings.kind.name,
         joint=bool(settings.joint),
         sharing=sharing if isinstance(sharing, str) else dict(sharing),
@@ -116,38 +135,5 @@ def header_of(fitted: Fitted) -> Header:
         class_dim=settings.class_dim,
         mode=fitted.mode,
         calls={name: list(paths) for name, paths in fitted.parameters.calls.items()},
+        noise=None if fitted.noise is None else asdict(fitted.noise),
     )
-
-
-def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:
-    """A likelihood of this package as plain data.
-
-    Raises:
-        ValueError: For an instance of any other class.
-    """
-    if type(likelihood) is Categorical:
-        return {"name": "classification", "ignore_index": likelihood.ignore_index}
-    if type(likelihood) is Bernoulli:
-        return {"name": "binary"}
-    if type(likelihood) is MultiLabel:
-        return {"name": "multilabel", "ignore_index": likelihood.ignore_index}
-    if type(likelihood) is Gaussian:
-        return {"name": "regression", "sigma": likelihood.sigma.tolist()}
-    raise ValueError(
-        f"A {type(likelihood).__name__} cannot be written to a file: only 'classification', "
-        "'binary', 'multilabel' and 'regression' can."
-    )
-
-
-def likelihood_from_json(data: Mapping[str, Any]) -> Likelihood:
-    """The inverse of `likelihood_to_json`.
-
-    Raises:
-        ValueError: For an unknown likelihood.
-    """
-    name = data.get("name")
-    if not isinstance(name, str) or name not in _LIKELIHOODS:
-        raise ValueError(f"The file's likelihood {shown(data)} is unknown: it is damaged.")
-    options = {key: value for key, value in data.items() if key != "name"}
-    check_fields(options, _LIKELIHOODS[name], "The file's likelihood")
-    return LIKELIHOODS[name](**options)

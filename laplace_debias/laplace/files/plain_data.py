@@ -62,6 +62,17 @@ def mapping_to(kind: Kind) -> Kind:
     )
 
 
+def record_of(kinds: Mapping[str, Kind]) -> Kind:
+    """A mapping with certain fields and no others, each of its kind."""
+
+    def accepts(value: Any) -> bool:
+        is_record = isinstance(value, dict) and value.keys() == kinds.keys()
+        return is_record and all(kind.accepts(value[name]) for name, kind in kinds.items())
+
+    told = ", ".join(f"{name} {kind.told}" for name, kind in kinds.items())
+    return Kind(f"a mapping with {told}", accepts)
+
+
 def either(*kinds: Kind) -> Kind:
     """One of several kinds."""
     return Kind(

@@ -7,15 +7,19 @@ checks.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.laplace.files.header import FIELDS, LATER_FIELDS, Header, header_of
+from laplace_debias.laplace.files.header import (
+    LATER_FIELDS,
+    Header,
+    check_header,
+    header_of,
+)
 from laplace_debias.laplace.files.orthonormality import check_orthonormal
-from laplace_debias.laplace.files.plain_data import check_fields, parsed_json, shown
+from laplace_debias.laplace.files.plain_data import parsed_json, shown
 from laplace_debias.laplace.files.saved_blocks import expected_blocks, rank_of
 from laplace_debias.laplace.files.sealed import (
     DamagedFileError,
@@ -40,22 +44,27 @@ _HAS_CHECKSUM = {f"{_NAME}{number}": number >= 4 for number in LATER_FIELDS}
 _PARTS = ("U_G", "U_A", "U", "magnitudes")
 
 
-def save(path: Path, fitted: Fitted) -> None:
+def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
 
     The same posterior gives the same bytes. See `atomic` for links, permissions, and what a process
     leaves that is killed.
+
+    Args:
+        path: The file.
+        fitted: The fit.
+        own_likelihood: As `likelihood_to_json` takes it.
 
     Raises:
         ValueError: If a number of the header is out of range.
         FileNotFoundError: If the folder does not exist.
         OSError: As `atomic.check_target`; if the disk is full or the file cannot be written.
     """
-    header = header_of(fitted)
+    header = header_of(fitted, own_likelihood)
     posterior = fitted.posterior
     check_target(path)
-    plain = asdict(header)
-    check_fields(plain, FIELDS, "The posterior cannot be saved: it")
+    plain = header.as_plain()
+    check_header(plain, "The posterior cannot be saved: it")
     tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
     for index, block in enumerate(posterior.curvature.blocks.values()):
         parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
@@ -91,7 +100,7 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
             raise ValueError(f"its metadata are {shown(sorted(texts))}")
         plain = parsed_json(texts["header"])
         without = LATER_FIELDS[int(texts["format"].removeprefix(_NAME))]
-        check_fields(plain, {n: kind for n, kind in FIELDS.items() if n not in without}, "it")
+        check_header(plain, "it", without)
     except ValueError as error:
         raise ValueError(f"The header of {path} is damaged ({error}).") from error
     return Header(**{**plain, "nll": float(plain["nll"])}), tensors

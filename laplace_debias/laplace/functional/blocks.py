@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.jacobians import rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.tap import Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.functional.weights import weighted_gram, weighted_squares
@@ -23,6 +23,7 @@ class BlockMoments:
         posteriors: Posteriors over them.
         prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
         diagonal: Whether to give variances alone.
+        jacobians: Where rotated Jacobians come from.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class BlockMoments:
         posteriors: Sequence[GaussianPosterior],
         prior_precisions: Float[Tensor, "posteriors grid blocks"],
         diagonal: bool,
+        jacobians: Jacobians = rotated_jacobians,
     ) -> None:
         self._blocks = blocks
         self._posteriors = posteriors
         self._prior_precisions = prior_precisions
         self._diagonal = diagonal
+        self._jacobians = jacobians
 
     def add_last_layer(
         self,
@@ -59,10 +62,7 @@ class BlockMoments:
         Returns:
             How many blocks there are: none of another layer.
         """
-        of_layer = [i for i, block in enumerate(self._blocks) if block.layer == last.layer]
-        is_known = all(self._blocks[i].role in ("weight", "bias") for i in of_layer)
-        if not (isinstance(layer, nn.Linear) and outputs.ndim == 2 and is_known):
-            return 0
+        of_layer = linear_blocks(self._blocks, layer, last, outputs)
         for index in of_layer:
             self._add_linear(into, index, last, chosen)
         return len(of_layer)
@@ -117,7 +117,7 @@ class BlockMoments:
             )
             grids = self._prior_precisions[members, :, index]
             U_G, U_A = operators[0].U_G, operators[0].U_A
-            for part, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
+            for part, J, columns in self._jacobians(layer, block, uses, U_G, U_A):
                 seen = curvature if columns is None else curvature[..., columns]
                 rows, seen = J.flatten(2), seen.flatten(1)
                 if self._diagonal:
@@ -136,3 +136,13 @@ class BlockMoments:
             operator = posterior.curvature.blocks[block]
             groups.setdefault((id(operator.U_G), id(operator.U_A)), []).append(position)
         return list(groups.values())
+
+
+def linear_blocks(
+    blocks: Sequence[Block], layer: nn.Module, last: Use, outputs: Tensor
+) -> list[int]:
+    """Numbers of the blocks of a linear layer that gives the outputs `[B, C]` itself."""
+    of_layer = [i for i, block in enumerate(blocks) if block.layer == last.layer]
+    is_known = all(blocks[i].role in ("weight", "bias") for i in of_layer)
+    is_linear = isinstance(layer, nn.Linear) and outputs.ndim == 2
+    return of_layer if is_linear and is_known else []

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.layers.uses import Uses, num_examples_of
+from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
@@ -33,6 +33,7 @@ class DenseMoments:
         posteriors: Posteriors with one block of all parameters.
         prior_precisions: δ, `[posteriors, P, 1]`.
         diagonal: Whether to give variances alone.
+        jacobians: Where Jacobians come from.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class DenseMoments:
         posteriors: Sequence[GaussianPosterior],
         prior_precisions: Float[Tensor, "posteriors grid 1"],
         diagonal: bool,
+        jacobians: Jacobians = rotated_jacobians,
     ) -> None:
         self._blocks = blocks
         self._places = _places_of(blocks)
@@ -48,6 +50,7 @@ class DenseMoments:
         self._roots = orthonormalisers(posteriors)
         self._deltas = prior_precisions[:, :, 0].double()
         self._diagonal = diagonal
+        self._jacobians = jacobians
 
     def add_last_layer(self, *_: object) -> int:
         """None: directions mix the last layer with all others."""
@@ -62,19 +65,19 @@ class DenseMoments:
     def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
         """As `BlockMoments.add`."""
         block, place = self._blocks[index], self._places[index]
-        for part, J, columns in rotated_jacobians(layer, block, uses, None, None):
+        for part, J, columns in self._jacobians(layer, block, uses, None, None):
             if columns is not None:
                 J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
             rows = J.flatten(2).double()
             gram = rows.square().sum(-1) if self._diagonal else rows @ rows.mT
             if self._gram is None:
-                self._gram = gram.new_zeros(num_examples_of(uses), *gram.shape[1:])
+                self._gram = gram.new_zeros(self._into.shape[2], *gram.shape[1:])
             self._gram[part] += gram
             for index, posterior in enumerate(self._posteriors):
                 along = rows @ _directions(posterior)[place].double()
                 total = self._along[index]
                 if total is None:
-                    total = along.new_zeros(num_examples_of(uses), *along.shape[1:])
+                    total = along.new_zeros(self._into.shape[2], *along.shape[1:])
                     self._along[index] = total
                 total[part] += along
 

@@ -85,7 +85,7 @@ def functional_moments(
         outputs = tap.forward(take(x, part))
         check_outputs(outputs, num_examples(x) if chunk == 1 else None)
         chosen = None if request.outputs is None else request.outputs[part]
-        columns = _columns(outputs, chosen)
+        columns = unit_columns(outputs, chosen)
         last = tap.last_layer(outputs)
         size = [len(columns)] if request.diagonal else [len(columns)] * 2
         total = outputs.new_zeros(*prior_precisions.shape[:2], len(outputs), *size)
@@ -113,7 +113,7 @@ def functional_moments(
         covariances.append(total)
         start += len(flat)
     mean, covariance = torch.cat(means), torch.cat(covariances, dim=2)
-    _check_covariance(covariance, prior_precisions)
+    check_covariance(covariance, prior_precisions)
     if request.outputs is None:
         mean = mean.unflatten(1, outputs.shape[1:])
     if request.diagonal:
@@ -121,7 +121,7 @@ def functional_moments(
     return mean, (covariance + covariance.mT) / 2
 
 
-def _check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
+def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
     """Require finite covariances.
 
     Raises:
@@ -137,7 +137,7 @@ def _check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
         )
 
 
-def _columns(
+def unit_columns(
     outputs: Float[Tensor, "batch *outputs"], chosen: Int[Tensor, "batch k"] | None
 ) -> Float[Tensor, "columns batch *outputs"]:
     """Unit cotangents, one for each output that is asked for."""
@@ -158,10 +158,7 @@ def _columns_at_once(
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
     """
-    # Of a table only the rows that are looked up have a Jacobian.
-    sizes = [block.size for block in blocks if block.role != "table"]
-    jacobian = max(sizes, default=0) * like.element_size()
-    each = max(gradients, jacobian)
+    each = bytes_of_a_column(gradients, blocks, like)
     remedy = "" if request.diagonal else ", ask for variances (diagonal=True) or for some outputs"
     bound = granted(
         request.memory_bound,
@@ -170,3 +167,10 @@ def _columns_at_once(
         remedy,
     )
     return min(num_columns, bound // each), bound
+
+
+def bytes_of_a_column(gradients: int, blocks: Sequence[Block], like: Tensor) -> int:
+    """Bytes that one output of one example takes: its output gradients, or a block's Jacobian."""
+    # Of a table only the rows that are looked up have a Jacobian.
+    sizes = [block.size for block in blocks if block.role != "table"]
+    return max(gradients, max(sizes, default=0) * like.element_size())

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,8 +14,11 @@ class Likelihood(ABC):
     """p(y | f) for network outputs f of shape `[B, C]`.
 
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
-    the six abstract methods. Where a network has further positions, `[B, T, C]`, it sees each as an
-    example, and ℓ is their sum; `predictive` and `mixture` see the positions as they are.
+    the six abstract methods. One whose Hessian depends on the target, by a weight of its class say,
+    also has `curvature_weights`. One of real numbers may have `marginals` and `marginal_mixture`,
+    and one that is saved with a posterior `options`. Where a network has further positions,
+    `[B, T, C]`, it sees each as an example, and ℓ is their sum; `predictive` and `mixture` see the
+    positions as they are.
 
     Attributes:
         variances_suffice: Whether `predictive` looks at the variances of the outputs alone.
@@ -74,6 +78,15 @@ class Likelihood(ABC):
         """Which targets count, `[B]`; None for all."""
         return None
 
+    def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
+        r"""ω ≥ 0, how much the Hessian of an example counts, float64, `[B, 1]`; None for 1.
+
+        The curvature of an example is $\mathrm{diag}(\sqrt\omega)\,(\sum_k s_k s_k^\top)\,
+        \mathrm{diag}(\sqrt\omega)$ with the columns of `hessian_root`, which see no target. Where
+        that Hessian is diagonal, each output may have a weight of its own, `[B, C]`.
+        """
+        return None
+
     def counts_any(self, targets: Tensor) -> bool:
         """Whether any target of a batch counts.
 
@@ -94,6 +107,54 @@ class Likelihood(ABC):
         with torch.enable_grad():
             f = outputs.detach().requires_grad_()
             return torch.autograd.grad(self.nll(f, targets).sum(), f)[0]
+
+    def drawn_gradient(
+        self,
+        outputs: Float[Tensor, "batch outputs"],
+        uniforms: Float[Tensor, "batch outputs"],
+    ) -> Float[Tensor, "batch outputs"]:
+        """∇_f of −log p(y | f) at targets drawn from p(y | f), `[B, C]`, without weights.
+
+        Its outer product is, in expectation, that of the columns of `hessian_root`.
+        """
+        return self.gradient(outputs, self.sample(outputs, uniforms))
+
+    def check_predicted(self, values: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
+        """Raise as `check` if targets do not fit a predictive's probabilities or means."""
+        self.check(values, targets)
+
+    def marginals(
+        self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
+    ) -> Distribution:
+        """p(y_c) of each target on its own, with `icdf`, for outputs of these moments.
+
+        Raises:
+            TypeError: If targets are not real numbers.
+        """
+        raise TypeError(self._no_marginals)
+
+    def marginal_mixture(self, samples: Float[Tensor, "samples *batch outputs"]) -> Distribution:
+        """p(y_c) of each target on its own, with `icdf`, averaged over samples of the outputs.
+
+        Raises:
+            TypeError: If targets are not real numbers.
+        """
+        raise TypeError(self._no_marginals)
+
+    @property
+    def _no_marginals(self) -> str:
+        return (
+            f"{type(self).__name__} has no marginals with quantiles: they are those of regression, "
+            "of Gaussian or HeteroscedasticGaussian. `predict` gives class probabilities."
+        )
+
+    def options(self) -> dict[str, Any]:
+        """The instance's arguments as plain data (JSON), for a posterior file to compare.
+
+        A file holds what this returns beside the import path of a user's class. `Laplace.load`
+        refuses an instance that returns something else. Empty by default.
+        """
+        return {}
 
 
 def probit(mean: Tensor, covariance: Tensor) -> Tensor:

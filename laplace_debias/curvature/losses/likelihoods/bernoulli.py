@@ -8,12 +8,33 @@ from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Independent
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood, probit
+from laplace_debias.curvature.losses.likelihoods.weights import (
+    Weights,
+    check_length,
+    checked_weights,
+)
 
 
 class Bernoulli(Likelihood):
-    """Binary classification on one logit; targets in {0, 1}, `[B]` or `[B, 1]`."""
+    r"""Binary classification on one logit; targets in {0, 1}, `[B]` or `[B, 1]`.
+
+    With a weight π of the positives, as `nn.BCEWithLogitsLoss(pos_weight=)` has it,
+    $\ell = -\pi y\log p - (1-y)\log(1-p)$ and its Hessian $\omega\,p(1-p)$, $\omega = 1+(\pi-1)y$.
+    The mean loss of N examples is that of ℓ over N, as torch has it. What such a posterior and its
+    marginal likelihood are, `Categorical` says.
+
+    Args:
+        positive_weight: π; 1 if None.
+
+    Raises:
+        ValueError: If the weight is not positive and finite.
+    """
 
     variances_suffice = True
+
+    def __init__(self, positive_weight: float | None = None) -> None:
+        self.positive_weight = checked_weights(positive_weight, "positive_weight")
+        check_length(self.positive_weight, 1, "positive_weight")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require one output and targets 0 or 1."""
@@ -35,7 +56,15 @@ class Bernoulli(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy on the logit."""
         labels = targets.reshape(outputs.shape).to(outputs.dtype)
-        return F.binary_cross_entropy_with_logits(outputs, labels, reduction="none")[:, 0]
+        return F.binary_cross_entropy_with_logits(
+            outputs, labels, reduction="none", pos_weight=_like(self.positive_weight, outputs)
+        )[:, 0]
+
+    def curvature_weights(self, targets: Tensor) -> Tensor | None:
+        """ω."""
+        if self.positive_weight is None:
+            return None
+        return _curvature_weights(targets.reshape(-1, 1), None, self.positive_weight)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""$\sqrt{p(1-p)}$, from log-sigmoids so that saturated logits keep their digits."""
@@ -44,6 +73,11 @@ class Bernoulli(Likelihood):
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch 1"]:
         """Zeros and ones from the sigmoid."""
         return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
+
+    def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
+        """P − y, y drawn from the sigmoid."""
+        plain = self if self.positive_weight is None else Bernoulli()
+        return plain.gradient(outputs, self.sample(outputs, uniforms))
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
         r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
@@ -64,18 +98,38 @@ class MultiLabel(Likelihood):
     $\nabla^2_f \ell = \mathrm{diag}(p(1-p))$. With one logit it is `Bernoulli`, but for the shape
     `[B, 1]` of targets and predictive.
 
+    With weights $w$ of labels and π of their positives, `weight` and `pos_weight` of
+    `nn.BCEWithLogitsLoss`, $\ell = -\sum_c w_c\,\big(\pi_c y_c\log p_c + (1-y_c)\log(1-p_c)\big)$
+    and $\nabla^2_f \ell = \mathrm{diag}(\omega\,p(1-p))$ with $\omega_c = w_c(1+(\pi_c-1)y_c)$. The
+    loss is summed over labels and averaged over examples: C times torch's mean. What such a
+    posterior and its marginal likelihood are, `Categorical` says.
+
     Args:
         ignore_index: Where every label has this value, the example (or position) does not count.
             A single label cannot be left out.
+        label_weights: w, one number per label.
+        positive_weights: π, one number per label or one for all.
+
+    Raises:
+        ValueError: If weights are out of range.
     """
 
     variances_suffice = True
 
-    def __init__(self, ignore_index: int = -100) -> None:
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_weights: Weights | None = None,
+        positive_weights: Weights | float | None = None,
+    ) -> None:
         self.ignore_index = ignore_index
+        self.label_weights = checked_weights(label_weights, "label_weights")
+        self.positive_weights = checked_weights(positive_weights, "positive_weights")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require targets 0 or 1 of the outputs' shape."""
+        check_length(self.label_weights, outputs.shape[1], "label_weights")
+        check_length(self.positive_weights, outputs.shape[1], "positive_weights", single=True)
         if targets.shape != outputs.shape:
             hint = ""
             if targets.ndim == 1 and not targets.is_floating_point():
@@ -96,8 +150,24 @@ class MultiLabel(Likelihood):
         """Binary cross-entropy on the logits, summed over the labels."""
         counted = self.counted(targets)
         labels = torch.where(counted.unsqueeze(-1), targets.to(outputs.dtype), 0)
-        losses = F.binary_cross_entropy_with_logits(outputs, labels, reduction="none").sum(-1)
-        return losses * counted
+        losses = F.binary_cross_entropy_with_logits(
+            outputs,
+            labels,
+            _like(self.label_weights, outputs),
+            reduction="none",
+            pos_weight=_like(self.positive_weights, outputs),
+        )
+        return losses.sum(-1) * counted
+
+    def curvature_weights(self, targets: Tensor) -> Tensor | None:
+        """ω, one for every label."""
+        if self.label_weights is None and self.positive_weights is None:
+            return None
+        given = (self.label_weights, self.positive_weights)
+        if any(w is not None and len(w) not in (1, targets.shape[-1]) for w in given):
+            return None  # `check` says so.
+        labels = torch.where(self.counted(targets).unsqueeze(-1), targets, 0)
+        return _curvature_weights(labels, *given)
 
     def counted(self, targets: Tensor) -> Tensor:
         """Those that are not `ignore_index` for every label."""
@@ -116,6 +186,12 @@ class MultiLabel(Likelihood):
         """Zeros and ones from the sigmoids, each label from a uniform of its own."""
         return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
+    def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
+        """P − y, y drawn from the sigmoids."""
+        is_plain = self.label_weights is None and self.positive_weights is None
+        plain = self if is_plain else MultiLabel()
+        return plain.gradient(outputs, self.sample(outputs, uniforms))
+
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
         r"""Of each label the sigmoid of its logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$.
 
@@ -127,3 +203,16 @@ class MultiLabel(Likelihood):
     def mixture(self, samples: Tensor) -> Independent:
         """The means of the sigmoids: each label's own probability, labels taken as independent."""
         return Independent(BernoulliDistribution(probs=samples.sigmoid().mean(0)), 1)
+
+
+def _like(weights: Tensor | None, outputs: Tensor) -> Tensor | None:
+    return None if weights is None else weights.to(outputs)
+
+
+def _curvature_weights(
+    labels: Tensor, weights: Tensor | None, positive: Tensor | None
+) -> Float[Tensor, "batch labels"]:
+    """W (1 + (π − 1) y), float64."""
+    y = labels.double()
+    omega = torch.ones_like(y) if positive is None else 1 + (positive.to(y) - 1) * y
+    return omega if weights is None else weights.to(y) * omega

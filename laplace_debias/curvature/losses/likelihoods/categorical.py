@@ -7,28 +7,87 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood, probit
+from laplace_debias.curvature.losses.likelihoods.weights import (
+    Weights,
+    check_length,
+    checked_weights,
+)
+
+# How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
+_ROUNDING = 1e-3
 
 
 class Categorical(Likelihood):
-    """Softmax classification; targets are class indices `[B]`.
+    r"""Softmax classification; targets are class indices `[B]`, or soft: probabilities `[B, C]`.
+
+    With class weights $w$, label smoothing ε, the one-hot or soft target $q$ and
+    $t_c = w_c\,\big((1-\varepsilon)\,q_c + \varepsilon/C\big)$, as `F.cross_entropy` has them,
+    $\ell = -\sum_c t_c \log p_c$, its gradient is $\omega p - t$ and its Hessian
+    $\omega\,(\mathrm{diag}(p) - pp^\top)$ with $\omega = \sum_c t_c$, which is 1 without weights.
+
+    The loss of N examples is Σ_n ℓ_n and their mean loss is that over N, whatever the weights:
+    torch's `reduction="mean"` divides by the sum of the targets' weights instead. If the network
+    was trained with that, multiply the class weights by N / Σ_n w_{y_n}, so that they are 1 on
+    average, for posterior and training to weigh data and weight decay alike.
+
+    With weights, smoothing or soft targets exp(−ℓ) is not a normalised distribution over labels.
+    The posterior is then a generalised (Gibbs) posterior, ∝ exp(−Σ ℓ) times the prior, and the
+    marginal likelihood its normaliser: it compares prior precisions, not likelihoods. Predictives
+    and labels drawn for `fisher="mc"` are those of the softmax, and `evaluate` and `tune` score
+    class indices by it, without weights and smoothing.
 
     Args:
-        ignore_index: A target with this value does not count, as in `F.cross_entropy`.
+        ignore_index: A target with this value does not count, as in `F.cross_entropy`; of soft
+            targets one with this value for every class.
+        class_weights: w, one number per class. A target of weight zero does not count.
+        label_smoothing: ε, from 0 to 1.
+
+    Raises:
+        ValueError: If weights or smoothing are out of range.
+
+    Reference:
+        Bissiri, Holmes & Walker (2016), "A general framework for updating belief distributions".
     """
 
     variances_suffice = True
 
-    def __init__(self, ignore_index: int = -100) -> None:
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        class_weights: Weights | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must lie in 0 … 1, got {label_smoothing}.")
         self.ignore_index = ignore_index
+        self.class_weights = checked_weights(class_weights, "class_weights")
+        self.label_smoothing = float(label_smoothing)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require integer labels `[B]` in `0 … C−1`."""
+        """Require integer labels `[B]` in `0 … C−1`, or probabilities `[B, C]`."""
         num_classes = outputs.shape[1]
         if num_classes < 2:
             raise ValueError(
                 "Classification needs at least two outputs, the model has one: use "
                 'likelihood="binary" for a single logit.'
             )
+        check_length(self.class_weights, num_classes, "class_weights")
+        if _are_soft(targets) and targets.shape == outputs.shape:
+            self._check_probabilities(outputs, targets)
+            return
+        self._check_indices(outputs, targets)
+
+    def check_predicted(self, values: Tensor, targets: Tensor) -> None:
+        """Require class indices: predictions are scored on labels."""
+        if _are_soft(targets) and targets.shape == values.shape:
+            raise ValueError(
+                "Predictions are scored on class indices, got class probabilities (soft targets): "
+                "pass the labels, or `targets.argmax(-1)`."
+            )
+        self.check(values, targets)
+
+    def _check_indices(self, outputs: Tensor, targets: Tensor) -> None:
+        num_classes = outputs.shape[1]
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
                 f"Class labels must be integers, got {targets.dtype}: pass class indices, "
@@ -39,7 +98,7 @@ class Categorical(Likelihood):
                 f"Expected one class label per example, shape ({outputs.shape[0]},), got "
                 f"{tuple(targets.shape)}{_advice_on_columns(outputs, targets)}."
             )
-        counted = targets[self.counted(targets)]
+        counted = targets[targets.long() != self.ignore_index]
         if counted.numel() == 0:
             return
         low, high = int(counted.min()), int(counted.max())
@@ -49,16 +108,70 @@ class Categorical(Likelihood):
                 f"{low} … {high}."
             )
 
-    def nll(self, outputs: Tensor, targets: Integer[Tensor, " batch"]) -> Tensor:
+    def _check_probabilities(self, outputs: Tensor, targets: Tensor) -> None:
+        probabilities = targets[self._not_ignored(targets)].double()
+        sums = probabilities.sum(-1)
+        rounding = max(_ROUNDING, torch.finfo(targets.dtype).eps)
+        if not ((probabilities >= 0).all() and ((sums - 1).abs() <= rounding).all()):
+            raise TypeError(
+                f"Class labels must be integers, got {targets.dtype} of shape "
+                f"{tuple(targets.shape)}, which are no class probabilities either: those are not "
+                "negative and sum to 1 for every example. Pass class indices or probabilities"
+                f"{_advice_on_columns(outputs, targets)}."
+            )
+
+    def nll(self, outputs: Tensor, targets: Integer[Tensor, " batch"] | Tensor) -> Tensor:
         """Cross-entropy."""
-        return F.cross_entropy(
-            outputs, targets.long(), reduction="none", ignore_index=self.ignore_index
+        weights = None if self.class_weights is None else self.class_weights.to(outputs)
+        if not _are_soft(targets):
+            return F.cross_entropy(
+                outputs,
+                targets.long(),
+                weights,
+                reduction="none",
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+            )
+        counted = self._not_ignored(targets)
+        probabilities = torch.where(counted.unsqueeze(-1), targets, 0).to(outputs.dtype)
+        losses = F.cross_entropy(
+            outputs,
+            probabilities,
+            weights,
+            reduction="none",
+            label_smoothing=self.label_smoothing,
         )
+        # Smoothing gives an ignored target, of zeros, a loss.
+        return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Those that are not `ignore_index`."""
+        """Those that are not `ignore_index`, nor of weight zero."""
+        counted = self._not_ignored(targets)
+        weights = self.curvature_weights(targets) if self.class_weights is not None else None
+        return counted if weights is None else counted & (weights.reshape(counted.shape) > 0)
+
+    def _not_ignored(self, targets: Tensor) -> Tensor:
+        if _are_soft(targets):
+            return (targets != self.ignore_index).any(-1)
         # In a narrow unsigned type −100 would wrap around to the index of a class.
         return targets.long() != self.ignore_index
+
+    def curvature_weights(self, targets: Tensor) -> Tensor | None:
+        """ω, the mean weight under the smoothed target."""
+        weights, smoothing = self.class_weights, self.label_smoothing
+        if _are_soft(targets):
+            q = targets.double()
+            weights = q.new_ones(q.shape[-1]) if weights is None else weights.to(q.device)
+            if len(weights) != q.shape[-1]:
+                return None  # `check` says so.
+            of_target = q @ weights
+        elif weights is None:
+            return None  # Smoothed or not, a target's classes add up to 1.
+        else:
+            weights = weights.to(targets.device)
+            of_target = weights[targets.long().clamp(0, len(weights) - 1)]
+        omega = (1 - smoothing) * of_target + smoothing * weights.mean()
+        return (omega * self._not_ignored(targets)).unsqueeze(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""The Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
@@ -93,6 +206,12 @@ class Categorical(Likelihood):
         above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
         return (cumulative[:, :-1] <= above).sum(-1)
 
+    def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
+        """P − e_y, y drawn from the softmax."""
+        is_plain = self.class_weights is None and self.label_smoothing == 0
+        plain = self if is_plain else Categorical()
+        return plain.gradient(outputs, self.sample(outputs, uniforms))
+
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Softmax of the logits, each divided by $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$."""
         if covariance is None:
@@ -102,6 +221,11 @@ class Categorical(Likelihood):
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
         """The mean of the softmaxes."""
         return CategoricalDistribution(probs=samples.softmax(-1).mean(0))
+
+
+def _are_soft(targets: Tensor) -> bool:
+    """Whether targets are meant as class probabilities: a number for every class."""
+    return targets.is_floating_point() and targets.ndim > 1
 
 
 def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:

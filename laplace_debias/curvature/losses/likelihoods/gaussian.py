@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+from laplace_debias.curvature.losses.likelihoods.normal_mixture import NormalMixture
 
 
 class Gaussian(Likelihood):
@@ -18,12 +19,18 @@ class Gaussian(Likelihood):
 
     Args:
         sigma: Standard deviation of the noise in the targets' units, one number or one per output.
+            If None 1.0 is assumed, which a fit warns of; `Laplace.tune(sigma=True)` finds it.
+
+    Attributes:
+        is_assumed: Whether no `sigma` was given.
 
     Raises:
         ValueError: If a standard deviation is not positive and finite.
     """
 
-    def __init__(self, sigma: float | Sequence[float] | Tensor = 1.0) -> None:
+    def __init__(self, sigma: float | Sequence[float] | Tensor | None = None) -> None:
+        self.is_assumed = sigma is None
+        sigma = 1.0 if sigma is None else sigma
         self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
             raise ValueError(f"sigma must be one positive number, or one per output, got {sigma}.")
@@ -50,13 +57,18 @@ class Gaussian(Likelihood):
                 f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
                 f"{tuple(targets.shape)}: use `targets.reshape(...)`."
             )
-        _check_finite_floats(targets, "Regression")
+        check_finite_floats(targets, "Regression")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-density of the targets."""
-        sigma = self._sigma(outputs)
-        constant = sigma.log().sum() + 0.5 * outputs.shape[-1] * math.log(2 * math.pi)
-        return 0.5 * ((outputs - targets) / sigma).square().sum(-1) + constant
+        """Negative log-density of the targets, float64."""
+        squares = ((outputs - targets) / self._sigma(outputs)).square().sum(-1)
+        # In float32 the constant would swallow the squares of residuals far below sigma.
+        return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
+
+    def log_normaliser(self, num_outputs: int) -> float:
+        """Σ log σ + C/2 log 2π, what ℓ is besides the residuals."""
+        log_sigma = float(self.sigma.expand(num_outputs).log().sum())
+        return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """The C columns of `diag(1/σ)`, the same for every example."""
@@ -69,19 +81,8 @@ class Gaussian(Likelihood):
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
         """Normal with the outputs' covariance plus σ² on the diagonal."""
-        noise = torch.diag(self._sigma(mean).square()).expand(*mean.shape[:-1], -1, -1)
-        total = noise if covariance is None else covariance + noise
-        # Rounding may have made it unsymmetric by more than torch's check accepts.
-        total = (total + total.mT) / 2
-        if not _is_resolved(total):
-            largest = float(total.diagonal(dim1=-2, dim2=-1).max())
-            raise ValueError(
-                f"The predictive covariance is singular in {total.dtype}: beside variances of up "
-                f"to {largest:.3g} a noise of sigma = {self.sigma.tolist()} is lost to rounding. "
-                "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
-                "targets and sigma."
-            )
-        return MultivariateNormal(mean, covariance_matrix=total)
+        noise = self._sigma(mean).square().expand(mean.shape)
+        return noisy_normal(mean, covariance, noise, f"sigma = {self.sigma.tolist()}")
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
         """The normal with the mixture's mean and covariance."""
@@ -90,8 +91,49 @@ class Gaussian(Likelihood):
         covariance = torch.einsum("s...i,s...j->...ij", residuals, residuals) / len(samples)
         return self.predictive(mean, covariance)
 
+    def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
+        """Normal with the outputs' variances plus σ²; batch shape `[B, C]`."""
+        return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
-def _check_finite_floats(targets: Tensor, kind: str) -> None:
+    def marginal_mixture(self, samples: Tensor) -> NormalMixture:
+        """The mixture of normals about the samples, of standard deviation σ each."""
+        return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
+
+
+def noisy_normal(
+    mean: Float[Tensor, "*batch outputs"],
+    covariance: Float[Tensor, "*batch outputs outputs"] | None,
+    noise: Float[Tensor, "*batch outputs"],
+    told: str,
+) -> MultivariateNormal:
+    """The normal whose covariance is that of the outputs with the noise on its diagonal.
+
+    Args:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]`; None for none.
+        noise: Variances, `[B, C]`.
+        told: What an error says of the noise.
+
+    Raises:
+        ValueError: If the sum is singular in its dtype.
+    """
+    diagonal = torch.diag_embed(noise)
+    total = diagonal if covariance is None else covariance + diagonal
+    # Rounding may have made it unsymmetric by more than torch's check accepts.
+    total = (total + total.mT) / 2
+    if not _is_resolved(total):
+        largest = float(total.diagonal(dim1=-2, dim2=-1).max())
+        raise ValueError(
+            f"The predictive covariance is singular in {total.dtype}: beside variances of up "
+            f"to {largest:.3g} a noise of {told} is lost to rounding. "
+            "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
+            "targets and sigma."
+        )
+    return MultivariateNormal(mean, covariance_matrix=total)
+
+
+def check_finite_floats(targets: Tensor, kind: str) -> None:
+    """Raise a `TypeError` for other targets than floats, a `ValueError` for NaN and Inf."""
     if not targets.is_floating_point():
         raise TypeError(
             f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."

@@ -8,12 +8,14 @@ from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
 from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
 from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian
+from laplace_debias.curvature.losses.likelihoods.heteroscedastic import HeteroscedasticGaussian
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     "classification": Categorical,
     "regression": Gaussian,
     "binary": Bernoulli,
     "multilabel": MultiLabel,
+    "heteroscedastic": HeteroscedasticGaussian,
 }
 
 
@@ -23,8 +25,9 @@ def likelihood_from(
     """The likelihood of a name, or the instance itself.
 
     Args:
-        name: `"classification"`, `"regression"`, `"binary"`, `"multilabel"`, or a `Likelihood`.
-        sigma: Noise of `"regression"` (1.0 if not given).
+        name: `"classification"`, `"regression"`, `"heteroscedastic"`, `"binary"`, `"multilabel"`,
+            or a `Likelihood`.
+        sigma: Noise of `"regression"`; as `Gaussian` takes it.
 
     Raises:
         ValueError: For an unknown name, or a `sigma` that the likelihood has no use for.
@@ -37,10 +40,10 @@ def likelihood_from(
     if isinstance(name, Likelihood):
         return name
     if name == "regression":
-        return Gaussian(1.0 if sigma is None else sigma)
+        return Gaussian(sigma)
     if name in LIKELIHOODS:
         return LIKELIHOODS[name]()
     raise ValueError(
         f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', 'multilabel', "
-        "or an instance of Likelihood."
+        "'heteroscedastic', or an instance of Likelihood."
     )

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, which an extra of the package installs."""

@@ -1,0 +1,145 @@
+"""The noise of a regression, tuned together with the prior precision by the marginal likelihood.
+
+A fit at σ₀ tells the posterior at every σ = k σ₀: the residuals stay, and the curvature C of the
+mean loss becomes k⁻ᵖ C. So no data is read.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.posterior import GaussianPosterior, scaled
+from laplace_debias.laplace.tuning import Tuning
+
+# The range of γ = δ kᵖ that is searched, in powers of ten.
+_RANGE = 20
+
+
+def rescaled(fitted: Fitted, factor: float, prior_precision: float) -> Fitted:
+    """The fit with σ multiplied by a factor, under another prior.
+
+    Args:
+        fitted: A fit whose `noise` is known.
+        factor: k.
+        prior_precision: δ.
+
+    Raises:
+        ValueError: As `GaussianPosterior`.
+    """
+    noise, old = fitted.noise, fitted.posterior
+    assert isinstance(fitted.likelihood, Gaussian)
+    assert noise is not None
+    share = factor**-noise.power
+    posterior = GaussianPosterior(
+        old.mean,
+        old.curvature.map(lambda _, block: scaled(block, share)),
+        old.num_data,
+        torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device),
+        old.order,
+    )
+    squares = squared_residuals(fitted)
+    return replace(
+        fitted,
+        likelihood=Gaussian(fitted.likelihood.sigma * factor),
+        posterior=posterior,
+        nll=fitted.nll + 0.5 * squares * (factor**-2 - 1) + noise.num_targets * math.log(factor),
+    )
+
+
+def squared_residuals(fitted: Fitted) -> float:
+    """Q = Σ ‖(f − y)/σ‖² over the N examples."""
+    assert isinstance(fitted.likelihood, Gaussian)
+    assert fitted.noise is not None
+    sigma = fitted.likelihood.sigma
+    # The mean over outputs, of which there are as many as sigmas, or whose sigma is the same.
+    normaliser = fitted.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
+    return 2 * (fitted.nll - fitted.noise.num_targets * normaliser)
+
+
+def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
+    r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
+
+    With $P = k^{-p}(N C + \gamma)$, $\gamma = \delta k^p$, S = ‖θ*‖² and the residuals' Q, the log
+    marginal likelihood is, up to a constant,
+    $$-\frac{Q}{2k^2} - M\log k - \frac{\gamma S}{2k^p} + \frac D2\log\gamma
+    - \frac12\log\det(N C + \gamma),$$
+    whose best k has a closed form: $k^2 = (Q + \gamma S)/M$ for p = 2, and for the empirical
+    Fisher, p = 4, $k^2 = (Q + \sqrt{Q^2 + 8 M\gamma S})/(2M)$. What is left is a search over γ.
+    A σ for each output keeps the ratios that it has.
+
+    Args:
+        fitted: A fit with a `Gaussian` likelihood.
+
+    Returns:
+        What was found, and the fit with it.
+
+    Raises:
+        ValueError: For another likelihood, a fit that does not say how it depends on σ, residuals
+            of zero, or if there is no optimum.
+
+    Reference:
+        MacKay (1992), "Bayesian interpolation", for both hyperparameters by the evidence.
+    """
+    # Here, as it takes a third of a second to import.
+    from scipy.optimize import minimize_scalar
+
+    if type(fitted.likelihood) is not Gaussian:
+        raise ValueError(
+            f"sigma=True tunes the noise of Gaussian, not of {type(fitted.likelihood).__name__}: "
+            "leave it out."
+        )
+    if fitted.noise is None:
+        raise ValueError(
+            "The posterior's file was written before sigma could be tuned, and does not say how "
+            "many targets the fit saw: fit again."
+        )
+    posterior, (M, p) = fitted.posterior, (fitted.noise.num_targets, fitted.noise.power)
+    Q, D = squared_residuals(fitted), len(posterior.mean)
+    S = posterior.mean.double().square().sum().item()
+    # What `squared_residuals` takes the difference of, in double precision.
+    if 1e-12 * (abs(fitted.nll) + M) >= Q:
+        raise ValueError(
+            "The residuals are zero beside sigma, to rounding: there is no noise to estimate. "
+            "Check that the targets are not the outputs, or fit with a smaller sigma."
+        )
+    name = "log_marginal_likelihood"
+    table: list[dict[str, float]] = []
+
+    def best_factor(gamma: float) -> float:
+        if p == 2:
+            return math.sqrt((Q + gamma * S) / M)
+        return math.sqrt((Q + math.sqrt(Q * Q + 8 * M * gamma * S)) / (2 * M))
+
+    def loss(log_gamma: float) -> float:
+        gamma = 10.0**log_gamma
+        k = best_factor(gamma)
+        nll = fitted.nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
+        log_det = posterior.log_det_precision(
+            torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
+        ).item()
+        value = -nll + 0.5 * (D * math.log(gamma) - gamma * S * k**-p - log_det)
+        table.append({"prior_precision": gamma * k**-p, "sigma_factor": k, name: value})
+        return -value
+
+    # With the noise free there may be several optima: a grid finds the best of them.
+    coarse = [loss(power) for power in range(-_RANGE, _RANGE + 1)]
+    start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
+    if abs(start) == _RANGE:
+        raise ValueError(
+            "The marginal likelihood has no optimum in sigma and the prior precision (the search "
+            f"ended at sigma_factor = {table[start + _RANGE]['sigma_factor']:.3g}, prior precision "
+            f"= {table[start + _RANGE]['prior_precision']:.3g}): give sigma, and tune the prior "
+            "precision on validation data."
+        )
+    result = minimize_scalar(
+        loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}
+    )
+    k = best_factor(10.0**result.x)
+    delta = 10.0**result.x * k**-p
+    tuned = rescaled(fitted, k, delta)
+    assert isinstance(tuned.likelihood, Gaussian)
+    table.sort(key=lambda row: row["prior_precision"])
+    return Tuning(delta, name, -result.fun, table, tuned.likelihood.sigma.tolist()), tuned

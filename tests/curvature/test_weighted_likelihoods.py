@@ -1,0 +1,202 @@
+"""Weights, smoothing, soft targets and noise from the network, against formulas written out."""
+
+import hand_likelihoods as hand
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import one_axis_at_a_time
+from hand_likelihoods import CASES, P3, W3
+from oracle import flat_jacobian, flat_parameters
+from torch import nn
+from torch.func import functional_call
+
+from laplace_debias import Bernoulli, Categorical, HeteroscedasticGaussian, MultiLabel
+from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+
+N, POSITIONS = 9, 2
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def network(num_outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, num_outputs)).double().eval()
+
+
+def case(name, *shape):
+    likelihood, num_outputs, targets, ell = CASES[name]
+    shape = shape or (N,)
+    f = torch.randn(*shape, num_outputs, generator=generator(), dtype=torch.float64)
+    return likelihood, 2 * f, targets(*shape, generator=generator(1)), ell
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_gradient_and_curvature_are_those_of_the_formula(name):
+    likelihood, f, y, ell = case(name)
+    loss = NegativeLogLikelihood(likelihood)
+    loss.check(f, y)
+    labels = loss.labels(y, 0, 2)
+    values = torch.stack([ell(*row) for row in zip(f, y, strict=True)])
+    close(likelihood.nll(f, y), values)
+    close(loss.value(f, labels), values.sum())
+    close(
+        loss.gradient(f, labels),
+        torch.stack([hand.gradient(ell, *r) for r in zip(f, y, strict=True)]),
+    )
+    expected = torch.stack([hand.hessian(ell, *row) for row in zip(f, y, strict=True)])
+    root = loss.root(f, labels)
+    close(torch.einsum("kbi,kbj->bij", root, root), expected)
+    v = torch.randn(f.shape, generator=generator(2), dtype=torch.float64)
+    close(loss.hessian(f, labels)(v), torch.einsum("bij,bj->bi", expected, v))
+    close(loss.hessian_trace(f, labels), expected.diagonal(dim1=1, dim2=2).sum())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drawn_gradients_are_unbiased(name):
+    likelihood, f, y, ell = case(name)
+    n = next(n for n in range(N) if hand.hessian(ell, f[n], y[n]).any())
+    many, labels = f[n : n + 1].expand(60_000, -1) / 3, y[n : n + 1].expand(60_000, *y.shape[1:])
+    cotangents = Cotangents(NegativeLogLikelihood(likelihood), FisherType("mc", 1, seed=3))
+    columns, _ = cotangents(many, labels, 0)
+    squares = torch.einsum("kbi,kbj->bij", columns, columns)
+    error = squares.mean(0) - hand.hessian(ell, many[0], y[n])
+    assert squares.abs().max() > 0
+    assert (error.abs() <= 4.5 * squares.std(0) / len(many) ** 0.5 + 1e-12).all()
+
+
+def test_they_are_what_torch_has():
+    """Its loss, but for the mean, which torch takes over weights."""
+    f, y = 2 * torch.randn(N, 3).double(), torch.randint(3, (N,))
+    w, pi = torch.tensor(W3).double(), torch.tensor(P3).double()
+    ours = Categorical(class_weights=W3, label_smoothing=0.1).nll(f, y).mean()
+    theirs = F.cross_entropy(f, y, w, label_smoothing=0.1) * w[y].sum() / N
+    torch.testing.assert_close(ours, theirs)
+    y = torch.randint(2, (N, 3)).double()
+    ours = MultiLabel(label_weights=W3, positive_weights=P3).nll(f, y).mean()
+    torch.testing.assert_close(ours, 3 * F.binary_cross_entropy_with_logits(f, y, w, pos_weight=pi))
+    ours = Bernoulli(positive_weight=P3[0]).nll(f[:, :1], y[:, 0]).mean()
+    theirs = F.binary_cross_entropy_with_logits(f[:, 0], y[:, 0], pos_weight=pi[0])
+    torch.testing.assert_close(ours, theirs)
+    target = torch.randn(N, 1).double()
+    ours = HeteroscedasticGaussian().nll(f[:, :2], target).mean()
+    theirs = F.gaussian_nll_loss(f[:, :1], target, f[:, 1:2].exp(), full=True)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_one_hot_targets_are_class_indices():
+    f, y = torch.randn(N, 3).double(), torch.randint(3, (N,))
+    hard, soft = (
+        NegativeLogLikelihood(Categorical(class_weights=W3, label_smoothing=0.1)) for _ in range(2)
+    )
+    q = F.one_hot(y, 3).double()
+    close(soft.value(f, soft.labels(q, 0, 2)), hard.value(f, hard.labels(y, 0, 2)))
+    close(soft.root(f, soft.labels(q, 0, 2)), hard.root(f, hard.labels(y, 0, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_soft_targets_of_narrow_types_are_rounded_probabilities(dtype):
+    q = (3 * torch.randn(500, 4)).softmax(-1)
+    likelihood, f = Categorical(), torch.randn(500, 4).double()
+    likelihood.check(f, q.to(dtype))
+    actual = likelihood.nll(f, q.to(dtype))
+    expected = -(q * f.log_softmax(-1)).sum(-1)
+    error = (actual - expected).abs() / expected.abs()
+    assert error.max() <= 2 * torch.finfo(dtype).eps
+    with pytest.raises(TypeError, match="sum to 1"):
+        likelihood.check(f, (1.02 * q).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    one_axis_at_a_time(CASES, [pytest.param((N,), id="B"), pytest.param((N, 2), id="BT")]),
+)
+def test_operators_are_the_dense_matrices(name, shape):
+    likelihood, f, y, ell = case(name, *shape)
+    model = network(f.shape[-1])
+    x = torch.randn(*shape, 4, generator=generator(4), dtype=torch.float64)
+    names = [n for n, _ in model.named_parameters()]
+    theta = flat_parameters(model, names)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    ggn = empirical = 0
+    for n in range(N):
+        rows = x[n].reshape(-1, 4)
+        targets = y[n].reshape(len(rows), *y.shape[len(shape) :])
+        J, out = flat_jacobian(model, rows, names), model(rows).detach()
+        g = 0
+        for t in range(len(rows)):
+            ggn = ggn + J[t].T @ hand.hessian(ell, out[t], targets[t]) @ J[t] / N
+            g = g + hand.gradient(ell, out[t], targets[t]) @ J[t]
+        empirical = empirical + torch.outer(g, g) / N
+
+    def mean_loss(vector):
+        parts = vector.split([p.numel() for p in model.parameters()])
+        values = {
+            name: part.view_as(p)
+            for part, (name, p) in zip(parts, model.named_parameters(), strict=True)
+        }
+        outputs = functional_call(model, values, (x,)).flatten(0, -2)
+        targets = y.flatten(0, len(shape) - 1)
+        return sum(ell(*row) for row in zip(outputs, targets, strict=True)) / N
+
+    close(GGN(model, likelihood, batches).to_dense(), ggn)
+    close(Fisher(model, likelihood, batches).to_dense(), ggn)
+    close(EmpiricalFisher(model, likelihood, batches).to_dense(), empirical)
+    expected = torch.autograd.functional.hessian(mean_loss, theta)
+    close(Hessian(model, likelihood, batches).to_dense(), expected)
+
+
+ONES3 = torch.ones(4, 3).double()
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets", "error", "says"),
+    [
+        (Categorical(class_weights=[1, 2]), 3, torch.zeros(4).long(), ValueError, "3 outputs"),
+        (Categorical(class_weights=[1, 2]), 3, ONES3 / 3, ValueError, "2 entries"),
+        (Categorical(), 3, ONES3, TypeError, "sum to 1"),
+        (Categorical(), 3, torch.tensor([[2.0, -1.0, 0.0]] * 4), TypeError, "not negative"),
+        (Categorical(), 3, ONES3 * torch.nan, TypeError, "sum to 1"),
+        (MultiLabel(label_weights=[1, 2]), 3, ONES3, ValueError, "label_weights has 2"),
+        (MultiLabel(positive_weights=[1, 2]), 3, ONES3, ValueError, "positive_weights has 2"),
+        (HeteroscedasticGaussian(), 3, ONES3, ValueError, "mean and a log-variance"),
+        (HeteroscedasticGaussian(), 2, ONES3, ValueError, "half as many"),
+        (HeteroscedasticGaussian(), 6, ONES3.long(), TypeError, "floating"),
+        (HeteroscedasticGaussian(), 6, ONES3 * torch.nan, ValueError, "NaN"),
+    ],
+)
+def test_what_does_not_fit_is_refused(likelihood, outputs, targets, error, says):
+    loss = NegativeLogLikelihood(likelihood)
+    # What sees labels before the check must not fail with an error of its own.
+    Cotangents(loss, FisherType()).counted(targets, 2, 0)
+    with pytest.raises(error, match=says):
+        loss.check(torch.zeros(4, outputs).double(), targets)
+
+
+def test_log_variances_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="logarithms of variances"):
+        HeteroscedasticGaussian().check(torch.tensor([[0.0, 200.0]]), torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Categorical(class_weights=[1.0, -1.0]), "class_weights must be finite"),
+        (lambda: Categorical(class_weights=[0.0, 0.0]), "not all zero"),
+        (lambda: Categorical(class_weights=torch.ones(2, 2)), "class_weights"),
+        (lambda: Categorical(label_smoothing=1.5), "label_smoothing must lie in"),
+        (lambda: Categorical(label_smoothing=float("nan")), "label_smoothing must lie in"),
+        (lambda: Bernoulli(positive_weight=0.0), "positive_weight"),
+        (lambda: MultiLabel(label_weights=[float("inf")]), "label_weights must be finite"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()

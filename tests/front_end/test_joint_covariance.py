@@ -1,0 +1,177 @@
+"""Covariances between inputs, against J P⁻¹ Jᵀ with the dense Jacobian of all inputs."""
+
+import re
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+from cases import one_axis_at_a_time
+from torch import nn
+
+from laplace_debias import Laplace
+
+CURVATURES = ["kfac", "ekfac", "diag", "lowrank", "full"]
+DELTA = 0.7
+
+
+class Words(nn.Module):
+    """A table that is looked up, positions, and a linear layer that gives the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.mix(self.table(tokens)).tanh().mean(1))
+
+
+def words():
+    torch.manual_seed(0)
+    return Words().double().eval(), torch.randint(6, (5, 3)), torch.randint(3, (5,))
+
+
+def tagger():
+    """Outputs at positions, [B, T, C]."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
+    return model, torch.randn(5, 3, 4).double(), torch.randint(2, (5, 3))
+
+
+def small(name):
+    return lambda: oracle.SMALL_MODELS[name]()[:3]
+
+
+MODELS = {
+    "convolution": small("conv2d"),
+    "mlp": small("mlp_tanh"),
+    "words": words,
+    "tagger": tagger,
+}
+
+
+def fitted(name="mlp", curvature="kfac", **options):
+    model, x, y = MODELS[name]()
+    options |= {"rank": 4} if curvature == "lowrank" else {}
+    la = Laplace(model, curvature=curvature, prior_precision=DELTA, **options)
+    la.fit([(x[:3], y[:3]), (x[3:], y[3:])], mode="debiased", num_data=30)
+    return la, x
+
+
+def jacobian(la, x):
+    """[B, M, D]."""
+    flat = nn.Sequential(la.model, nn.Flatten(1))
+    return oracle.flat_jacobian(flat, x, [f"0.{name}" for name in la.param_names])
+
+
+def dense(la, x):
+    J, P = jacobian(la, x), la.posterior.precision.to_dense()
+    return torch.einsum("nid,de,mje->nimj", J, torch.linalg.inv(P), J)
+
+
+def close(actual, expected, tolerance=1e-9):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize(("name", "curvature"), one_axis_at_a_time(MODELS, CURVATURES))
+def test_it_is_the_dense_one(name, curvature):
+    la, x = fitted(name, curvature)
+    mean, covariance = la.functional(x, joint=True)
+    expected = dense(la, x)
+    close(covariance, expected)
+    close(mean, la.model(x).detach())
+    # Of different inputs it is not nothing, and of each with itself it is what it was.
+    assert expected[0, :, 1].abs().max() > 1e-3 * expected.abs().max()
+    own = torch.stack([covariance[n, :, n] for n in range(len(x))])
+    close(own, la.functional(x)[1])
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("params", ["last_layer", "weights", ["head.bias"]])
+def test_of_the_last_layer_it_takes_no_backward_pass(params, joint, monkeypatch):
+    la, x = fitted("words", params=params, joint=joint)
+    if params != "weights":
+        monkeypatch.setattr(torch.autograd, "grad", None)
+    covariance = la.functional(x, joint=True)[1]
+    monkeypatch.undo()
+    close(covariance, dense(la, x))
+
+
+@pytest.mark.parametrize("name", ["convolution", "words", "tagger"])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_groups_of_inputs_give_the_same(name, curvature):
+    """The tightest bound lets two examples through at a time."""
+    la, x = fitted(name, curvature)
+    expected = la.functional(x, joint=True)[1]
+
+    def bounded(memory):
+        settings = replace(la._fitted.settings, memory_bound=memory)
+        la._fitted = replace(la._fitted, settings=settings)
+
+    bounded(1)
+    with pytest.raises(ValueError, match=r"joint covariance of 2 example\(s\) takes") as error:
+        la.functional(x, joint=True)
+    needed = int(re.search(r"takes (\d+) bytes", str(error.value))[1])
+    for memory in (needed, 2 * needed):
+        bounded(memory)
+        close(la.functional(x, joint=True)[1], expected)
+    bounded(needed // 2)
+    close(la.functional(x[:1], joint=True)[1], expected[:1, :, :1])
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_some_outputs(params):
+    la, x = fitted("words", params=params)
+    chosen = torch.randint(3, (len(x), 2))
+    mean, covariance = la.functional(x, joint=True, outputs=chosen)
+    at = torch.arange(len(x))[:, None]
+    close(mean, la.model(x).detach()[at, chosen])
+    close(covariance, dense(la, x)[at, chosen][:, :, at, chosen])
+    top = la.functional(x, joint=True, outputs=1)
+    assert top[1].shape == (len(x), 1, len(x), 1)
+    close(top[0], la.model(x).detach().amax(1, keepdim=True))
+
+
+def test_it_follows_the_prior_precisions_of_the_blocks():
+    la, x = fitted()
+    la.prior_precision = torch.linspace(0.5, 3.0, len(la.block_names))
+    close(la.functional(x, joint=True)[1], dense(la, x))
+
+
+def test_it_is_a_covariance_of_linearised_samples():
+    la, x = fitted()
+    J, draws = jacobian(la, x), la.sample(100_000, torch.Generator().manual_seed(0))
+    outputs = torch.einsum("nid,sd->sni", J, draws - la.mean).flatten(1)
+    covariance = la.functional(x, joint=True)[1].flatten(2).flatten(0, 1)
+    variances = covariance.diagonal()
+    error = torch.cov(outputs.T) - covariance
+    deviation = ((covariance**2 + torch.outer(variances, variances)) / len(draws)).sqrt()
+    assert (error.abs() / deviation).max() < 5.5
+
+
+def test_variances_have_no_joint():
+    la, x = fitted()
+    with pytest.raises(ValueError, match="leave out one of them"):
+        la.functional(x, diagonal=True, joint=True)
+
+
+class WithToken(nn.Module):
+    """A parameter of its own and a scale: blocks that belong to no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.randn(3)), nn.Parameter(torch.rand(2) + 1)
+        self.mix, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.scale * self.head(self.mix(x + self.token).tanh())
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_of_parameters_of_no_layer(curvature):
+    torch.manual_seed(0)
+    model, x = WithToken().double().eval(), torch.randn(5, 3).double()
+    la = Laplace(model, curvature=curvature).fit_batches([(x, torch.tensor([0, 1, 1, 0, 1]))])
+    assert {"token", "scale"} <= set(la.param_names)
+    close(la.functional(x, joint=True)[1], dense(la, x))

@@ -1,0 +1,220 @@
+"""σ of a regression, tuned with the prior precision: against the evidence written out, densely."""
+
+import math
+import warnings
+
+import oracle
+import pytest
+import torch
+from cases import one_axis_at_a_time
+from scipy.optimize import minimize
+from torch import nn
+
+from laplace_debias import Gaussian, Laplace
+
+CURVATURES = ["full", "kfac", "ekfac", "diag", "lowrank"]
+
+
+def problem(noise=0.1, num_outputs=1, dtype=torch.float64, num_data=60):
+    """A network that was trained on noisy data, so that it is near the best one."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(num_data, 2, generator=g, dtype=torch.float64)
+    y = torch.sin(2 * x).sum(1, keepdim=True) * torch.arange(1.0, num_outputs + 1)
+    y = y + noise * torch.randn(num_data, num_outputs, generator=g, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, num_outputs)).double()
+    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimiser.zero_grad()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        loss = (model(x) - y).square().sum() / noise**2 + 0.1 * penalty
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    return model.to(dtype).eval(), x.to(dtype), y.to(dtype)
+
+
+def fitted(curvature="full", sigma=1.0, data=None, **options):
+    model, x, y = problem() if data is None else data
+    options |= {"rank": 6} if curvature == "lowrank" else {}
+    la = Laplace(model, "regression", curvature, sigma=sigma, backend="hooks", **options)
+    return la.fit_batches([(x, y)]), x, y
+
+
+def dense_evidence(model, x, y, sigma, delta):
+    """Of the whole GGN, from the oracle alone."""
+    names = [name for name, _ in model.named_parameters()]
+    P = posterior_precision(len(x) * oracle.ggn(model, x, "regression", names, sigma), delta)
+    return evidence_of(model, x, y, names, P, sigma, delta)
+
+
+def posterior_precision(ggn, delta):
+    return ggn + delta * torch.eye(len(ggn)).double()
+
+
+def evidence_of(model, x, y, names, P, sigma, delta):
+    nll = oracle.nll("regression", model(x), y, sigma).sum()
+    theta = oracle.flat_parameters(model, names)
+    return oracle.log_marginal_likelihood(nll, theta, P, torch.full_like(theta, delta)).item()
+
+
+def test_it_is_the_maximum_of_the_dense_evidence():
+    la, x, y = fitted()
+    found = la.tune(method="marglik", sigma=True)
+    assert la.likelihood.sigma.item() == found.sigma
+    assert la.prior_precision.item() == pytest.approx(found.prior_precision)
+    dense = dense_evidence(la.model, x, y, found.sigma, found.prior_precision)
+    assert found.value == pytest.approx(dense, rel=1e-9)
+    assert la.log_marginal_likelihood().item() == pytest.approx(dense, rel=1e-9)
+
+    names = la.param_names
+    unit = len(x) * oracle.ggn(la.model, x, "regression", names, 1.0)
+
+    def loss(logs):
+        sigma, delta = logs.exp().tolist()
+        P = posterior_precision(unit / sigma**2, delta)
+        return -evidence_of(la.model, x, y, names, P, sigma, delta)
+
+    best = minimize(
+        lambda logs: loss(torch.as_tensor(logs)), [0.0, 0.0], method="Nelder-Mead",
+        options={"xatol": 1e-5, "fatol": 1e-9, "maxiter": 400},
+    )  # fmt: skip
+    assert found.value == pytest.approx(-best.fun, rel=1e-7)
+    assert math.log(found.sigma) == pytest.approx(best.x[0], abs=2e-3)
+    assert math.log(found.prior_precision) == pytest.approx(best.x[1], abs=2e-2)
+    # And it finds the noise of the data.
+    assert found.sigma == pytest.approx(0.1, rel=0.25)
+    assert found.value == max(row["log_marginal_likelihood"] for row in found.table)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "fisher", "mode"),
+    one_axis_at_a_time(
+        CURVATURES, ["exact", "mc", "empirical"], ["full", "debiased", "crossfit", "scaled"]
+    ),
+)
+def test_what_is_tuned_is_a_fit_with_that_sigma(curvature, fisher, mode):
+    """Posterior, evidence, predictions and tuning again, for every kind of fit."""
+    data = problem()
+    model, x, y = data
+    options = {"rank": 6} if curvature == "lowrank" else {}
+
+    def fit(sigma, delta=1.0):
+        la = Laplace(
+            model, "regression", curvature, sigma=sigma, fisher=fisher, prior_precision=delta,
+            **options,
+        )  # fmt: skip
+        batches = [(x[:30], y[:30]), (x[30:], y[30:])]
+        generator = torch.Generator().manual_seed(1)
+        if mode == "scaled":
+            return la.fit_batches(batches[:1], scale=batches, generator=generator)
+        return la.fit(batches, mode=mode, num_data=60, generator=generator)
+
+    la = fit(1.0)
+    found = la.tune(method="marglik", sigma=True)
+    again = fit(found.sigma, found.prior_precision)
+    one, two = la.posterior.precision.to_dense(), again.posterior.precision.to_dense()
+    assert (one - two).abs().max() <= 1e-8 * two.abs().max()
+    for other in (again.log_marginal_likelihood().item(), found.value):
+        assert la.log_marginal_likelihood().item() == pytest.approx(other, rel=1e-8)
+    torch.testing.assert_close(la.predict(x).variance, again.predict(x).variance, rtol=1e-7, atol=0)
+    # From elsewhere the same optimum is found, and no other sigma and prior are better.
+    elsewhere = fit(0.03).tune(method="marglik", sigma=True)
+    assert elsewhere.sigma == pytest.approx(found.sigma, rel=1e-3)
+    for factor in (0.9, 1.1):
+        worse = [fit(found.sigma * factor, found.prior_precision), fit(found.sigma)]
+        worse[1].prior_precision = found.prior_precision * factor**2
+        for near in worse:
+            assert near.log_marginal_likelihood() < found.value
+    assert la.tune(method="marglik").prior_precision == pytest.approx(
+        found.prior_precision, rel=1e-2
+    )
+
+
+def test_one_sigma_an_output_keeps_its_ratios():
+    data = problem(num_outputs=2)
+    la, x, y = fitted(sigma=[2.0, 0.5], data=data)
+    found = la.tune(method="marglik", sigma=True)
+    assert found.sigma[0] / found.sigma[1] == pytest.approx(4.0)
+    again = fitted(sigma=found.sigma, data=data)[0]
+    again.prior_precision = found.prior_precision
+    assert again.log_marginal_likelihood().item() == pytest.approx(found.value, rel=1e-9)
+    sigma = torch.tensor(found.sigma, dtype=torch.float64)
+    dense = dense_evidence(data[0], x, y, sigma, found.prior_precision)
+    assert found.value == pytest.approx(dense, rel=1e-9)
+
+
+def test_positions_count_as_targets():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
+    x, y = torch.randn(40, 3, 2).double(), 0.3 * torch.randn(40, 3, 2).double()
+    la, flat = (
+        Laplace(model, "regression", "full", sigma=1.0).fit_batches([(a, b)])
+        for a, b in ((x, y), (x.flatten(0, 1), y.flatten(0, 1)))
+    )
+    one, two = (some.tune(method="marglik", sigma=True) for some in (la, flat))
+    assert one.sigma == pytest.approx(two.sigma, rel=1e-6)
+    assert one.value == pytest.approx(two.value, rel=1e-9)
+
+
+def test_small_residuals_survive_single_precision():
+    """At sigma = 1 they are lost beside the constant of a float32 log-density."""
+    data = problem(noise=1e-4)
+    model, x, y = data
+    residuals = 1e-4 * torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    target = model(x).detach() + residuals.double()
+    exact = fitted("kfac", data=(model, x, target))[0].tune(method="marglik", sigma=True)
+    la, _, _ = fitted("kfac", data=(model.float(), x.float(), target.float()))
+    found = la.tune(method="marglik", sigma=True)
+    assert found.sigma == pytest.approx(exact.sigma, rel=1e-2)
+    assert 1e-5 < found.sigma < 2e-4
+
+
+def test_the_file_has_what_was_tuned_and_can_be_tuned(tmp_path):
+    for fisher in ("exact", "empirical"):
+        la, x, _ = fitted("kfac", fisher=fisher)
+        la.save(tmp_path / "first.safetensors")
+        expected = la.tune(method="marglik", sigma=True)
+        later = Laplace.load(tmp_path / "first.safetensors", la.model)
+        assert later.tune(method="marglik", sigma=True) == expected
+        la.save(tmp_path / "tuned.safetensors")
+        loaded = Laplace.load(tmp_path / "tuned.safetensors", la.model)
+        assert loaded.likelihood.sigma == la.likelihood.sigma
+        torch.testing.assert_close(loaded.predict(x).variance, la.predict(x).variance)
+        assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+    loaded._fitted = type(loaded._fitted)(**{**vars(loaded._fitted), "noise": None})
+    with pytest.raises(ValueError, match=r"before sigma could be tuned.*fit again"):
+        loaded.tune(method="marglik", sigma=True)
+
+
+def test_an_assumed_sigma_is_told_once_and_not_after_tuning():
+    model, x, y = problem()
+    with pytest.warns(UserWarning, match=r"sigma=1.0 is assumed.*sigma=True") as caught:
+        la = Laplace(model, "regression").fit_batches([(x, y)])
+    assert len(caught) == 1
+    la.tune(method="marglik", sigma=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.fit_batches([(x, y)])
+        for likelihood in (Gaussian(1.0), Gaussian([1.0])):
+            Laplace(model, likelihood).fit_batches([(x, y)])
+    with pytest.warns(UserWarning, match="is assumed"):
+        Laplace(model, Gaussian()).fit_batches([(x, y)])
+
+
+def test_what_cannot_be_tuned_says_so():
+    la, x, y = fitted()
+    with pytest.raises(ValueError, match='method="marglik", and no loader'):
+        la.tune([(x, y)], sigma=True)
+    with pytest.raises(ValueError, match="neither a loader"):
+        la.tune([(x, y)], method="marglik", sigma=True)
+    other = Laplace(la.model, "binary").fit_batches([(x, (y > 0).double())])
+    with pytest.raises(ValueError, match="noise of Gaussian, not of Bernoulli"):
+        other.tune(method="marglik", sigma=True)
+    perfect = Laplace(la.model, "regression", sigma=1.0).fit_batches([(x, la.model(x).detach())])
+    before = perfect.likelihood, perfect.prior_precision.clone()
+    with pytest.raises(ValueError, match="no noise to estimate"):
+        perfect.tune(method="marglik", sigma=True)
+    assert before == (perfect.likelihood, perfect.prior_precision)

@@ -1,0 +1,127 @@
+"""A likelihood of the user's own in a posterior file: its import path, and no import."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Poisson as PoissonDistribution
+
+from laplace_debias import Categorical, Laplace, Likelihood
+
+
+class Poisson(Likelihood):
+    """Counts, of one rate exp(f) times the exposure."""
+
+    def __init__(self, exposure=1.0):
+        self.exposure = exposure
+
+    def check(self, outputs, targets):
+        if targets.shape != outputs.shape:
+            raise ValueError("one count an output")
+
+    def nll(self, outputs, targets):
+        rates = self.exposure * outputs.exp()
+        return -PoissonDistribution(rates).log_prob(targets).sum(-1)
+
+    def hessian_root(self, outputs):
+        return torch.diag_embed((self.exposure * outputs.exp()).sqrt()).movedim(-1, 0)
+
+    def sample(self, outputs, uniforms):
+        raise NotImplementedError
+
+    def predictive(self, mean, covariance):
+        return PoissonDistribution(self.exposure * mean.exp())
+
+    def mixture(self, samples):
+        raise NotImplementedError
+
+    def options(self):
+        return {"exposure": self.exposure}
+
+
+class Silent(Poisson):
+    def options(self):
+        return {}
+
+
+class Odd(Poisson):
+    def options(self):
+        return {"exposure": torch.ones(1)}
+
+
+def fitted(likelihood):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2)).double().eval()
+    x, y = torch.randn(8, 3).double(), torch.randint(4, (8, 2)).double()
+    return Laplace(model, likelihood).fit_batches([(x, y)]), x
+
+
+def test_it_is_saved_on_request_and_loaded_with_an_instance(tmp_path):
+    la, x = fitted(Poisson(2.0))
+    path = tmp_path / "own.safetensors"
+    with pytest.raises(ValueError, match=r"Poisson cannot be written.*own_likelihood=True"):
+        la.save(path)
+    assert not path.exists()
+    la.save(path, own_likelihood=True)
+    likelihood = Poisson(2.0)
+    loaded = Laplace.load(path, la.model, likelihood=likelihood)
+    assert loaded.likelihood is likelihood
+    torch.testing.assert_close(loaded.predict(x).mean, la.predict(x).mean)
+    torch.testing.assert_close(loaded.functional(x)[1], la.functional(x)[1])
+    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, r"fitted with the likelihood '.*:Poisson'.*likelihood=Poisson\(\.\.\.\)"),
+        (Silent(), "pass an instance of the class of the fit"),
+        (Categorical(), "pass an instance of the class of the fit"),
+        (Poisson(3.0), r"options \{'exposure': 2.0\}, got one of \{'exposure': 3.0\}"),
+    ],
+)
+def test_another_one_is_refused(given, says, tmp_path):
+    la, _ = fitted(Poisson(2.0))
+    la.save(tmp_path / "own.safetensors", own_likelihood=True)
+    with pytest.raises(ValueError, match=says):
+        Laplace.load(tmp_path / "own.safetensors", la.model, likelihood=given)
+
+
+def test_no_module_is_imported_for_a_file(tmp_path, monkeypatch):
+    (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Poisson, "__module__", "trap")
+    la, _ = fitted(Poisson())
+    la.save(tmp_path / "own.safetensors", own_likelihood=True)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    for given in (None, Poisson()):
+        with pytest.raises(ValueError, match="'trap:Poisson'"):
+            Laplace.load(tmp_path / "own.safetensors", la.model, likelihood=given)
+    assert "trap" not in sys.modules
+
+
+def test_a_class_of_a_script_is_the_same_where_the_script_is_imported(tmp_path, monkeypatch):
+    la, _ = fitted(Poisson())
+    with monkeypatch.context() as patch:
+        patch.setattr(Poisson, "__module__", "__main__")
+        la.save(tmp_path / "own.safetensors", own_likelihood=True)
+    Laplace.load(tmp_path / "own.safetensors", la.model, likelihood=Poisson())
+
+
+def test_one_of_the_package_needs_no_instance(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2)).eval()
+    la = Laplace(model).fit_batches([(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))])
+    la.save(tmp_path / "a.safetensors")
+    la.save(tmp_path / "b.safetensors", own_likelihood=True)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"likelihood of its own, 'classification'"):
+        Laplace.load(tmp_path / "a.safetensors", model, likelihood=Categorical())
+
+
+def test_options_must_be_plain_data(tmp_path):
+    la, _ = fitted(Odd())
+    with pytest.raises(ValueError, match=r"options of Odd .* not plain data"):
+        la.save(tmp_path / "odd.safetensors", own_likelihood=True)

@@ -1,0 +1,116 @@
+"""A posterior as a Gaussian process, and as BoTorch's model where that is installed."""
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.integrations.gaussian_process import joint_moments
+
+
+def fitted(num_outputs=2, sigma=0.3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, num_outputs)).double().eval()
+    x, y = torch.randn(20, 3).double(), torch.randn(20, num_outputs).double()
+    return Laplace(model, "regression", "full", sigma=sigma).fit_batches([(x, y)])
+
+
+def dense(la, points):
+    """J P⁻¹ Jᵀ with rows point by point, output by output."""
+    names = la.param_names
+
+    def outputs(theta):
+        parts = theta.split([la.model.get_parameter(n).numel() for n in names])
+        values = {
+            n: p.view_as(la.model.get_parameter(n)) for n, p in zip(names, parts, strict=True)
+        }
+        return torch.func.functional_call(la.model, values, (points,)).flatten()
+
+    J = torch.autograd.functional.jacobian(outputs, la.mean)
+    return J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.T
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3), (2, 5, 1, 3), (1, 3)])
+def test_the_moments_are_those_of_the_dense_process(shape):
+    la = fitted(sigma=[0.3, 0.7])
+    X = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mean, covariance = joint_moments(la, X)
+    assert mean.shape == (*shape[:-1], 2)
+    torch.testing.assert_close(mean, la.model(X).detach())
+    expected = torch.stack([dense(la, points) for points in X.reshape(-1, *shape[-2:])])
+    torch.testing.assert_close(covariance, expected.reshape(covariance.shape))
+    _, noisy = joint_moments(la, X, observation_noise=True)
+    added = (noisy - covariance).reshape(-1, *covariance.shape[-2:])
+    noise = torch.tensor([0.09, 0.49] * shape[-2], dtype=torch.float64).diag()
+    torch.testing.assert_close(added, noise.expand_as(added))
+
+
+def test_what_has_no_such_moments_is_refused():
+    with pytest.raises(ValueError, match=r"shape \[\.\.\., q, d\]"):
+        joint_moments(fitted(), torch.zeros(3).double())
+    model = nn.Sequential(nn.Linear(3, 1)).double().eval()
+    la = Laplace(model, "binary").fit_batches([(torch.randn(4, 3).double(), torch.ones(4))])
+    with pytest.raises(ValueError, match="needs a Gaussian likelihood"):
+        joint_moments(la, torch.randn(2, 3).double(), observation_noise=True)
+
+
+@pytest.fixture
+def botorch_model():
+    pytest.importorskip("botorch")
+    from laplace_debias.integrations.botorch import LaplaceModel
+
+    return LaplaceModel
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_botorch_has_the_same_moments(botorch_model, num_outputs):
+    la = fitted(num_outputs)
+    X = torch.randn(2, 4, 3).double()
+    model = botorch_model(la, num_outputs)
+    posterior = model.posterior(X, observation_noise=True)
+    mean, covariance = joint_moments(la, X, observation_noise=True)
+    torch.testing.assert_close(posterior.mean, mean)
+    torch.testing.assert_close(posterior.distribution.covariance_matrix, covariance)
+    samples = posterior.rsample(torch.Size([40_000]))
+    rows = samples[:, 0].flatten(1)
+    scale = covariance[0].diagonal().max()
+    assert (torch.cov(rows.T) - covariance[0]).abs().max() < 0.05 * scale
+    one = model.posterior(X, output_indices=[num_outputs - 1])
+    torch.testing.assert_close(one.mean, la.model(X).detach()[..., -1:])
+    own = joint_moments(la, X)[1][:, num_outputs - 1 :: num_outputs, num_outputs - 1 :: num_outputs]
+    torch.testing.assert_close(one.distribution.covariance_matrix, own)
+
+
+def test_botorch_chooses_candidates(botorch_model):
+    from botorch.acquisition import UpperConfidenceBound, qUpperConfidenceBound
+    from botorch.optim import optimize_acqf, optimize_acqf_discrete
+
+    la = fitted(1)
+    model, choices = botorch_model(la), torch.randn(30, 3).double()
+    mean, covariance = joint_moments(la, choices)
+    bound = mean[:, 0] + 2 * covariance.diagonal().sqrt()
+    chosen, value = optimize_acqf_discrete(UpperConfidenceBound(model, beta=4.0), 1, choices)
+    torch.testing.assert_close(chosen[0], choices[bound.argmax()])
+    torch.testing.assert_close(value, bound.max())
+    several, _ = optimize_acqf_discrete(qUpperConfidenceBound(model, beta=4.0), 3, choices)
+    assert several.shape == (3, 3)
+    bounds = torch.tensor([[-1.0] * 3, [1.0] * 3]).double()
+    options = {"with_grad": False, "maxiter": 3}
+    acquisition = UpperConfidenceBound(model, beta=4.0)
+    _, found = optimize_acqf(acquisition, bounds, 1, num_restarts=1, raw_samples=8, options=options)
+    assert found.isfinite()
+    with pytest.raises(NotImplementedError, match="with_grad"):
+        optimize_acqf(acquisition, bounds, 1, num_restarts=1, raw_samples=8)
+
+
+def test_botorch_model_refuses_what_is_no_regression(botorch_model):
+    model = nn.Sequential(nn.Linear(3, 1)).double().eval()
+    with pytest.raises(TypeError, match="Gaussian, got Bernoulli"):
+        botorch_model(Laplace(model, "binary"))
+    with pytest.raises(RuntimeError, match="Not fitted"):
+        botorch_model(Laplace(model, "regression"))
+    X = torch.randn(2, 3).double()
+    with pytest.raises(ValueError, match="num_outputs=1"):
+        botorch_model(fitted(2)).posterior(X)
+    with pytest.raises(NotImplementedError, match="observation_noise=True or False"):
+        botorch_model(fitted(1)).posterior(X, observation_noise=torch.ones(2))

@@ -1,0 +1,57 @@
+"""The dense curvature that given cotangents make, for every kind of curvature."""
+
+import oracle
+import torch
+
+
+def dense_rows(model, x, columns, names):
+    """Rows `sᵀ J` of the parameters, `[N, K, D]`."""
+    return torch.einsum("nkc,ncd->nkd", columns, oracle.flat_jacobian(model, x, names))
+
+
+def gram(rows):
+    return torch.einsum("nkd,nke->de", rows, rows) / len(rows)
+
+
+def dense_factors(model, x, columns, layer):
+    """A and G of a linear layer: its inputs, and the gradients in its bias."""
+    inputs = []
+    hook = model.get_submodule(layer).register_forward_hook(lambda m, a, o: inputs.append(a[0]))
+    model(x)
+    hook.remove()
+    g = gram(dense_rows(model, x, columns, [f"{layer}.bias"]))
+    a = inputs[0].detach()
+    return {"A": a.T @ a / len(a), "G": g, "bias": g}
+
+
+def dense_curvature(la, curvature, x, columns, rank):
+    """The curvature `[D, D]`, along the package's eigenvectors where they are any basis's.
+
+    Args:
+        la: A fit of linear layers to all examples.
+        curvature: Its kind.
+        x: The examples.
+        columns: `[N, K, C]`, vectors whose outer products make the loss Hessian of each.
+        rank: Of `"lowrank"`.
+    """
+    model, names = la.model, la.param_names
+    exact = gram(dense_rows(model, x, columns, names))
+    if curvature == "full":
+        return exact
+    if curvature == "diag":
+        return exact.diagonal().diag()
+    if curvature == "lowrank":
+        values, U = oracle.eigen(exact)
+        return U[:, :rank] @ values[:rank].diag() @ U[:, :rank].T
+    blocks = []
+    for name, block in la.posterior.curvature.blocks.items():
+        layer, _, role = name.rpartition(".")
+        factors = dense_factors(model, x, columns, layer)
+        if role == "bias":
+            blocks.append(factors["bias"])
+        elif curvature == "kfac":
+            blocks.append(oracle.kfac_block(factors))
+        else:
+            of_block = gram(dense_rows(model, x, columns, [name]))
+            blocks.append(oracle.ekfac_block(factors, of_block, block.U_G, block.U_A))
+    return torch.block_diag(*blocks)

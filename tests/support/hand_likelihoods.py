@@ -1,0 +1,127 @@
+"""Losses of one example, written out from their formulas: what the likelihoods are held against."""
+
+import math
+
+import torch
+
+from laplace_debias import Bernoulli, Categorical, HeteroscedasticGaussian, MultiLabel
+
+W3, P3 = (0.5, 2.0, 1.25), (3.0, 0.4, 1.0)
+IGNORED = -100
+
+
+def cross_entropy(f, y, weights=(1.0, 1.0, 1.0), smoothing=0.0):
+    """−Σ_c w_c ((1 − ε) q_c + ε / C) log p_c of logits `[C]` and an index or probabilities."""
+    if (y.ndim == 0 and y == IGNORED) or (y.ndim and (y == IGNORED).all()):
+        return f.sum() * 0
+    total = 0.0
+    for c in range(len(f)):
+        q = y[c] if y.ndim else float(y == c)
+        t = weights[c] * ((1 - smoothing) * q + smoothing / len(f))
+        total = total - t * (f[c] - torch.logsumexp(f, 0))
+    return total
+
+
+def binary(f, y, weights=(1.0, 1.0, 1.0), positive=(1.0, 1.0, 1.0)):
+    """−Σ_c w_c (π_c y_c log p_c + (1 − y_c) log(1 − p_c)) of logits `[C]` and labels."""
+    y = y.reshape(f.shape).to(f.dtype)
+    if (y == IGNORED).all():
+        return f.sum() * 0
+    total = 0.0
+    for c in range(len(f)):
+        on, off = torch.log1p((-f[c]).exp()), torch.log1p(f[c].exp())
+        total = total + weights[c] * (positive[c] * y[c] * on + (1 - y[c]) * off)
+    return total
+
+
+def normal(f, y):
+    """Of means and log-variances, C each."""
+    size, y = len(f) // 2, y.reshape(-1)
+    total = 0.0
+    for c in range(size):
+        variance = f[size + c].exp()
+        total = total + (y[c] - f[c]) ** 2 / (2 * variance)
+        total = total + 0.5 * (2 * math.pi * variance).log()
+    return total
+
+
+def soft(*shape, generator):
+    y = torch.rand(*shape, 3, generator=generator, dtype=torch.float64)
+    return y / y.sum(-1, keepdim=True)
+
+
+def indices(*shape, generator):
+    y = torch.randint(3, shape, generator=generator)
+    y.view(-1)[1] = IGNORED
+    return y
+
+
+def ignored_soft(*shape, generator):
+    y = soft(*shape, generator=generator)
+    y.view(-1, 3)[1] = IGNORED
+    return y
+
+
+def zero_one(size):
+    return lambda *shape, generator: torch.randint(2, (*shape, size), generator=generator)
+
+
+def reals(size):
+    return lambda *shape, generator: torch.randn(
+        *shape, size, generator=generator, dtype=torch.float64
+    )
+
+
+# Likelihood, number of outputs, targets of a shape, the loss of one example.
+CASES = {
+    "class weights": (
+        Categorical(class_weights=W3), 3, indices, lambda f, y: cross_entropy(f, y, W3),
+    ),
+    "a class of weight zero": (
+        Categorical(class_weights=[0.0, 2.0, 1.0]), 3, indices,
+        lambda f, y: cross_entropy(f, y, (0.0, 2.0, 1.0)),
+    ),
+    "label smoothing": (
+        Categorical(label_smoothing=0.2), 3, indices,
+        lambda f, y: cross_entropy(f, y, smoothing=0.2),
+    ),
+    "class weights and smoothing": (
+        Categorical(class_weights=W3, label_smoothing=0.2), 3, indices,
+        lambda f, y: cross_entropy(f, y, W3, 0.2),
+    ),
+    "soft": (Categorical(), 3, soft, cross_entropy),
+    "soft, weights, smoothing": (
+        Categorical(class_weights=W3, label_smoothing=0.1), 3, ignored_soft,
+        lambda f, y: cross_entropy(f, y, W3, 0.1),
+    ),
+    "binary": (
+        Bernoulli(positive_weight=3.0), 1, zero_one(1),
+        lambda f, y: binary(f, y, positive=(3.0,)),
+    ),
+    "positive weights": (
+        MultiLabel(positive_weights=P3), 3, zero_one(3), lambda f, y: binary(f, y, positive=P3),
+    ),
+    "label weights": (
+        MultiLabel(label_weights=W3, positive_weights=2.5), 3, zero_one(3),
+        lambda f, y: binary(f, y, W3, (2.5,) * 3),
+    ),
+    "heteroscedastic": (HeteroscedasticGaussian(), 4, reals(2), normal),
+}  # fmt: skip
+
+
+def hessian(ell, f, y):
+    """∇²_f ℓ of one example; of a normal with a variance of its own its expectation over y."""
+    if ell is not normal:
+        return torch.autograd.functional.hessian(lambda g: ell(g, y), f)
+    size = len(f) // 2
+    return torch.diag(torch.cat([(-f[size:]).exp(), torch.full_like(f[size:], 0.5)]))
+
+
+def gradient(ell, f, y):
+    return torch.autograd.functional.jacobian(lambda g: ell(g, y), f)
+
+
+def root(ell, f, y):
+    """Rows `[C, C]` whose outer products add up to the Hessian."""
+    values, vectors = torch.linalg.eigh(hessian(ell, f, y))
+    return (vectors * values.clamp_min(0).sqrt()).T
