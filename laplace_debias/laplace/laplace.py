@@ -36,7 +36,7 @@ from laplace_debias.curvature.network.shadow import (
     check_finite,
     check_no_autocast,
 )
-from laplace_debias.laplace import grids, predictive, tuning
+from laplace_debias.laplace import grids, links, predictive, tuning
 from laplace_debias.laplace.data_size import (
     Expected,
     data_size,
@@ -584,13 +584,16 @@ class Laplace:
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
         return mean, covariances[0, 0]
 
-    def predict_grid(self, x: Inputs, prior_precisions: Grid) -> list[Distribution]:
+    def predict_grid(
+        self, x: Inputs, prior_precisions: Grid, link: str = "probit"
+    ) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
         Args:
             x: Inputs, `[B, ...]`.
             prior_precisions: One δ per grid point, `[P]`, or one for each block, `[P, blocks]`; a
                 tensor or a list.
+            link: As `predict`.
 
         Returns:
             P predictives of batch shape `[B]`; the posterior's own prior precision stays.
@@ -599,7 +602,7 @@ class Laplace:
             ValueError: If there is no prior precision, or one that is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
-        return grids.predictives([self._unchanged_state], x, [prior_precisions])[0]
+        return grids.predictives([self._unchanged_state], x, [prior_precisions], link)[0]
 
     def predict(
         self,
@@ -607,6 +610,8 @@ class Laplace:
         method: str = "glm",
         samples: int | None = None,
         generator: torch.Generator | None = None,
+        *,
+        link: str = "probit",
     ) -> Distribution:
         """The predictive distribution p(y | x), batch shape `[B]`.
 
@@ -618,14 +623,19 @@ class Laplace:
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
             generator: For the draws; torch's global one if None.
+            link: How the closed form of `"glm"` comes from Gaussian logits to class probabilities.
+                `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
+                `"bridge"`, for `"classification"`: the mean of the Dirichlet distribution that the
+                Laplace bridge makes of them (Hobbhahn et al., 2022). It needs the logits' full
+                covariance, and approximates best where their variances are of order 1.
 
         Returns:
             `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
             their probabilities) or `MultivariateNormal`, which includes the noise σ².
 
         Raises:
-            ValueError: For an unknown method, samples below 1, or samples of a method that
-                has none; outputs that are not finite.
+            ValueError: For an unknown method or link, samples below 1, samples of a method that
+                has none, or a link where there is no closed form; outputs that are not finite.
             RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
                 since, or under autocast.
         """
@@ -636,10 +646,16 @@ class Laplace:
                 f'samples={samples} with method="{method}": give a positive number of samples to '
                 '"glm", "glm-mc" or "nn", none to "map".'
             )
+        links.check_link(link, self.likelihood)
+        if link != "probit" and (method != "glm" or samples is not None):
+            raise ValueError(
+                f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
+                "link out, or method and samples."
+            )
         state = self._unchanged_state
         deltas = state.posterior.prior_precision.unsqueeze(0)
         if method == "glm" and samples is None:
-            return grids.predictives([state], x, [deltas])[0][0]
+            return grids.predictives([state], x, [deltas], link)[0][0]
         num_samples = _DEFAULT_SAMPLES if samples is None else samples
         if method == "glm":
             mean, covariances = grids.moments([state], x, [deltas])
@@ -666,6 +682,8 @@ class Laplace:
         method: str = "grid",
         progress: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        link: str = "probit",
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
@@ -678,6 +696,7 @@ class Laplace:
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation, and leaves torch's global
                 generator alone; that one if None. The `"glm"` predictive draws nothing.
+            link: As `predict`, for `method="grid"`.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried.
@@ -689,9 +708,13 @@ class Laplace:
             RuntimeError: Before a fit.
         """
         if method == "marglik":
-            if (loader, grid, generator) != (None, None, None) or metric != "nll":
+            if (loader, grid, generator) != (None, None, None) or (metric, link) != (
+                "nll",
+                "probit",
+            ):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid nor a metric.'
+                    'method="marglik" uses neither a loader, a generator, a grid, a metric nor a '
+                    "link."
                 )
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":
@@ -702,9 +725,10 @@ class Laplace:
             grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
             grid = torch.as_tensor(grid, dtype=torch.float64)
             self._state.check_model()
+            links.check_link(link, self.likelihood)
             batches = self._on_device(with_progress(loader, progress, "tune"), generator)
             found = tuning.tune_on_grid(
-                self.predict_grid,
+                partial(self.predict_grid, link=link),
                 self.likelihood,
                 batches,
                 metric,
@@ -724,6 +748,8 @@ class Laplace:
         samples: int | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
+        *,
+        link: str = "probit",
     ) -> dict[str, float]:
         """Accuracy, NLL, ECE and Brier score on labelled data; OOD detection by the entropy.
 
@@ -735,6 +761,7 @@ class Laplace:
             samples: As `predict`.
             generator: As `predict`; also seeds the order and augmentation of the loaders.
             progress: Show progress bars over the loaders.
+            link: As `predict`.
 
         Returns:
             The metrics by name, as `metrics.evaluate` has them; for several labels as
@@ -747,7 +774,7 @@ class Laplace:
         self._state.check_model()
 
         def predict(x: Inputs) -> Distribution:
-            return self.predict(x, method, samples, generator)
+            return self.predict(x, method, samples, generator, link=link)
 
         def batches(data: Batches) -> Batches:
             return self._on_device(with_progress(data, progress, "evaluate"), generator)
