@@ -46,6 +46,7 @@ from laplace_debias.laplace.data_size import (
 )
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
+from laplace_debias.laplace.export.export import export
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.files.header import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
@@ -808,6 +809,55 @@ class Laplace:
                 What was there before is still there.
         """
         posterior_file.save(Path(path), self._unchanged_state)
+
+    def export(
+        self,
+        path: str | Path,
+        example: Inputs,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        link: str = "probit",
+    ) -> None:
+        """Write the predictive as a program that runs without this package, atomically.
+
+        The program holds the network. It is called as the model is, with any number of examples
+        (inputs that are no tensors are left out: they are fixed to what they are in `example`), and
+        gives tensors by their names, with positions `[B, T, ...]` where the model has them:
+
+        - `"probs"`: of `"classification"` and `"multilabel"` `[B, C]`, of `"binary"` `[B]`; with
+          them `"logits"` and their `"variance"`, `[B, C]`;
+        - of `"regression"` `"mean"` and `"variance"` `[B, C]` and `"covariance"` `[B, C, C]` of y,
+          which include σ².
+
+        `torch.export.load(path).module()(x)["probs"]` reads and calls a `.pt2`; a `.onnx` has
+        inputs named as the model's arguments, or `input` where they have no names.
+
+        Args:
+            path: The file, `.pt2` for `torch.export` or `.onnx`, in a folder that exists.
+            example: Inputs as `predict` takes them, one example or more. Their sizes but for the
+                number of examples are those that the program takes.
+            method: `"glm"`: the closed form, of a posterior over the last layer, an `nn.Linear`.
+                `"nn"`: samples of the parameters through the network, of any posterior; the file
+                holds them all, and the program gives the same numbers every time. Logits and mean
+                are averages over the samples then.
+            samples: Draws for `"nn"`, 100 if None.
+            generator: For the draws; torch's global one if None.
+            link: For `"glm"`, as `predict` takes it.
+
+        Raises:
+            NotImplementedError: If torch cannot trace the model for any number of examples, for
+                `"glm"` with a posterior over other layers, or for a likelihood of a user's class.
+            ValueError: For another suffix, an unknown method or link, or an argument that the
+                method does not use; as `predict`.
+            ImportError: For `.onnx` without the packages `onnx` and `onnxscript`.
+            RuntimeError: If the program does not give for the example what `predict` gives; as
+                `predict`.
+            OSError: As `save`.
+        """
+        state = self._unchanged_state
+        export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
     def load(

@@ -55,7 +55,7 @@ def predictive(
 def log_bridge(
     mean: Float[Tensor, "*batch classes"], covariance: Float[Tensor, "*batch classes classes"]
 ) -> Float[Tensor, "*batch classes"]:
-    r"""log α of the Dirichlet distribution that the Laplace bridge makes of Gaussian logits.
+    r"""Log α of the Dirichlet distribution that the Laplace bridge makes of Gaussian logits.
 
     $$\alpha_k = \frac1{\Sigma_{kk}}\Big(1 - \frac2C
     + \frac{e^{\mu_k}}{C^2}\sum_l e^{-\mu_l}\Big)$$

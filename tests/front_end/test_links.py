@@ -56,9 +56,10 @@ def test_the_bridge_of_a_dirichlet_is_that_dirichlet():
     C = alpha.shape[1]
     mean = alpha.log() - alpha.log().mean(1, keepdim=True)
     inverse = 1 / alpha
-    covariance = torch.diag_embed(inverse) - (
-        inverse[:, :, None] + inverse[:, None, :] - inverse.mean(1)[:, None, None]
-    ) / C
+    covariance = (
+        torch.diag_embed(inverse)
+        - (inverse[:, :, None] + inverse[:, None, :] - inverse.mean(1)[:, None, None]) / C
+    )
     torch.testing.assert_close(log_bridge(mean, covariance).exp(), alpha, rtol=1e-9, atol=0)
     # A softmax does not see the same number added to every logit.
     torch.testing.assert_close(log_bridge(mean + 3.0, covariance).exp(), alpha, rtol=1e-9, atol=0)
