@@ -54,7 +54,12 @@ from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
-from laplace_debias.laplace.posterior_range import check_num_data, check_prior_precision
+from laplace_debias.laplace.posterior_range import (
+    check_num_data,
+    check_prior_precision,
+    check_temperature,
+)
+from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     MODES,
@@ -124,6 +129,12 @@ class Laplace:
             gave `outputs.movedim(1, -1)`: predictives, functional means and covariances come out
             as `[B, ..., C]`. Targets with an entry for every output (regression, `[B, C, ...]`)
             are moved with them. With None a fit asks where its first batch's shapes fit both.
+        temperature: T of the likelihood: the posterior is that of $p(D \mid \theta)^{1/T}$, with
+            $P = \tfrac NT C + \mathrm{diag}(\delta)$. Less than 1 is more certain.
+        prior_mean: Mean of the Gaussian prior: one number, one per Bayesian parameter `[D]` in the
+            model's order, or a mapping that has each of them by its name (the `state_dict` that a
+            fine-tuning began with). It is part of the marginal likelihood and of nothing else: the
+            posterior's mean is θ* whatever the prior's.
 
     Attributes:
         model: The model.
@@ -175,6 +186,8 @@ class Laplace:
         rank: int | None = None,
         memory_bound: int = MEMORY_BOUND,
         class_dim: int | None = None,
+        temperature: float = 1.0,
+        prior_mean: PriorMean = 0.0,
     ) -> None:
         self._settings = FitSettings(
             CurvatureKind(curvature, rank),
@@ -200,6 +213,12 @@ class Laplace:
             )
         self._backend = choose_backend(classes_last(model, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
+        self._temperature = check_temperature(temperature)
+        check_kind(prior_mean)
+        self._given_prior_mean = prior_mean
+        self._prior_mean: Tensor | None = None
+        if self._parameters is not None:
+            self._prior_mean = prior_mean_from(prior_mean, model, self._parameters.names)
         self._fitted: Fitted | None = None
 
     def __repr__(self) -> str:
@@ -213,6 +232,8 @@ class Laplace:
                 None if parameters is None else parameters.names,
                 None if parameters is None else parameters.block_names,
                 self._prior_precision,
+                self._prior_mean if parameters is not None else self._given_prior_mean,
+                self._temperature,
                 None if fitted is None else fitted.mode,
                 None if fitted is None else fitted.posterior.num_data,
             )
@@ -271,6 +292,9 @@ class Laplace:
                 if parameters is None:
                     parameters = self._parameters = found
                     self._prior_precision = self._check_prior_precision(self._prior_precision)
+                    self._prior_mean = prior_mean_from(
+                        self._given_prior_mean, self.model, found.names
+                    )
                 if parameters.names != found.names:
                     raise ValueError(
                         f'params="last_layer" was {parameters.names}, but now the outputs come '
@@ -449,7 +473,13 @@ class Laplace:
         nll = found.seen.nll * (num_data / found.seen.num_examples)
         with _EXCHANGE:
             posterior = GaussianPosterior(
-                mean, found.curvature, num_data, self._prior_precision, order
+                mean,
+                found.curvature,
+                num_data,
+                self._prior_precision,
+                order,
+                self._prior_mean,
+                self._temperature,
             )
             self._fitted = Fitted(
                 self.model,
@@ -521,8 +551,43 @@ class Laplace:
         prior_precision = self._check_prior_precision(value)
         with _EXCHANGE:
             if self._fitted is not None:
-                self._fitted = self._fitted.with_prior_precision(prior_precision)
+                posterior = self._fitted.posterior.with_prior_precision(prior_precision)
+                self._fitted = self._fitted.with_posterior(posterior)
             self._prior_precision = prior_precision
+
+    @property
+    def temperature(self) -> float:
+        """T of the likelihood; setting it needs no refit."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        temperature = check_temperature(value)
+        with _EXCHANGE:
+            if self._fitted is not None:
+                posterior = self._fitted.posterior.with_temperature(temperature)
+                self._fitted = self._fitted.with_posterior(posterior)
+            self._temperature = temperature
+
+    @property
+    def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
+        """The prior's mean, one number or `[D]`, float64; setting it needs no refit.
+
+        Raises:
+            RuntimeError: As `param_names`.
+        """
+        device = self.model.get_parameter(self._known.names[0]).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return zero if self._prior_mean is None else self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: PriorMean) -> None:
+        prior_mean = prior_mean_from(value, self.model, self._known.names)
+        with _EXCHANGE:
+            if self._fitted is not None:
+                posterior = self._fitted.posterior.with_prior_mean(prior_mean)
+                self._fitted = self._fitted.with_posterior(posterior)
+            self._prior_mean = prior_mean
 
     def _check_prior_precision(self, value: PriorPrecision) -> Tensor:
         first = self._first_parameter
@@ -546,9 +611,10 @@ class Laplace:
     ) -> Float[Tensor, ""]:
         r"""The Laplace approximation of log p(D), in nats over all N examples, float64.
 
-        $-\sum_n \ell_n + \log N(\theta^* \mid 0, \delta^{-1}) + \tfrac D2\log 2\pi
-        - \tfrac12\log\det P$, every constant included. Where the fit saw fewer than N examples,
-        the first term is scaled up from those.
+        $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
+        - \tfrac12\log\det P$, every constant included; T is the temperature and μ the
+        prior's mean. Where the fit saw fewer than N examples, the first term is scaled up from
+        those.
 
         Args:
             prior_precision: δ to evaluate at, differentiable; the current one if None.
@@ -918,6 +984,8 @@ class Laplace:
                 "posterior was fitted on."
             )
         la._prior_precision = posterior.prior_precision
+        la._prior_mean = posterior.prior_mean
+        la._temperature = posterior.temperature
         la._fitted = Fitted(
             model,
             la.likelihood,

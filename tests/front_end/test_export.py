@@ -178,6 +178,8 @@ CASES = {
     "glm, joint": lambda: Case(plain, vectors, "regression", joint=True),
     "glm, without bias": lambda: Case(Pair, pair, "regression", curvature="full"),
     "glm, one δ a block": lambda: Case(plain, vectors, prior_precision=torch.tensor([0.2, 3.0])),
+    "glm, cold": lambda: Case(plain, vectors, temperature=0.3),
+    "glm, cold, full": lambda: Case(plain, vectors, curvature="full", temperature=0.3),
     "glm, images": lambda: Case(convolutional, images),
     "glm, bridge": lambda: Case(plain, vectors, export={"link": "bridge"}),
     "glm, a flag by position": lambda: Case(Pair, lambda n, g: (*pair(n, g), True)),

@@ -48,7 +48,7 @@ class _Blocks(nn.Module):
                     f"{block.name} has a curvature of type {type(operator).__name__}, whose "
                     'predictive cannot be exported: use method="nn".'
                 )
-            precisions = posterior.num_data * operator.magnitudes + delta
+            precisions = posterior.data_weight * operator.magnitudes + delta
             self._inputs.append(_what_it_reads(block))
             # Copies: of views the file would hold what they are views of.
             self.register_buffer(f"U_G_{index}", _copied(operator.U_G))
@@ -94,7 +94,7 @@ class _Dense(nn.Module):
         self._delta = None if root is None else delta
         self._tolerance = 4 * len(U) ** 0.5 * torch.finfo(torch.float64).eps
         self.register_buffer("directions", torch.cat(rows, dim=1))  # [C, d (+ 1), k]
-        self.register_buffer("variances", 1 / (posterior.num_data * magnitudes + delta))
+        self.register_buffer("variances", 1 / (posterior.data_weight * magnitudes + delta))
 
     def forward(self, phi: Tensor, diagonal: bool) -> Float[Tensor, "..."]:
         """See `last_layer_covariance`."""

@@ -1,7 +1,7 @@
 """What a posterior file says besides its tensors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from laplace_debias.curvature.fits.kinds import CURVATURES
@@ -50,6 +50,7 @@ class Header:
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         class_dim: Which dimension of the outputs has the classes; the last if None, as in format 3.
         mode: How the posterior was fitted, for `repr`; None if it is not known, as in format 3.
+        temperature: T of the likelihood, in files alone of posteriors that have another than 1.
     """
 
     likelihood: dict[str, Any]
@@ -64,6 +65,7 @@ class Header:
     others: dict[str, int]
     class_dim: int | None = None
     mode: str | None = None
+    temperature: float = 1.0
 
 
 _INT64 = whole_number(-(2**63), 2**63 - 1)
@@ -81,6 +83,8 @@ FIELDS = {
     "class_dim": either(NOTHING, whole_number(1), whole_number(-(2**53), -1)),
     "mode": either(NOTHING, TEXT),
 }
+# Fields that a file has where they are not the defaults. A reader that knows none refuses the file.
+OPTIONAL = {"temperature": (POSITIVE, 1.0)}
 SINCE_FORMAT_4 = ("class_dim", "mode")
 _LIKELIHOODS = {
     "classification": {"ignore_index": _INT64},
@@ -110,7 +114,33 @@ def header_of(fitted: Fitted) -> Header:
         others=fitted.others,
         class_dim=settings.class_dim,
         mode=fitted.mode,
+        temperature=fitted.posterior.temperature,
     )
+
+
+def plain_header(header: Header) -> dict[str, Any]:
+    """A header as the file has it: what is optional only where it differs from the default."""
+    plain = asdict(header)
+    for name, (_, default) in OPTIONAL.items():
+        if plain[name] == default:
+            del plain[name]
+    return plain
+
+
+def check_header(plain: Any, without: Collection[str] = ()) -> None:
+    """Require plain data to be a header's.
+
+    Args:
+        plain: The data.
+        without: Fields that the file's format does not have.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    kinds = {name: kind for name, kind in FIELDS.items() if name not in without}
+    given = plain if isinstance(plain, dict) else {}
+    kinds |= {name: kind for name, (kind, _) in OPTIONAL.items() if name in given}
+    check_fields(plain, kinds, "it")
 
 
 def likelihood_to_json(likelihood: Likelihood) -> dict[str, Any]:

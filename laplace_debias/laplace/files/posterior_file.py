@@ -6,15 +6,20 @@ what was saved is refused. Files of format 3, which has none, are read with all 
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.laplace.files.header import FIELDS, SINCE_FORMAT_4, Header, header_of
+from laplace_debias.laplace.files.header import (
+    SINCE_FORMAT_4,
+    Header,
+    check_header,
+    header_of,
+    plain_header,
+)
 from laplace_debias.laplace.files.orthonormality import check_orthonormal
-from laplace_debias.laplace.files.plain_data import check_fields, parsed_json, shown
+from laplace_debias.laplace.files.plain_data import parsed_json, shown
 from laplace_debias.laplace.files.saved_blocks import expected_blocks, rank_of
 from laplace_debias.laplace.files.sealed import (
     DamagedFileError,
@@ -52,9 +57,14 @@ def save(path: Path, fitted: Fitted) -> None:
     header = header_of(fitted)
     posterior = fitted.posterior
     check_target(path)
-    plain = asdict(header)
-    check_fields(plain, FIELDS, "The posterior cannot be saved: it")
+    plain = plain_header(header)
+    try:
+        check_header(plain)
+    except ValueError as error:
+        raise ValueError(f"The posterior cannot be saved: {error}") from error
     tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
+    if posterior.prior_mean is not None:
+        tensors["prior_mean"] = posterior.prior_mean
     for index, block in enumerate(posterior.curvature.blocks.values()):
         parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
         # Directions that are the coordinate axes are None.
@@ -89,10 +99,11 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
             raise ValueError(f"its metadata are {shown(sorted(texts))}")
         plain = parsed_json(texts["header"])
         without = () if texts["format"] == FORMAT else SINCE_FORMAT_4
-        check_fields(plain, {n: kind for n, kind in FIELDS.items() if n not in without}, "it")
+        check_header(plain, without)
     except ValueError as error:
         raise ValueError(f"The header of {path} is damaged ({error}).") from error
-    return Header(**{**plain, "nll": float(plain["nll"])}), tensors
+    numbers = {name: float(plain[name]) for name in ("nll", "temperature") if name in plain}
+    return Header(**{**plain, **numbers}), tensors
 
 
 def check_names(header: Header, known: Collection[str]) -> None:
@@ -141,8 +152,12 @@ def posterior_from(
     for index, block in enumerate(blocks):
         shapes.update({f"{index}.{part}": shape for part, shape in block.parts.items()})
     found = {key: tuple(value.shape) for key, value in tensors.items()}
-    prior_precision = tensors.get("prior_precision")
+    prior_precision, prior_mean = tensors.get("prior_precision"), tensors.get("prior_mean")
     found.pop("prior_precision", None)
+    if prior_mean is not None and prior_mean.ndim == 0:
+        found.pop("prior_mean")
+    elif prior_mean is not None:
+        shapes["prior_mean"] = shapes["mean"]
     if prior_precision is None or found != shapes:
         wrong = sorted(k for k in {*found, *shapes} if found.get(k) != shapes.get(k))
         raise ValueError(
@@ -152,6 +167,8 @@ def posterior_from(
     odd = [key for key, value in tensors.items() if value.dtype != _dtype_of(key, tensors["mean"])]
     if odd:
         raise ValueError(f"The dtypes of {shown(odd)} are not as `save` writes them.")
+    if prior_mean is not None and not bool(prior_mean.isfinite().all()):
+        raise ValueError("The prior's mean in the file holds NaN or Inf.")
     mean = tensors["mean"].to(model_mean.device)
     if mean.dtype != model_mean.dtype:
         raise ValueError(
@@ -185,8 +202,10 @@ def posterior_from(
         header.num_data,
         prior_precision.to(model_mean.device),
         None if order is None else order.to(model_mean.device),
+        None if prior_mean is None else prior_mean.to(model_mean.device),
+        header.temperature,
     )
 
 
 def _dtype_of(name: str, mean: Tensor) -> torch.dtype:
-    return torch.float64 if name == "prior_precision" else mean.dtype
+    return torch.float64 if name.startswith("prior_") else mean.dtype
