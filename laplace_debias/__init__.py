@@ -7,6 +7,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
     MultiLabel,
 )
+from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.laplace import CrossFit, Full, Laplace, Split
 from laplace_debias.quadratic import Quadratic
 
@@ -19,6 +20,7 @@ __all__ = [
     "Laplace",
     "Likelihood",
     "MultiLabel",
+    "OneArgument",
     "Quadratic",
     "Split",
 ]

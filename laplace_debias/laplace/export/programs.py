@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network.inputs import Inputs, call, call_with, tensors_of
+from laplace_debias.curvature.network.inputs import Inputs, call, call_with, like, tensors_of
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.export.answers import Answers, of_gaussian, of_samples
 from laplace_debias.laplace.export.last_layer import last_layer_covariance
@@ -37,7 +37,7 @@ class Predictive(nn.Module):
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Answers:
             if isinstance(fixed, Mapping):
-                return self.answers({**fixed, **kwargs})
+                return self.answers(like(fixed, {**fixed, **kwargs}))
             left = iter(args)
             return self.answers(tuple(next(left) if x is _TENSOR else x for x in fixed))
 
@@ -156,7 +156,7 @@ def input_names(inputs: Inputs) -> list[str]:
 def fixed_part(inputs: Inputs) -> Mapping[str, Any] | tuple[Any, ...]:
     """What the same inputs hold besides tensors; by position, with a mark where a tensor is."""
     if isinstance(inputs, Mapping):
-        return {name: x for name, x in inputs.items() if not isinstance(x, Tensor)}
+        return like(inputs, {n: x for n, x in inputs.items() if not isinstance(x, Tensor)})
     every = (inputs,) if isinstance(inputs, Tensor) else inputs
     return tuple(_TENSOR if isinstance(x, Tensor) else x for x in every)
 
