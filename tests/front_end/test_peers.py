@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
+from laplace_debias.curvature import EmpiricalFisher
 
 _WANTED = "not installed: pip install '.[bench]'"
 
@@ -170,3 +171,38 @@ class TestLaplaceTorch:
         root = theirs.posterior_precision.bmm(torch.eye(size).double(), exponent=-0.5)
         root = root.reshape(size, size)
         _assert_equal(ours.posterior.covariance.to_dense(), root.T @ root)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()])
+def test_curvlinops_has_the_same_empirical_fisher_per_token(loss):
+    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
+    is_ce = isinstance(loss, nn.CrossEntropyLoss)
+    shape = (3, 5) if is_ce else (5, 3)
+    model = nn.Sequential(nn.Linear(4, 15), nn.Unflatten(1, shape)).double()
+    x = torch.randn(6, 4).double()
+    y = torch.randint(3, (6, 5)) if is_ce else torch.rand(6, *shape).double()
+    theirs = curvlinops.EFLinearOperator(model, loss, list(model.parameters()), [(x, y)])
+    ours = EmpiricalFisher(model, loss, [(x, y)], per="token")
+    _assert_equal(ours.to_dense(), theirs @ torch.eye(ours.shape[0]).double())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_laplace_torch_has_the_same_bridge_temperature_and_prior_mean(problem, temperature):
+    """The bridge conditions the logits on their sum there too, and divides the loss by T."""
+    laplace = pytest.importorskip("laplace", reason=_WANTED)
+    model, x, y = problem
+    theirs = laplace.Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        temperature=temperature,
+        prior_mean=0.2,
+    )
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=len(x)))
+    ours = Laplace(model, temperature=temperature, prior_mean=0.2).fit_batches([(x, y)])
+    x = torch.randn(4, 2, 6, 6).double()
+    expected = theirs(x, pred_type="glm", link_approx="bridge")
+    _assert_equal(ours.predict(x, link="bridge").probs, expected)
+    expected = theirs.log_marginal_likelihood()
+    _assert_equal(ours.log_marginal_likelihood(), expected.squeeze())
