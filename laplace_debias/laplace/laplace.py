@@ -775,13 +775,11 @@ class Laplace:
             RuntimeError: Before a fit.
         """
         if method == "marglik":
-            if (loader, grid, generator) != (None, None, None) or (metric, link) != (
-                "nll",
-                "probit",
-            ):
+            is_given = (loader, grid, generator) != (None, None, None)
+            if is_given or (metric, link) != ("nll", "probit"):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, a metric nor a '
-                    "link."
+                    'method="marglik" uses neither a loader, a generator, a grid, a link nor a '
+                    "metric."
                 )
             found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
         elif method == "grid":

@@ -128,7 +128,7 @@ def test_a_link_that_has_no_use_is_refused():
     for options in ({"method": "nn"}, {"samples": 5}, {"method": "map"}):
         with pytest.raises(ValueError, match="belongs to the closed form"):
             la.predict(x, link="bridge", **options)
-    with pytest.raises(ValueError, match="nor a link"):
+    with pytest.raises(ValueError, match="a link nor a metric"):
         la.tune(method="marglik", link="bridge")
     regression, x, y = fitted("regression")
     for call in (
