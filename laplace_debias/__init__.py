@@ -8,6 +8,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
     MultiLabel,
 )
+from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.laplace import CrossFit, Full, Laplace, Split
 from laplace_debias.quadratic import Quadratic
 
@@ -21,6 +22,7 @@ __all__ = [
     "Laplace",
     "Likelihood",
     "MultiLabel",
+    "OneArgument",
     "Quadratic",
     "Split",
 ]

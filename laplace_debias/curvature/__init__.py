@@ -1,5 +1,7 @@
 """Operators of networks: what curvature is, and how it is factored."""
 
+from laplace_debias.curvature.network.inputs import OneArgument
+from laplace_debias.curvature.network.parametric import ParametricFunction
 from laplace_debias.curvature.operators import (
     EKFAC,
     GGN,
@@ -20,6 +22,8 @@ __all__ = [
     "Fisher",
     "Hessian",
     "Jacobian",
+    "OneArgument",
+    "ParametricFunction",
     "RowSpectrum",
     "ggn_spectrum",
 ]

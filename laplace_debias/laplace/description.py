@@ -1,12 +1,13 @@
 """What a `Laplace` prints as."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
+from laplace_debias.laplace.prior import PriorMean
 
 _FEW = 4
 
@@ -22,6 +23,8 @@ class Described:
         names: The Bayesian parameters; None if they are found at the fit.
         blocks: The curvature blocks' names; None likewise.
         prior_precision: δ.
+        prior_mean: The prior's mean, told unless it is zero (or None).
+        temperature: T, told unless it is 1.
         mode: How it was fitted; None before a fit, or if it is not known.
         num_data: N; None before a fit.
     """
@@ -32,6 +35,8 @@ class Described:
     names: Sequence[str] | None
     blocks: Sequence[str] | None
     prior_precision: Tensor
+    prior_mean: PriorMean | None
+    temperature: float
     mode: str | None
     num_data: int | None
 
@@ -44,8 +49,11 @@ class Described:
             "parameters": self._parameters(),
             "blocks": "found at the fit" if self.blocks is None else _some(self.blocks),
             "prior precision": _delta(self.prior_precision),
+            "prior mean": _mean(self.prior_mean),
+            "temperature": "" if self.temperature == 1 else f"{self.temperature:g}",
             "fit": self._fit(),
         }
+        lines = {key: value for key, value in lines.items() if value}
         return "\n".join(["Laplace(", *(f"  {key}: {value}" for key, value in lines.items()), ")"])
 
     def _parameters(self) -> str:
@@ -81,6 +89,15 @@ def _some(names: Sequence[str]) -> str:
     if len(names) <= _FEW:
         return f"{len(names)}: {', '.join(names)}"
     return f"{len(names)}: {', '.join(names[: _FEW - 2])}, …, {names[-1]}"
+
+
+def _mean(prior_mean: PriorMean | None) -> str:
+    """The prior's mean in a few words, none if it is zero."""
+    if prior_mean is None:
+        return ""
+    if isinstance(prior_mean, Mapping) or (isinstance(prior_mean, Tensor) and prior_mean.ndim):
+        return "one for each parameter"
+    return f"{float(prior_mean):g}" if prior_mean else ""
 
 
 def _delta(prior_precision: Tensor) -> str:

@@ -78,13 +78,9 @@ class Fitted:
         """What is differentiated, see `network_of`."""
         return network_of(self.model, self.parameters.names, self.settings)
 
-    def with_prior_precision(self, prior_precision: Tensor) -> "Fitted":
-        """The same fit under another prior.
-
-        Raises:
-            ValueError: As `GaussianPosterior`.
-        """
-        return replace(self, posterior=self.posterior.with_prior_precision(prior_precision))
+    def with_posterior(self, posterior: GaussianPosterior) -> "Fitted":
+        """The same fit under another prior or at another temperature."""
+        return replace(self, posterior=posterior)
 
     def moved(self, x: Any) -> Inputs:
         """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""
@@ -127,7 +123,7 @@ class Fitted:
         check_prior_precision(delta.detach(), len(self.parameters.block_names))
         normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
         return (
-            -self.nll
+            -self.nll / posterior.temperature
             + posterior.log_prior(delta)
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)

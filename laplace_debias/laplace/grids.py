@@ -9,7 +9,7 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.outputs import explaining_unbatched
-from laplace_debias.laplace import predictive
+from laplace_debias.laplace import links, predictive
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
@@ -19,7 +19,10 @@ Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
 
 
 def predictives(
-    fits: Sequence[Fitted], x: Inputs | Record, prior_precisions: Sequence[Grid]
+    fits: Sequence[Fitted],
+    x: Inputs | Record,
+    prior_precisions: Sequence[Grid],
+    link: str = "probit",
 ) -> list[list[Distribution]]:
     """The closed-form `"glm"` predictives of several fits of one model, in one pass.
 
@@ -27,14 +30,17 @@ def predictives(
         fits: Fits of the same model and Bayesian parameters.
         x: Inputs | Record, `[B, ...]`.
         prior_precisions: A grid for each of them, all of one length.
+        link: From Gaussian logits to class probabilities, as `Laplace.predict` takes it.
 
     Returns:
         For each fit its predictives at the grid's points.
 
     Raises:
-        ValueError: If a grid is empty; as `moments`.
+        ValueError: If a grid is empty; as `moments` and `check_link`.
     """
-    variances_suffice = all(fitted.likelihood.variances_suffice for fitted in fits)
+    for fitted in fits:
+        links.check_link(link, fitted.likelihood)
+    variances_suffice = all(links.variances_suffice(fitted.likelihood, link) for fitted in fits)
     grids = [torch.as_tensor(grid, dtype=torch.float64) for grid in prior_precisions]
     if any(grid.ndim == 0 or len(grid) == 0 for grid in grids):
         raise ValueError("The grid holds no prior precision: pass at least one, [δ].")
@@ -42,7 +48,7 @@ def predictives(
     if mean.ndim > 2 and not variances_suffice:
         covariances = predictive.within_positions(covariances, mean.shape)
     return [
-        [fitted.likelihood.predictive(mean, covariance) for covariance in of_grid]
+        [links.predictive(fitted.likelihood, link, mean, covariance) for covariance in of_grid]
         for fitted, of_grid in zip(fits, covariances, strict=True)
     ]
 

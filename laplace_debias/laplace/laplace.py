@@ -41,7 +41,7 @@ from laplace_debias.curvature.network.shadow import (
     check_usable,
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import grids, noise, predictive, tuning
+from laplace_debias.laplace import grids, links, noise, predictive, tuning
 from laplace_debias.laplace.data_size import (
     Expected,
     data_size,
@@ -51,6 +51,7 @@ from laplace_debias.laplace.data_size import (
 )
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
+from laplace_debias.laplace.export.export import export
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
@@ -58,7 +59,12 @@ from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
-from laplace_debias.laplace.posterior_range import check_num_data, check_prior_precision
+from laplace_debias.laplace.posterior_range import (
+    check_num_data,
+    check_prior_precision,
+    check_temperature,
+)
+from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     MODES,
@@ -143,6 +149,12 @@ class Laplace:
             Targets are not passed to the model. Labels of tokens go with the outputs that the
             model's own loss compares them with: those of one position earlier for a Hugging Face
             model that shifts them, as causal language models do.
+        temperature: T of the likelihood: the posterior is that of $p(D \mid \theta)^{1/T}$, with
+            $P = \tfrac NT C + \mathrm{diag}(\delta)$. Less than 1 is more certain.
+        prior_mean: Mean of the Gaussian prior: one number, one per Bayesian parameter `[D]` in the
+            model's order, or a mapping that has each of them by its name (the `state_dict` that a
+            fine-tuning began with). It is part of the marginal likelihood and of nothing else: the
+            posterior's mean is θ* whatever the prior's.
 
     Attributes:
         model: The model.
@@ -194,6 +206,8 @@ class Laplace:
         memory_bound: int | None = None,
         class_dim: int | None = None,
         batch: BatchHook | None = None,
+        temperature: float = 1.0,
+        prior_mean: PriorMean = 0.0,
     ) -> None:
         self._settings = FitSettings(
             CurvatureKind(curvature, rank),
@@ -230,6 +244,12 @@ class Laplace:
         self._backend = backend
         choose_backend(classes_last(plain, class_dim), backend)
         self._prior_precision = self._check_prior_precision(prior_precision)
+        self._temperature = check_temperature(temperature)
+        check_kind(prior_mean)
+        self._given_prior_mean = prior_mean
+        self._prior_mean: Tensor | None = None
+        if self._parameters is not None:
+            self._prior_mean = prior_mean_from(prior_mean, plain, self._parameters.names)
         self._fitted: Fitted | None = None
 
     def __repr__(self) -> str:
@@ -243,6 +263,8 @@ class Laplace:
                 None if parameters is None else parameters.names,
                 None if parameters is None else parameters.block_names,
                 self._prior_precision,
+                self._prior_mean if parameters is not None else self._given_prior_mean,
+                self._temperature,
                 None if fitted is None else fitted.mode,
                 None if fitted is None else fitted.posterior.num_data,
             )
@@ -307,6 +329,7 @@ class Laplace:
             look_at(network, self.likelihood, x, y, self._settings.class_dim)
             found = found.verified(network, plain, self._params, self._settings, x)
             self._check_prior_precision(self._prior_precision, found)
+            prior_mean_from(self._given_prior_mean, plain, found.names)
             return found
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
 
@@ -473,6 +496,7 @@ class Laplace:
         others = fingerprint(plain, parameters.names)
         mean = parameters.flat(plain)
         order = None if parameters.order is None else parameters.order.to(mean.device)
+        prior_mean = prior_mean_from(self._given_prior_mean, plain, parameters.names)
         per_seen = num_data / found.seen.num_examples
         of_noise = None
         if type(self.likelihood) is Gaussian:
@@ -480,9 +504,15 @@ class Laplace:
             of_noise = Noise(found.seen.num_outputs * per_seen, power)
         with _EXCHANGE:
             posterior = GaussianPosterior(
-                mean, found.curvature, num_data, self._prior_precision, order
+                mean,
+                found.curvature,
+                num_data,
+                self._prior_precision,
+                order,
+                prior_mean,
+                self._temperature,
             )
-            self._parameters = parameters
+            self._parameters, self._prior_mean = parameters, prior_mean
             self._fitted = Fitted(
                 self.model,
                 self.likelihood,
@@ -554,8 +584,43 @@ class Laplace:
         prior_precision = self._check_prior_precision(value)
         with _EXCHANGE:
             if self._fitted is not None:
-                self._fitted = self._fitted.with_prior_precision(prior_precision)
+                posterior = self._fitted.posterior.with_prior_precision(prior_precision)
+                self._fitted = self._fitted.with_posterior(posterior)
             self._prior_precision = prior_precision
+
+    @property
+    def temperature(self) -> float:
+        """T of the likelihood; setting it needs no refit."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        temperature = check_temperature(value)
+        with _EXCHANGE:
+            if self._fitted is not None:
+                posterior = self._fitted.posterior.with_temperature(temperature)
+                self._fitted = self._fitted.with_posterior(posterior)
+            self._temperature = temperature
+
+    @property
+    def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
+        """The prior's mean, one number or `[D]`, float64; setting it needs no refit.
+
+        Raises:
+            RuntimeError: As `param_names`.
+        """
+        device = unwrapped(self.model).get_parameter(self._known.names[0]).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return zero if self._prior_mean is None else self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: PriorMean) -> None:
+        prior_mean = prior_mean_from(value, unwrapped(self.model), self._known.names)
+        with _EXCHANGE:
+            if self._fitted is not None:
+                posterior = self._fitted.posterior.with_prior_mean(prior_mean)
+                self._fitted = self._fitted.with_posterior(posterior)
+            self._given_prior_mean, self._prior_mean = value, prior_mean
 
     def _check_prior_precision(
         self, value: PriorPrecision, parameters: BayesianParameters | None = None
@@ -582,9 +647,10 @@ class Laplace:
     ) -> Float[Tensor, ""]:
         r"""The Laplace approximation of log p(D), in nats over all N examples, float64.
 
-        $-\sum_n \ell_n + \log N(\theta^* \mid 0, \delta^{-1}) + \tfrac D2\log 2\pi
-        - \tfrac12\log\det P$, every constant included. Where the fit saw fewer than N examples,
-        the first term is scaled up from those.
+        $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
+        - \tfrac12\log\det P$, every constant included; T is the temperature and μ the
+        prior's mean. Where the fit saw fewer than N examples, the first term is scaled up from
+        those.
 
         Args:
             prior_precision: δ to evaluate at, differentiable; the current one if None.
@@ -634,13 +700,16 @@ class Laplace:
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
         return mean, covariances[0, 0]
 
-    def predict_grid(self, x: Inputs | Record, prior_precisions: Grid) -> list[Distribution]:
+    def predict_grid(
+        self, x: Inputs | Record, prior_precisions: Grid, link: str = "probit"
+    ) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
         Args:
             x: Inputs, `[B, ...]`.
             prior_precisions: One δ per grid point, `[P]`, or one for each block, `[P, blocks]`; a
                 tensor or a list.
+            link: As `predict`.
 
         Returns:
             P predictives of batch shape `[B]`; the posterior's own prior precision stays.
@@ -649,7 +718,7 @@ class Laplace:
             ValueError: If there is no prior precision, or one that is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
-        return grids.predictives([self._unchanged_state], x, [prior_precisions])[0]
+        return grids.predictives([self._unchanged_state], x, [prior_precisions], link)[0]
 
     def predict(
         self,
@@ -657,6 +726,8 @@ class Laplace:
         method: str = "glm",
         samples: int | None = None,
         generator: torch.Generator | None = None,
+        *,
+        link: str = "probit",
     ) -> Distribution:
         """The predictive distribution p(y | x), batch shape `[B]`.
 
@@ -670,22 +741,33 @@ class Laplace:
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
             generator: For the draws; torch's global one if None.
+            link: How the closed form of `"glm"` comes from Gaussian logits to class probabilities.
+                `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
+                `"bridge"`, for `"classification"`: the mean of the Dirichlet distribution that the
+                Laplace bridge makes of them (Hobbhahn et al., 2022). It needs the logits' full
+                covariance, and approximates best where their variances are of order 1.
 
         Returns:
             `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
             their probabilities) or `MultivariateNormal`, which includes the noise σ².
 
         Raises:
-            ValueError: For an unknown method, samples below 1, or samples of a method that
-                has none; outputs that are not finite.
+            ValueError: For an unknown method or link, samples below 1, samples of a method that
+                has none, or a link where there is no closed form; outputs that are not finite.
             RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
                 since, or under autocast.
         """
         _check_method(method, samples)
+        links.check_link(link, self.likelihood)
+        if link != "probit" and (method != "glm" or samples is not None):
+            raise ValueError(
+                f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
+                "link out, or method and samples."
+            )
         state = self._unchanged_state
         if method == "glm" and samples is None:
             deltas = state.posterior.prior_precision.unsqueeze(0)
-            return grids.predictives([state], x, [deltas])[0][0]
+            return grids.predictives([state], x, [deltas], link)[0][0]
         with torch.inference_mode(False):
             if method == "map":
                 return state.likelihood.predictive(self._map_outputs(state, x), None)
@@ -776,6 +858,7 @@ class Laplace:
         generator: torch.Generator | None = None,
         *,
         sigma: bool = False,
+        link: str = "probit",
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
@@ -792,6 +875,7 @@ class Laplace:
                 `likelihood` is then a `Gaussian` of the best sigma, and posterior and evidence are
                 those of a fit with it. No data is read again. One sigma per output is multiplied
                 by a common factor, the `sigma_factor` of the table.
+            link: As `predict`, for `method="grid"`.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried; `.sigma` if it
@@ -808,9 +892,11 @@ class Laplace:
                 'sigma=True tunes by the marginal likelihood: pass method="marglik", and no loader.'
             )
         if method == "marglik":
-            if (loader, grid, generator) != (None, None, None) or metric != "nll":
+            is_given = (loader, grid, generator) != (None, None, None)
+            if is_given or (metric, link) != ("nll", "probit"):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid nor a metric.'
+                    'method="marglik" uses neither a loader, a generator, a grid, a link nor a '
+                    "metric."
                 )
             if sigma:
                 return self._tune_noise()
@@ -823,9 +909,10 @@ class Laplace:
             grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
             grid = torch.as_tensor(grid, dtype=torch.float64)
             self._state.check_model()
+            links.check_link(link, self.likelihood)
             batches = self._on_device(with_progress(loader, progress, "tune"), generator)
             found = tuning.tune_on_grid(
-                self.predict_grid,
+                partial(self.predict_grid, link=link),
                 self.likelihood,
                 batches,
                 metric,
@@ -852,6 +939,8 @@ class Laplace:
         samples: int | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
+        *,
+        link: str = "probit",
     ) -> dict[str, float]:
         """Accuracy, NLL, ECE and Brier score on labelled data; OOD detection by the entropy.
 
@@ -863,6 +952,7 @@ class Laplace:
             samples: As `predict`.
             generator: As `predict`; also seeds the order and augmentation of the loaders.
             progress: Show progress bars over the loaders.
+            link: As `predict`.
 
         Returns:
             The metrics by name, as `metrics.evaluate` has them; for several labels as
@@ -875,7 +965,7 @@ class Laplace:
         self._state.check_model()
 
         def predict(x: Inputs) -> Distribution:
-            return self.predict(x, method, samples, generator)
+            return self.predict(x, method, samples, generator, link=link)
 
         def batches(data: Batches) -> Batches:
             return self._on_device(with_progress(data, progress, "evaluate"), generator)
@@ -913,6 +1003,55 @@ class Laplace:
                 What was there before is still there.
         """
         posterior_file.save(Path(path), self._unchanged_state, own_likelihood)
+
+    def export(
+        self,
+        path: str | Path,
+        example: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        link: str = "probit",
+    ) -> None:
+        """Write the predictive as a program that runs without this package, atomically.
+
+        The program holds the network. It is called as the model is, with any number of examples
+        (inputs that are no tensors are left out: they are fixed to what they are in `example`), and
+        gives tensors by their names, with positions `[B, T, ...]` where the model has them:
+
+        - `"probs"`: of `"classification"` and `"multilabel"` `[B, C]`, of `"binary"` `[B]`; with
+          them `"logits"` and their `"variance"`, `[B, C]`;
+        - of `"regression"` `"mean"` and `"variance"` `[B, C]` and `"covariance"` `[B, C, C]` of y,
+          which include σ².
+
+        `torch.export.load(path).module()(x)["probs"]` reads and calls a `.pt2`; a `.onnx` has
+        inputs named as the model's arguments, or `input` where they have no names.
+
+        Args:
+            path: The file, `.pt2` for `torch.export` or `.onnx`, in a folder that exists.
+            example: Inputs as `predict` takes them, one example or more. Their sizes but for the
+                number of examples are those that the program takes.
+            method: `"glm"`: the closed form, of a posterior over the last layer, an `nn.Linear`.
+                `"nn"`: samples of the parameters through the network, of any posterior; the file
+                holds them all, and the program gives the same numbers every time. Logits and mean
+                are averages over the samples then.
+            samples: Draws for `"nn"`, 100 if None.
+            generator: For the draws; torch's global one if None.
+            link: For `"glm"`, as `predict` takes it.
+
+        Raises:
+            NotImplementedError: If torch cannot trace the model for any number of examples, for
+                `"glm"` with a posterior over other layers, or for a likelihood of a user's class.
+            ValueError: For another suffix, an unknown method or link, or an argument that the
+                method does not use; as `predict`.
+            ImportError: For `.onnx` without the packages `onnx` and `onnxscript`.
+            RuntimeError: If the program does not give for the example what `predict` gives; as
+                `predict`.
+            OSError: As `save`.
+        """
+        state = self._unchanged_state
+        export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
     def load(
@@ -984,6 +1123,9 @@ class Laplace:
             )
         la._parameters = parameters
         la._prior_precision = posterior.prior_precision
+        la._given_prior_mean = 0.0 if posterior.prior_mean is None else posterior.prior_mean
+        la._prior_mean = posterior.prior_mean
+        la._temperature = posterior.temperature
         la._fitted = Fitted(
             model,
             la.likelihood,

@@ -39,6 +39,8 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float) -> Fitted:
         old.num_data,
         torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device),
         old.order,
+        old.prior_mean,
+        old.temperature,
     )
     squares = squared_residuals(fitted)
     return replace(
@@ -62,8 +64,8 @@ def squared_residuals(fitted: Fitted) -> float:
 def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
-    With $P = k^{-p}(N C + \gamma)$, $\gamma = \delta k^p$, S = ‖θ*‖² and the residuals' Q, the log
-    marginal likelihood is, up to a constant,
+    With $P = k^{-p}(N C + \gamma)$, $\gamma = \delta k^p$, S = ‖θ* − μ‖² for the prior's mean μ and
+    the residuals' Q, the log marginal likelihood is, up to a constant,
     $$-\frac{Q}{2k^2} - M\log k - \frac{\gamma S}{2k^p} + \frac D2\log\gamma
     - \frac12\log\det(N C + \gamma),$$
     whose best k has a closed form: $k^2 = (Q + \gamma S)/M$ for p = 2, and for the empirical
@@ -96,11 +98,16 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
             "The posterior's file was written before sigma could be tuned, and does not say how "
             "many targets the fit saw: fit again."
         )
-    posterior, (M, p) = fitted.posterior, (fitted.noise.num_targets, fitted.noise.power)
-    Q, D = squared_residuals(fitted), len(posterior.mean)
-    S = posterior.mean.double().square().sum().item()
+    posterior, p = fitted.posterior, fitted.noise.power
+    # At a temperature the likelihood is that of N/T examples.
+    M, Q, nll = (
+        value / posterior.temperature
+        for value in (fitted.noise.num_targets, squared_residuals(fitted), fitted.nll)
+    )
+    D = len(posterior.mean)
+    S = posterior.from_prior_mean.double().square().sum().item()
     # What `squared_residuals` takes the difference of, in double precision.
-    if 1e-12 * (abs(fitted.nll) + M) >= Q:
+    if 1e-12 * (abs(nll) + M) >= Q:
         raise ValueError(
             "The residuals are zero beside sigma, to rounding: there is no noise to estimate. "
             "Check that the targets are not the outputs, or fit with a smaller sigma."
@@ -116,11 +123,11 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     def loss(log_gamma: float) -> float:
         gamma = 10.0**log_gamma
         k = best_factor(gamma)
-        nll = fitted.nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
+        at_k = nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
         log_det = posterior.log_det_precision(
             torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
         ).item()
-        value = -nll + 0.5 * (D * math.log(gamma) - gamma * S * k**-p - log_det)
+        value = -at_k + 0.5 * (D * math.log(gamma) - gamma * S * k**-p - log_det)
         table.append({"prior_precision": gamma * k**-p, "sigma_factor": k, name: value})
         return -value
 

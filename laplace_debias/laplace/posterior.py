@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor
 from laplace_debias.laplace.posterior_range import (
     check_num_data,
     check_precisions,
+    check_temperature,
     largest_curvatures,
     squared_norm,
 )
@@ -28,6 +30,9 @@ from laplace_debias.operators import (
 class GaussianPosterior:
     r"""$N(\theta^*, P^{-1})$ with precision $P = N C + \mathrm{diag}(\delta)$ (Eq. 4, 17).
 
+    With a temperature T of the likelihood, $p(D \mid \theta)^{1/T}$, the precision is
+    $P = \tfrac NT C + \mathrm{diag}(\delta)$.
+
     Args:
         mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
         curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
@@ -35,10 +40,13 @@ class GaussianPosterior:
         prior_precision: δ, one number or one per block, in units of one over parameter squared.
         order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
             there one after the other.
+        prior_mean: Mean of the prior, one number or one per parameter, float64; None for zero.
+        temperature: T.
 
     Raises:
         ValueError: Naming the block, if a number is not finite, a magnitude is negative, or a
-            precision or variance is out of the range of the dtype; if N is not a whole number.
+            precision or variance is out of the range of the dtype; if N is not a whole number; if
+            the temperature is not positive and finite.
     """
 
     mean: Float[Tensor, " parameters"]
@@ -46,12 +54,15 @@ class GaussianPosterior:
     num_data: int
     prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
     order: Int[Tensor, " parameters"] | None = None
+    prior_mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
+    temperature: float = 1.0
     _largest: dict[str, float] = field(init=False, repr=False)
     _square: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_data", check_num_data(self.num_data))
-        object.__setattr__(self, "_square", squared_norm(self.mean))
+        check_temperature(self.temperature)
+        object.__setattr__(self, "_square", squared_norm(self.from_prior_mean))
         largest = largest_curvatures(self.curvature)
         object.__setattr__(self, "_largest", dict(zip(self.curvature.blocks, largest, strict=True)))
         self.check_prior_precision(self.prior_precision)
@@ -66,8 +77,18 @@ class GaussianPosterior:
                 variance is out of the range of the dtype.
         """
         check_precisions(
-            self._largest, self.num_data, prior_precision, self._square, self.curvature.dtype
+            self._largest, self.data_weight, prior_precision, self._square, self.curvature.dtype
         )
+
+    @property
+    def data_weight(self) -> float:
+        """N/T, which the curvature is multiplied by."""
+        return self.num_data if self.temperature == 1 else self.num_data / self.temperature
+
+    @property
+    def from_prior_mean(self) -> Float[Tensor, " parameters"]:
+        """θ* − μ, from the prior's mean to the posterior's, `[D]`."""
+        return self.mean if self.prior_mean is None else self.mean.double() - self.prior_mean
 
     def with_prior_precision(
         self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
@@ -77,9 +98,32 @@ class GaussianPosterior:
         Raises:
             ValueError: As `check_prior_precision`.
         """
-        self.check_prior_precision(prior_precision)
+        return self._with(prior_precision=prior_precision)
+
+    def with_prior_mean(self, prior_mean: Tensor | None) -> "GaussianPosterior":
+        """The same with another mean of the prior, of which the posterior's mean stays.
+
+        Raises:
+            ValueError: As `check_prior_precision`.
+        """
+        return self._with(prior_mean=prior_mean)
+
+    def with_temperature(self, temperature: float) -> "GaussianPosterior":
+        """The same curvature at another temperature.
+
+        Raises:
+            ValueError: As `check_prior_precision`; if it is not positive and finite.
+        """
+        check_temperature(temperature)
+        return self._with(temperature=temperature)
+
+    def _with(self, **fields: Any) -> "GaussianPosterior":
         other = copy.copy(self)
-        object.__setattr__(other, "prior_precision", prior_precision)
+        for name, value in fields.items():
+            object.__setattr__(other, name, value)
+        if "prior_mean" in fields:
+            object.__setattr__(other, "_square", squared_norm(other.from_prior_mean))
+        other.check_prior_precision(other.prior_precision)
         return other
 
     @property
@@ -107,7 +151,7 @@ class GaussianPosterior:
         deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))
 
         def of_block(name: str, block: LinearOperator) -> LinearOperator:
-            return _apply(block, lambda L: function(self.num_data * L + deltas[name]))
+            return _apply(block, lambda L: function(self.data_weight * L + deltas[name]))
 
         return self.curvature.map(of_block)
 
@@ -156,16 +200,20 @@ class GaussianPosterior:
             assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
             magnitudes = block.magnitudes.double()
             without_curvature = block.shape[0] - magnitudes.numel()
-            terms.append((self.num_data * magnitudes + delta).log().sum())
+            terms.append((self.data_weight * magnitudes + delta).log().sum())
             terms.append(without_curvature * delta.log())
         return torch.stack(terms).sum()
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """The log-density of N(0, δ⁻¹) at θ*, with its normaliser, float64; arguments as above."""
+        """The log-density of N(μ, δ⁻¹) at θ*, with its normaliser, float64; arguments as above.
+
+        μ is the prior's mean.
+        """
         deltas = self._deltas() if prior_precision is None else prior_precision
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         deltas = deltas.double().expand(len(sizes))
-        mean = self.mean if self.order is None else self.mean[self.order]
+        mean = self.from_prior_mean
+        mean = mean if self.order is None else mean[self.order]
         squares = [part.double().square().sum() for part in mean.split(self.curvature.sizes)]
         quadratic = (deltas * torch.stack(squares)).sum()
         constant = len(self.mean) * math.log(2 * math.pi)

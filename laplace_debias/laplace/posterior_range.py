@@ -52,8 +52,28 @@ def check_num_data(num_data: Any) -> int:
     return number
 
 
+def check_temperature(temperature: Any) -> float:
+    """T as a `float`.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is not positive and finite.
+    """
+    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if not is_number:
+        raise TypeError(
+            f"temperature must be a number, got {type(temperature).__name__}: pass a float."
+        )
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(
+            f"temperature must be positive and finite, got {temperature}: 1 for the posterior "
+            "itself, less for one that is more certain."
+        )
+    return float(temperature)
+
+
 def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
-    """The squared norm of parameters, which must be finite.
+    """The squared norm of parameters (less the prior's mean), which must be finite.
 
     Raises:
         ValueError: If a parameter or the norm is not.
@@ -62,7 +82,7 @@ def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
     if not math.isfinite(square):
         raise ValueError(
             "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
-            "diverged or its checkpoint is damaged."
+            "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
         )
     return square
 
@@ -166,7 +186,7 @@ def check_prior_precision(
 
 def check_precisions(
     largest: Mapping[str, float],
-    num_data: int,
+    num_data: float,
     prior_precision: Tensor,
     square: float,
     dtype: torch.dtype,
@@ -178,9 +198,10 @@ def check_precisions(
 
     Args:
         largest: The largest curvature of every block.
-        num_data: N.
+        num_data: N, over the temperature.
         prior_precision: δ, one number or one per block.
-        square: The squared norm of the mean: δ times it is part of the marginal likelihood.
+        square: The squared norm of the mean less the prior's: δ times it is part of the marginal
+            likelihood.
         dtype: What the posterior is computed in.
 
     Raises:

@@ -15,7 +15,7 @@ from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.threads import FORWARD_MODE
 
 # Weight samples that are pushed through the network at once.
-_SAMPLES_AT_ONCE = 8
+SAMPLES_AT_ONCE = 8
 
 
 def map_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
@@ -136,7 +136,7 @@ def _over_samples(
 ) -> Tensor:
     sizes = [value.numel() for value in at.values()]
     results = []
-    for rows in parameters.split(_SAMPLES_AT_ONCE):
+    for rows in parameters.split(SAMPLES_AT_ONCE):
         columns = rows.split(sizes, dim=1)
         samples = {
             name: part.reshape(-1, *value.shape)

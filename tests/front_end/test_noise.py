@@ -218,3 +218,24 @@ def test_what_cannot_be_tuned_says_so():
     with pytest.raises(ValueError, match="no noise to estimate"):
         perfect.tune(method="marglik", sigma=True)
     assert before == (perfect.likelihood, perfect.prior_precision)
+
+
+def test_a_temperature_and_a_mean_of_the_prior_are_part_of_the_evidence():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double().eval()
+    x = torch.randn(30, 2).double()
+    y = model(x).detach() + 0.3 * torch.randn(30, 1).double()
+    options = {"likelihood": "regression", "temperature": 2.0, "prior_mean": 0.3}
+    la = Laplace(model, sigma=1.0, **options).fit([(x, y)])
+    found = la.tune(method="marglik", sigma=True)
+    best = float(la.log_marginal_likelihood())
+
+    def evidence(sigma, delta):
+        other = Laplace(model, sigma=sigma, prior_precision=delta, **options).fit([(x, y)])
+        return float(other.log_marginal_likelihood())
+
+    sigma, delta = float(found.sigma), float(found.prior_precision)
+    assert evidence(sigma, delta) == pytest.approx(best, rel=1e-9)
+    for factor in (0.97, 1.03):
+        assert evidence(factor * sigma, delta) < best
+        assert evidence(sigma, factor * delta) < best

@@ -5,12 +5,15 @@ its two factors in different ways, and none but this one has exact blocks for th
 convolutions, so that biases are compared where nothing shares them.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
+from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher
 
 _WANTED = "not installed: pip install '.[bench]'"
 
@@ -170,3 +173,95 @@ class TestLaplaceTorch:
         root = theirs.posterior_precision.bmm(torch.eye(size).double(), exponent=-0.5)
         root = root.reshape(size, size)
         _assert_equal(ours.posterior.covariance.to_dense(), root.T @ root)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()])
+def test_curvlinops_has_the_same_empirical_fisher_per_token(loss):
+    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
+    is_ce = isinstance(loss, nn.CrossEntropyLoss)
+    shape = (3, 5) if is_ce else (5, 3)
+    model = nn.Sequential(nn.Linear(4, 15), nn.Unflatten(1, shape)).double()
+    x = torch.randn(6, 4).double()
+    y = torch.randint(3, (6, 5)) if is_ce else torch.rand(6, *shape).double()
+    theirs = curvlinops.EFLinearOperator(model, loss, list(model.parameters()), [(x, y)])
+    ours = EmpiricalFisher(model, loss, [(x, y)], per="token")
+    _assert_equal(ours.to_dense(), theirs @ torch.eye(ours.shape[0]).double())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_laplace_torch_has_the_same_bridge_temperature_and_prior_mean(problem, temperature):
+    """The bridge conditions the logits on their sum there too, and divides the loss by T."""
+    laplace = pytest.importorskip("laplace", reason=_WANTED)
+    model, x, y = problem
+    theirs = laplace.Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        temperature=temperature,
+        prior_mean=0.2,
+    )
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=len(x)))
+    ours = Laplace(model, temperature=temperature, prior_mean=0.2).fit_batches([(x, y)])
+    x = torch.randn(4, 2, 6, 6).double()
+    expected = theirs(x, pred_type="glm", link_approx="bridge")
+    _assert_equal(ours.predict(x, link="bridge").probs, expected)
+    expected = theirs.log_marginal_likelihood()
+    _assert_equal(ours.log_marginal_likelihood(), expected.squeeze())
+
+
+@pytest.fixture
+def perceptron():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    return model, torch.randn(8, 4).double(), torch.randint(3, (8,))
+
+
+def test_backpack_has_the_same_diagonal_factors_and_gradients(perceptron):
+    from backpack import backpack, extend
+    from backpack.extensions import KFLR, BatchGrad, DiagGGNExact, SumGradSquared
+
+    model, x, y = perceptron
+    loss, data = nn.CrossEntropyLoss(), [(x, y)]
+    twin = extend(copy.deepcopy(model))
+    with backpack(DiagGGNExact(), KFLR(), BatchGrad(), SumGradSquared()):
+        extend(nn.CrossEntropyLoss())(twin(x), y).backward()
+    diagonal = torch.cat([p.diag_ggn_exact.flatten() for p in twin.parameters()])
+    ours = Laplace(model, curvature="diag").fit_batches(data).posterior.curvature
+    _assert_equal(ours.to_dense().diagonal(), diagonal)
+    blocks = KFAC(model, loss, data).blocks.blocks
+    for name, parameter in twin.named_parameters():
+        factors = parameter.kflr
+        dense = torch.kron(*factors) if len(factors) == 2 else factors[0]
+        _assert_equal(blocks[name].to_dense(), dense)
+    fisher = EmpiricalFisher(model, loss, data).to_dense()
+    gradients = torch.cat([p.grad_batch.flatten(1) for p in twin.parameters()], 1)
+    _assert_equal(fisher, len(x) * gradients.T @ gradients)
+    squares = torch.cat([p.sum_grad_squared.flatten() for p in twin.parameters()])
+    _assert_equal(fisher.diagonal(), len(x) * squares)
+
+
+@pytest.fixture
+def in_float64():
+    """nngeometry makes tensors of torch's default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_nngeometry_has_the_same_fisher_kfac_and_ekfac(perceptron):
+    pytest.importorskip("nngeometry", reason=_WANTED)
+    from nngeometry.metrics import FIM
+    from nngeometry.object import PMatDense, PMatEKFAC, PMatKFAC
+
+    model, x, y = perceptron
+    loss, data = nn.CrossEntropyLoss(), [(x, y)]
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    _assert_equal(GGN(model, loss, data).to_dense(), FIM(model, loader, PMatDense).to_torch())
+    kfac = FIM(model, loader, PMatKFAC).to_torch(split_weight_bias=True)
+    _assert_equal(KFAC(model, loss, data, joint=True).to_dense(), kfac)
+    ekfac = FIM(model, loader, PMatEKFAC)
+    ekfac.update_diag(loader)
+    ours = EKFAC(model, loss, data, joint=True).to_dense()
+    _assert_equal(ours, ekfac.to_torch(split_weight_bias=True))

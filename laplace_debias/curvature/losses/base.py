@@ -31,11 +31,14 @@ class OutputLoss(ABC):
         is_recordable: Whether `value` consists of operations known to be recorded safely.
         is_convex: Whether it is convex in the outputs for certain, so that a generalised
             Gauss-Newton matrix is positive semi-definite.
+        class_dim: Which dimension of the outputs a term of the loss spans, so that the others are
+            examples and positions; None if that is not known.
     """
 
     reduction: str
     is_recordable: bool = True
     is_convex: bool = True
+    class_dim: int | None = None
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:  # noqa: B027 (any target fits)
         """Raise a `ValueError` or `TypeError` if targets do not fit outputs of this shape."""

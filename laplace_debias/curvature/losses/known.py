@@ -17,6 +17,8 @@ class CrossEntropy(OutputLoss):
     its gradient $T p - t$ and its Hessian $T(\mathrm{diag}(p) - pp^\top)$ with $p$ the softmax.
     """
 
+    class_dim = 1
+
     def __init__(self, loss: nn.CrossEntropyLoss) -> None:
         self.reduction = loss.reduction
         self._weight = _non_negative(loss.weight, "weight")
@@ -157,6 +159,8 @@ class CrossEntropy(OutputLoss):
 class SquaredError(OutputLoss):
     r"""`nn.MSELoss`: terms $(f - y)^2$, the negative log-likelihood of a Gaussian of variance ½."""
 
+    class_dim = -1
+
     def __init__(self, loss: nn.MSELoss) -> None:
         self.reduction = loss.reduction
 
@@ -199,6 +203,8 @@ class BinaryCrossEntropy(OutputLoss):
     $T\,\mathrm{softplus}(f) - w\pi y f$, its gradient $T p - w\pi y$ and its Hessian $T p(1-p)$
     with $p$ the sigmoid. A weight with a row per example has them in the order of the whole data.
     """
+
+    class_dim = -1
 
     def __init__(self, loss: nn.BCEWithLogitsLoss, num_data: int) -> None:
         self.reduction = loss.reduction

@@ -20,6 +20,7 @@ class NegativeLogLikelihood(OutputLoss):
     """
 
     reduction = "mean"
+    class_dim = -1
     # A likelihood may be a user's own.
     is_recordable = False
 

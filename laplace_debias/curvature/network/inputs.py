@@ -13,7 +13,7 @@ from laplace_debias.curvature.network.logits import logits_of
 from laplace_debias.system.threads import SharedSetting
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
-# by name. What is not a tensor (None, a flag) belongs to every example.
+# by name, or whole (`OneArgument`). What is not a tensor (None, a flag) belongs to every example.
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
@@ -22,6 +22,35 @@ class Record(Protocol):
     """A dataclass, whose fields are inputs by name, and targets perhaps."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class OneArgument(dict[str, Any]):
+    """A mapping that the model takes whole: `model(batch)` instead of `model(**batch)`.
+
+    It stands for the inputs wherever inputs go: `[(OneArgument(x), y) for x, y in loader]`, and
+    `la.predict(OneArgument(x))`. The model gets a plain `dict`, and all examples' tensors in it
+    have the same leading dimension.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias import Laplace, OneArgument
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.head = nn.Linear(2, 3)
+        ...     def forward(self, batch):
+        ...         return self.head(batch["image"])
+        >>> batch = OneArgument(image=torch.randn(6, 2))
+        >>> la = Laplace(Model()).fit_batches([(batch, torch.randint(3, (6,)))])
+        >>> la.predict(batch).probs.shape
+        torch.Size([6, 3])
+    """
+
+
+def like(inputs: Mapping[str, Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Other values by name, passed on as the inputs are."""
+    return OneArgument(named) if isinstance(inputs, OneArgument) else named
 
 
 def call(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -43,6 +72,8 @@ def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Tensor):
         return (inputs,), {}
+    if isinstance(inputs, OneArgument):
+        return (dict(inputs),), {}
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs), {}
@@ -109,7 +140,7 @@ def join(parts: Sequence[Inputs]) -> Inputs:
         else first[key]
         for key in keys
     }
-    return joined if isinstance(first, Mapping) else tuple(joined.values())
+    return like(first, joined) if isinstance(first, Mapping) else tuple(joined.values())
 
 
 def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype] | None) -> Inputs:
@@ -157,7 +188,7 @@ def _map(inputs: Any, function: Any) -> Any:
     if isinstance(inputs, Tensor):
         return function(inputs)
     if isinstance(inputs, Mapping):
-        return {key: of(x) for key, x in inputs.items()}
+        return like(inputs, {key: of(x) for key, x in inputs.items()})
     return tuple(of(x) for x in inputs)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.inputs import Inputs, num_examples
+from laplace_debias.curvature.network.inputs import Inputs, OneArgument, num_examples
 from laplace_debias.curvature.network.next_token import (
     are_per_token,
     next_token_targets,
@@ -173,6 +173,8 @@ def _is_pair(batch: Any) -> bool:
 
 def _named(batch: Any) -> dict[str, Any] | None:
     """The entries of a mapping or a dataclass, by name; None for anything else."""
+    if isinstance(batch, OneArgument):
+        return None  # The model takes it as it is.
     if isinstance(batch, Mapping):
         return dict(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.inputs import (
     LAYER_BY_LAYER,
     PLAIN_ATTENTION,
     Inputs,
+    like,
     tensors_of,
 )
 from laplace_debias.curvature.network.network import Network
@@ -240,7 +241,8 @@ def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:
     if isinstance(inputs, Tensor):
         return next(left)
     if isinstance(inputs, dict):
-        return {key: next(left) if isinstance(x, Tensor) else x for key, x in inputs.items()}
+        named = {key: next(left) if isinstance(x, Tensor) else x for key, x in inputs.items()}
+        return like(inputs, named)
     return tuple(next(left) if isinstance(x, Tensor) else x for x in inputs)
 
 
@@ -253,7 +255,7 @@ def _kind_of(inputs: Inputs) -> object:
     if isinstance(inputs, Tensor):
         return of(inputs)
     if isinstance(inputs, dict):
-        return tuple((key, of(x)) for key, x in inputs.items())
+        return type(inputs), tuple((key, of(x)) for key, x in inputs.items())
     return tuple(of(x) for x in inputs)
 
 

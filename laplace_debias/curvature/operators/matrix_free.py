@@ -290,13 +290,64 @@ class EmpiricalFisher(CurvatureOperator):
     all arguments of the loss included (so weights enter squared), and $c$ what the loss's reduction
     divides by (1 for `"sum"`; the number of examples for plain cross-entropy, of output entries
     for `nn.MSELoss`). In these units, and without weights, its expectation over labels drawn from
-    the model is the `Fisher`. See `CurvatureOperator` for the arguments; the loss must be a sum
-    over examples.
+    the model is the `Fisher`. The loss must be a sum over examples.
+
+    With `per="token"` every position of an example counts for itself,
+    $\frac1c \sum_n \sum_t g_{nt} g_{nt}^\top$ with the gradients of the single terms, which is how
+    curvlinops defines it. What the gradients of an example's positions have in common is lost
+    then, so that it is not the second moment of the examples' gradients. Both are the same where
+    an example has one position, and for labels drawn independently at every position both have the
+    `Fisher` for their expectation.
+
+    See `CurvatureOperator` for the arguments that are not here.
+
+    Args:
+        per: `"example"` or `"token"`. Positions are the dimensions of the outputs besides that of
+            the examples and that of the classes: `[B, C, T, ...]` for `nn.CrossEntropyLoss`,
+            `[B, T, ..., C]` for the other losses.
+
+    Raises:
+        ValueError: For another `per`; as `CurvatureOperator`.
+        TypeError: For `"token"` with a callable of the user's, whose terms nobody knows; as
+            `CurvatureOperator`.
 
     Reference:
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation", for
         why it is neither Fisher nor Hessian.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        data: Batches,
+        params: ParameterSelection | None = None,
+        num_data: int | None = None,
+        *,
+        per: str = "example",
+        reduction: str | None = None,
+        memory_bound: int = MEMORY_BOUND,
+        chunk_size: int | None = None,
+    ) -> None:
+        if per not in ("example", "token"):
+            raise ValueError(f'Unknown per={per!r}: use "example" or "token".')
+        super().__init__(
+            model,
+            loss,
+            data,
+            params,
+            num_data,
+            reduction=reduction,
+            memory_bound=memory_bound,
+            chunk_size=chunk_size,
+        )
+        if per == "token" and self._loss.class_dim is None:
+            raise TypeError(
+                'per="token" needs the terms of the loss, which are known of nn.CrossEntropyLoss, '
+                "nn.MSELoss, nn.BCEWithLogitsLoss and likelihoods: use one of them, or "
+                'per="example".'
+            )
+        self._per_token = per == "token"
 
     @property
     def is_positive_semidefinite(self) -> bool:
@@ -305,7 +356,13 @@ class EmpiricalFisher(CurvatureOperator):
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, batch.first, outputs.ndim)
-        return _outer_products(self._loss.gradient(outputs, labels)[None]), 1
+        gradient = self._loss.gradient(outputs, labels)
+        if not self._per_token:
+            return _outer_products(gradient[None]), 1
+        assert self._loss.class_dim is not None
+        # From the end, since products have a dimension more in front.
+        classes = self._loss.class_dim % outputs.ndim - outputs.ndim
+        return lambda v: gradient * (gradient * v).sum(classes, keepdim=True), 1
 
 
 def _outer_products(gradients: Float[Tensor, "samples *outputs"]) -> OutputMap:

@@ -1,7 +1,7 @@
 """What a posterior file says besides its tensors."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from laplace_debias.curvature.fits.kinds import CURVATURES
@@ -47,6 +47,7 @@ class Header:
         calls: Parameters that are measured at calls of modules, with the modules' paths; none
             before format 5.
         noise: Of a regression `Fitted.noise`; files without it lack the field.
+        temperature: T of the likelihood, in files alone of posteriors that have another than 1.
     """
 
     likelihood: dict[str, Any]
@@ -63,11 +64,13 @@ class Header:
     mode: str | None = None
     calls: dict[str, list[str]] = field(default_factory=dict)
     noise: dict[str, Any] | None = None
+    temperature: float = 1.0
 
     def as_plain(self) -> dict[str, Any]:
-        """The fields of the file."""
+        """The fields of the file: what is optional only where it is not the default."""
         plain = asdict(self)
-        return {name: plain[name] for name in plain if plain[name] is not None or name in FIELDS}
+        defaults = {known.name: known.default for known in fields(self)}
+        return {n: v for n, v in plain.items() if n not in OPTIONAL or v != defaults[n]}
 
 
 _INT64 = whole_number(-(2**63), 2**63 - 1)
@@ -89,8 +92,11 @@ FIELDS: dict[str, Kind] = {
 # Which fields a format does not have yet.
 LATER_FIELDS = {3: ("class_dim", "mode", "calls"), 4: ("calls",), 5: ()}
 _POWER = Kind("2 or 4", lambda v: type(v) is int and v in (2, 4))
-# A file need not have these.
-OPTIONAL = {"noise": record_of({"num_targets": POSITIVE, "power": _POWER})}
+# Fields that a file has where they are not the defaults. A reader that knows none refuses the file.
+OPTIONAL = {
+    "noise": record_of({"num_targets": POSITIVE, "power": _POWER}),
+    "temperature": POSITIVE,
+}
 
 
 def check_header(plain: Any, where: str, without: Sequence[str] = ()) -> None:
@@ -136,4 +142,5 @@ def header_of(fitted: Fitted, own_likelihood: bool) -> Header:
         mode=fitted.mode,
         calls={name: list(paths) for name, paths in fitted.parameters.calls.items()},
         noise=None if fitted.noise is None else asdict(fitted.noise),
+        temperature=fitted.posterior.temperature,
     )

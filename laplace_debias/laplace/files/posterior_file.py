@@ -66,6 +66,8 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     plain = header.as_plain()
     check_header(plain, "The posterior cannot be saved: it")
     tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
+    if posterior.prior_mean is not None:
+        tensors["prior_mean"] = posterior.prior_mean
     for index, block in enumerate(posterior.curvature.blocks.values()):
         parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
         # Directions that are the coordinate axes are None.
@@ -103,7 +105,8 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
         check_header(plain, "it", without)
     except ValueError as error:
         raise ValueError(f"The header of {path} is damaged ({error}).") from error
-    return Header(**{**plain, "nll": float(plain["nll"])}), tensors
+    numbers = {name: float(plain[name]) for name in ("nll", "temperature") if name in plain}
+    return Header(**{**plain, **numbers}), tensors
 
 
 def check_names(header: Header, known: Collection[str]) -> None:
@@ -152,8 +155,12 @@ def posterior_from(
     for index, block in enumerate(blocks):
         shapes.update({f"{index}.{part}": shape for part, shape in block.parts.items()})
     found = {key: tuple(value.shape) for key, value in tensors.items()}
-    prior_precision = tensors.get("prior_precision")
+    prior_precision, prior_mean = tensors.get("prior_precision"), tensors.get("prior_mean")
     found.pop("prior_precision", None)
+    if prior_mean is not None and prior_mean.ndim == 0:
+        found.pop("prior_mean")
+    elif prior_mean is not None:
+        shapes["prior_mean"] = shapes["mean"]
     if prior_precision is None or found != shapes:
         wrong = sorted(k for k in {*found, *shapes} if found.get(k) != shapes.get(k))
         raise ValueError(
@@ -163,6 +170,8 @@ def posterior_from(
     odd = [key for key, value in tensors.items() if value.dtype != _dtype_of(key, tensors["mean"])]
     if odd:
         raise ValueError(f"The dtypes of {shown(odd)} are not as `save` writes them.")
+    if prior_mean is not None and not bool(prior_mean.isfinite().all()):
+        raise ValueError("The prior's mean in the file holds NaN or Inf.")
     mean = tensors["mean"].to(model_mean.device)
     if mean.dtype != model_mean.dtype:
         raise ValueError(
@@ -196,8 +205,10 @@ def posterior_from(
         header.num_data,
         prior_precision.to(model_mean.device),
         None if order is None else order.to(model_mean.device),
+        None if prior_mean is None else prior_mean.to(model_mean.device),
+        header.temperature,
     )
 
 
 def _dtype_of(name: str, mean: Tensor) -> torch.dtype:
-    return torch.float64 if name == "prior_precision" else mean.dtype
+    return torch.float64 if name.startswith("prior_") else mean.dtype

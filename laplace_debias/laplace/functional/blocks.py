@@ -80,7 +80,7 @@ class BlockMoments:
         ):
             operator = posterior.curvature.blocks[block.name]
             assert isinstance(operator, EigenKronecker)
-            precisions = posterior.num_data * operator.magnitudes + deltas[:, None, None]
+            precisions = posterior.data_weight * operator.magnitudes + deltas[:, None, None]
             rotated = phi if operator.U_A is None else phi @ operator.U_A
             along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
             U_G = operator.U_G
@@ -111,7 +111,7 @@ class BlockMoments:
             operators = [self._posteriors[m].curvature.blocks[block.name] for m in members]
             curvature = torch.stack(
                 [
-                    self._posteriors[member].num_data * operator.magnitudes
+                    self._posteriors[member].data_weight * operator.magnitudes
                     for member, operator in zip(members, operators, strict=True)
                 ]
             )

@@ -96,7 +96,7 @@ class DenseMoments:
                 along = torch.linalg.solve_triangular(root.mT, along, upper=True, left=False)
                 rest = self._rest(self._gram, along, block.shape[0])
             for delta in deltas:
-                weights = 1 / (posterior.num_data * magnitudes + delta)
+                weights = 1 / (posterior.data_weight * magnitudes + delta)
                 total = self._product(along * weights, along)
                 results.append(total if rest is None else total + rest / delta)
         total = torch.stack(results).unflatten(0, (len(self._posteriors), -1))

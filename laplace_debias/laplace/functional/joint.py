@@ -171,7 +171,7 @@ def _add_linear(
         phi = phi.new_ones(len(phi), 1)
     if block.is_joint:
         phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
-    variances = (posterior.num_data * operator.magnitudes + delta).reciprocal()
+    variances = (posterior.data_weight * operator.magnitudes + delta).reciprocal()
     rotated, U_G = rotate_rows(phi, operator.U_A), operator.U_G
     if U_G is None:
         U_G = torch.eye(block.shape[0], dtype=phi.dtype, device=phi.device)

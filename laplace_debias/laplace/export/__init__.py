@@ -1,0 +1,1 @@
+"""Predictives as programs that run without this package."""

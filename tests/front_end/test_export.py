@@ -1,0 +1,424 @@
+"""Exported predictives, run in a process that cannot import the package."""
+
+import importlib.util
+import math
+import subprocess
+import sys
+import warnings
+
+import conformance
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+
+from laplace_debias import Categorical, Laplace
+from laplace_debias.laplace.export import programs
+
+DELTA = 0.7
+NUM_DATA = 30
+SAMPLES = 9  # one more than go through the network at once
+
+
+class Named(nn.Module):
+    """Two inputs by name, of which one is a flag, and outputs at every position."""
+
+    def __init__(self, num_outputs):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, num_outputs)
+
+    def forward(self, tokens, mask, negate=False):
+        h = torch.tanh(self.mix(self.embed(tokens))) * mask.unsqueeze(-1)
+        return self.head(-h if negate else h)
+
+
+class Pair(nn.Module):
+    def __init__(self, num_outputs):
+        super().__init__()
+        self.one, self.head = nn.Linear(3, 4), nn.Linear(4, num_outputs, bias=False)
+
+    def forward(self, a, b, negate=False):
+        h = torch.relu(self.one(a)) + b
+        return self.head(-h if negate else h)
+
+
+def convolutional(num_outputs):
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.Flatten(),
+        nn.Linear(12, num_outputs),
+    )  # fmt: skip
+
+
+def plain(num_outputs):
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, num_outputs))
+
+
+def images(n, g):
+    return torch.randn(n, 1, 4, 4, generator=g, dtype=torch.float64)
+
+
+def vectors(n, g):
+    return torch.randn(n, 3, generator=g, dtype=torch.float64)
+
+
+def sequences(n, g):
+    return torch.randn(n, 3, 5, generator=g, dtype=torch.float64)
+
+
+def pair(n, g):
+    return vectors(n, g), torch.randn(n, 4, generator=g, dtype=torch.float64)
+
+
+def named(n, g):
+    mask = (torch.rand(n, 5, generator=g) < 0.7).double()
+    return {"tokens": torch.randint(6, (n, 5), generator=g), "mask": mask, "negate": True}
+
+
+def targets(likelihood, shape, g):
+    if likelihood == "classification":
+        return torch.randint(3, shape, generator=g)
+    if likelihood == "regression":
+        return torch.randn(*shape, 2, generator=g, dtype=torch.float64)
+    labels = shape if likelihood == "binary" else (*shape, 3)
+    return torch.randint(2, labels, generator=g).double()
+
+
+OUTPUTS = {"classification": 3, "regression": 2, "binary": 1, "multilabel": 3}
+
+
+class Case:
+    """A fit, what it was exported with, and inputs of several sizes."""
+
+    def __init__(self, build, inputs, likelihood="classification", export=(), **options):
+        self.likelihood = likelihood
+        self.export = dict(export)
+        g = torch.Generator().manual_seed(3)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = build(OUTPUTS[likelihood]).double().eval()
+        positions = (5,) if inputs in (named, sequences) else ()
+        data = [(inputs(6, g), targets(likelihood, (6, *positions), g)) for _ in range(2)]
+        self.batches = {n: inputs(n, g) for n in (1, 2, 7)}
+        self.sigma = [0.5, 2.0] if likelihood == "regression" else None
+        # As many columns of curvature as there may be, for small tables.
+        options = {"params": "last_layer", "prior_precision": DELTA, **options}
+        self.la = Laplace(self.model, likelihood, sigma=self.sigma, **options)
+        self.la.fit_batches(data, num_data=NUM_DATA)
+
+    def write(self, path):
+        options = dict(self.export)
+        if options.get("method") == "nn":
+            options["generator"] = torch.Generator().manual_seed(5)
+        self.la.export(path, self.batches[1], **options)
+
+    def call(self, parameters, x):
+        args, kwargs = ((), x) if isinstance(x, dict) else ((x,) if torch.is_tensor(x) else x, {})
+        outputs = functional_call(self.model, parameters, args, kwargs)
+        return outputs.movedim(1, -1) if isinstance(self.model, nn.Conv1d) else outputs
+
+    def dense(self, x):
+        """Outputs and their covariances at each position, by dense float64 Jacobians."""
+        names = self.la.param_names
+        at = {name: self.model.get_parameter(name).detach() for name in names}
+        mean = self.call(at, x).detach()
+        found = jacrev(lambda p: self.call(p, x))(at)
+        J = torch.cat([found[name].flatten(mean.ndim) for name in names], -1).detach()
+        P = self.la.posterior.precision.to_dense()
+        return mean, J @ torch.linalg.solve(P, J.mT)
+
+    def expected(self, x):
+        noise = torch.diag(torch.tensor(self.sigma or [1.0], dtype=torch.float64).square())
+        if self.export.get("method") == "nn":
+            return self.expected_of_samples(x, noise)
+        mean, covariance = self.dense(x)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        if self.likelihood == "regression":
+            total = covariance + noise
+            return {"mean": mean, "variance": variance + noise.diagonal(), "covariance": total}
+        shrunk = mean / (1 + math.pi / 8 * variance).sqrt()
+        probs = self.probabilities(shrunk)
+        if self.export.get("link") == "bridge":
+            probs = self.la.predict(x, link="bridge").probs
+        return {"logits": mean, "variance": variance, "probs": probs}
+
+    def expected_of_samples(self, x, noise):
+        outputs = []
+        for draw in self.la.sample(SAMPLES, torch.Generator().manual_seed(5)):
+            parameters, left = {}, draw
+            for name in self.la.param_names:
+                shape = self.model.get_parameter(name).shape
+                parameters[name], left = left[: shape.numel()].reshape(shape), left[shape.numel() :]
+            outputs.append(self.call(parameters, x).detach())
+        outputs = torch.stack(outputs)
+        mean = outputs.mean(0)
+        if self.likelihood == "regression":
+            covariance = sum((f - mean)[..., None] * (f - mean)[..., None, :] for f in outputs)
+            covariance = covariance / SAMPLES + noise
+            variance = covariance.diagonal(dim1=-2, dim2=-1)
+            return {"mean": mean, "variance": variance, "covariance": covariance}
+        probs = sum(self.probabilities(f) for f in outputs) / SAMPLES
+        return {"logits": mean, "variance": outputs.var(0, correction=0), "probs": probs}
+
+    def probabilities(self, logits):
+        if self.likelihood == "classification":
+            return logits.softmax(-1)
+        return logits.sigmoid()[..., 0] if self.likelihood == "binary" else logits.sigmoid()
+
+
+NN = {"method": "nn", "samples": SAMPLES}
+CASES = {
+    **{f"glm, {name}": lambda name=name: Case(plain, vectors, name) for name in OUTPUTS},
+    **{
+        f"glm, {name}": lambda name=name: Case(plain, vectors, "regression", curvature=name)
+        for name in ("ekfac", "diag", "full", "lowrank")
+    },
+    "glm, lowrank, variances": lambda: Case(plain, vectors, curvature="lowrank", rank=5),
+    "glm, full, variances": lambda: Case(plain, vectors, curvature="full", joint=True),
+    "glm, joint": lambda: Case(plain, vectors, "regression", joint=True),
+    "glm, without bias": lambda: Case(Pair, pair, "regression", curvature="full"),
+    "glm, one δ a block": lambda: Case(plain, vectors, prior_precision=torch.tensor([0.2, 3.0])),
+    "glm, cold": lambda: Case(plain, vectors, temperature=0.3),
+    "glm, cold, full": lambda: Case(plain, vectors, curvature="full", temperature=0.3),
+    "glm, images": lambda: Case(convolutional, images),
+    "glm, bridge": lambda: Case(plain, vectors, export={"link": "bridge"}),
+    "glm, a flag by position": lambda: Case(Pair, lambda n, g: (*pair(n, g), True)),
+    "glm, two inputs": lambda: Case(Pair, pair, "multilabel"),
+    "glm, named inputs": lambda: Case(Named, named),
+    "glm, regression at positions": lambda: Case(Named, named, "regression"),
+    **{
+        f"nn, {name}": lambda name=name: Case(plain, vectors, name, NN, params="all")
+        for name in OUTPUTS
+    },
+    "nn, images": lambda: Case(convolutional, images, export=NN, params="weights"),
+    "nn, named inputs": lambda: Case(Named, named, "regression", NN, params="all"),
+    "nn, classes first": lambda: Case(
+        lambda C: nn.Conv1d(3, C, 1), sequences, export=NN, params="all", class_dim=1
+    ),
+}
+
+ALONE = """
+import sys
+sys.modules["laplace_debias"] = None  # whatever imports it fails
+import torch
+answers = {}
+for name, (path, batches) in torch.load("inputs.pt").items():
+    program = torch.export.load(path).module()
+    for size, x in batches.items():
+        # A flag among the inputs is fixed.
+        tensors = {k: v for k, v in x.items() if torch.is_tensor(v)} if isinstance(x, dict) else {}
+        args = () if tensors else (x,) if torch.is_tensor(x) else x
+        args, kwargs = [v for v in args if torch.is_tensor(v)], tensors
+        answers[name, size] = program(*args, **kwargs)
+torch.save(answers, "answers.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Every case, and what its program answers elsewhere."""
+    folder = tmp_path_factory.mktemp("served")
+    cases = {name: case() for name, case in CASES.items()}
+    inputs = {}
+    for index, (name, case) in enumerate(cases.items()):
+        path = folder / f"{index}.pt2"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of views in the file
+            case.write(path)
+        inputs[name] = (str(path), case.batches)
+    torch.save(inputs, folder / "inputs.pt")
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return cases, torch.load(folder / "answers.pt")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_alone_answers_as_the_dense_posterior(served, name):
+    cases, answers = served
+    case = cases[name]
+    for size, x in case.batches.items():
+        expected = case.expected(x)
+        found = answers[name, size]
+        assert list(found) == [key for key in found if key in expected]
+        assert set(found) == set(expected)
+        for key, value in expected.items():
+            assert found[key].shape == value.shape, key
+            assert (found[key] - value).abs().max() <= 1e-6 * value.abs().max(), key
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("glm")])
+def test_a_program_alone_answers_as_predict(served, name):
+    cases, answers = served
+    case = cases[name]
+    link = case.export.get("link", "probit")
+    for size, x in case.batches.items():
+        predictive, found = case.la.predict(x, link=link), answers[name, size]
+        if case.likelihood == "regression":
+            torch.testing.assert_close(found["covariance"], predictive.covariance_matrix)
+            torch.testing.assert_close(found["mean"], predictive.mean)
+            continue
+        probs = predictive.mean if case.likelihood == "multilabel" else predictive.probs
+        torch.testing.assert_close(found["probs"], probs)
+
+
+def test_the_example_may_hold_any_number_and_the_model_stays_as_it_was(tmp_path):
+    case = Case(convolutional, images)
+    before = conformance.fingerprint(case.model)
+    for size, x in case.batches.items():
+        case.la.export(tmp_path / f"{size}.pt2", x)
+        program = torch.export.load(tmp_path / f"{size}.pt2").module()
+        for y in case.batches.values():
+            torch.testing.assert_close(program(y)["probs"], case.la.predict(y).probs)
+    after = conformance.fingerprint(case.model)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        assert value.equal(after[key]) if is_tensor else value == after[key], key
+
+
+def test_single_precision_is_within_a_millionth(tmp_path):
+    torch.manual_seed(0)
+    model = plain(3).eval()
+    x, y = torch.randn(20, 3), torch.randint(3, (20,))
+    la = Laplace(model, params="last_layer").fit_batches([(x, y)])
+    la.export(tmp_path / "predictive.pt2", x)
+    program = torch.export.load(tmp_path / "predictive.pt2").module()
+    found = program(x)["probs"]
+    assert found.dtype == torch.float32
+    assert (found - la.predict(x).probs).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("export", [{}, {"link": "bridge"}, NN], ids=["glm", "bridge", "nn"])
+@pytest.mark.parametrize("build", [plain, Named], ids=["tensor", "named"])
+def test_onnx_answers_alike(build, export, tmp_path):
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason="not installed: pip install '.[onnx]'")
+    runtime = pytest.importorskip("onnxruntime", reason="not installed: pip install onnxruntime")
+    case = Case(build, named if build is Named else vectors, "classification", export)
+    case.write(tmp_path / "predictive.onnx")
+    session = runtime.InferenceSession(tmp_path / "predictive.onnx")
+    for x in case.batches.values():
+        tensors = x if isinstance(x, dict) else {"input": x}
+        tensors = {key: value.numpy() for key, value in tensors.items() if torch.is_tensor(value)}
+        names = [output.name for output in session.get_outputs()]
+        found = dict(zip(names, session.run(None, tensors), strict=True))
+        for key, value in case.expected(x).items():
+            assert abs(found[key] - value.numpy()).max() <= 1e-6 * value.abs().max()
+
+
+def test_onnx_without_its_packages_says_what_to_install(tmp_path, monkeypatch):
+    case = Case(plain, vectors)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name)
+    )
+    with pytest.raises(ImportError, match=r"onnx and onnxscript: pip install .*\*\.pt2"):
+        case.la.export(tmp_path / "predictive.onnx", case.batches[1])
+
+
+class ByValue(nn.Module):
+    """Its forward pass looks at a value."""
+
+    def __init__(self, num_outputs):
+        super().__init__()
+        self.head = nn.Linear(3, num_outputs)
+
+    def forward(self, x):
+        return self.head(x if float(x.sum()) > -1e9 else -x)
+
+
+@pytest.mark.parametrize("export", [{}, NN], ids=["glm", "nn"])
+def test_a_model_that_torch_cannot_trace_is_told_and_the_old_file_stays(export, tmp_path):
+    path = tmp_path / "predictive.pt2"
+    path.write_bytes(b"before")
+    case = Case(plain, vectors)
+    case.model = ByValue(3).double().eval()
+    x = case.batches[7]
+    la = Laplace(case.model, params="last_layer")
+    # Sampling is vectorised, which a look at a value refuses before anything is traced.
+    la.fit_batches([(x, torch.zeros(7, dtype=torch.long))])
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"trace|vmap"):
+        la.export(path, x, **export)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("predictive.pt2", b"before")]
+
+
+def test_a_program_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch):
+    case = Case(plain, vectors)
+    right = programs.of_gaussian
+
+    def wrong(*args):
+        answers = right(*args)
+        return {**answers, "probs": answers["probs"] + 1e-5}
+
+    monkeypatch.setattr(programs, "of_gaussian", wrong)
+    with pytest.raises(RuntimeError, match=r"exported probs .* differ .* by 1e-05"):
+        case.la.export(tmp_path / "predictive.pt2", case.batches[7])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": "map"}, ValueError, "method='map' cannot be exported"),
+        ({"samples": 3}, ValueError, "belong to method"),
+        ({"generator": torch.Generator()}, ValueError, "belong to method"),
+        ({"method": "nn", "samples": 0}, ValueError, "at least 1, got 0"),
+        ({"method": "nn", "link": "bridge"}, ValueError, 'belongs to method="glm"'),
+        ({"link": "logit"}, ValueError, "Unknown link"),
+        ({"path": "predictive.pt"}, ValueError, r"ends in '\.pt': name it \*\.pt2"),
+        ({"path": "nowhere/predictive.pt2"}, FileNotFoundError, "There is no folder"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options, error, message, tmp_path):
+    case = Case(plain, vectors)
+    path = tmp_path / options.get("path", "predictive.pt2")
+    options = {key: value for key, value in options.items() if key != "path"}
+    with pytest.raises(error, match=message):
+        case.la.export(path, case.batches[1], **options)
+    assert not list(tmp_path.iterdir())
+
+
+class Scaled(nn.Module):
+    """The last layer's outputs are not the network's."""
+
+    def __init__(self, num_outputs):
+        super().__init__()
+        self.head = nn.Linear(3, num_outputs)
+
+    def forward(self, x):
+        return 2 * self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "params", "message"),
+    [
+        (plain, "all", r"2 layers are Bayesian here: 0, 2\. Fit with params="),
+        (Scaled, "last_layer", r"not those of head \(Linear\)"),
+        (lambda C: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, C)),
+         ["1.weight"], r"not those of 1 \(LayerNorm\)"),
+    ],
+)  # fmt: skip
+def test_glm_of_other_layers_is_refused_with_what_to_do(build, params, message, tmp_path):
+    case = Case(build, vectors, params=params)
+    with pytest.raises(NotImplementedError, match=message):
+        case.la.export(tmp_path / "predictive.pt2", case.batches[1])
+    case.la.export(tmp_path / "predictive.pt2", case.batches[1], method="nn", samples=2)
+
+
+class Own(Categorical):
+    pass
+
+
+def test_a_likelihood_of_a_users_class_is_refused(tmp_path):
+    case = Case(plain, vectors)
+    x = case.batches[7]
+    la = Laplace(case.model, Own(), params="last_layer")
+    la.fit_batches([(x, torch.zeros(7, dtype=torch.long))])
+    with pytest.raises(NotImplementedError, match="predictive of a Own cannot be exported"):
+        la.export(tmp_path / "predictive.pt2", x)
