@@ -1,12 +1,11 @@
 """Sums over data, block by block: factors, and the eigenbases that are made of them."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbases_alike, eigenbasis
+from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sweep import sweep
@@ -17,8 +16,6 @@ from laplace_debias.curvature.network.batches import Pairs
 Sums = dict[Block, Tensor]
 # G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
-# Blocks of at most so many rows and columns are decomposed together.
-_SMALL = 128
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
@@ -42,7 +39,7 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first, additive=True)
     check_finite_sums(sums)
     for block, (_, A) in sums.items():
-        if block.is_vector:
+        if block.is_exact:
             A.mul_(seen.num_examples)
     return sums, seen
 
@@ -75,35 +72,22 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
 
 
 def _no_input_factor(block: Block, like: Tensor) -> Tensor:
-    """A before any data: zero, or for a vector what its exact block is multiplied with."""
-    if block.is_vector:
-        return like.new_ones(1, 1)
+    """A before any data: zero, or what an exact block is multiplied with."""
+    if block.is_exact:
+        return like.new_ones(*block.groups, 1, 1)
     d_in = block.shape[1]
-    return like.new_zeros(d_in) if block.role == "table" else like.new_zeros(d_in, d_in)
+    if block.role == "table":
+        return like.new_zeros(d_in)
+    return like.new_zeros(*block.groups, d_in, d_in)
 
 
 def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
-    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
-
-    The groups of a grouped convolution are many small blocks, and are decomposed together.
-    """
+    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way."""
     bases: dict[Block, Eigenbasis] = {}
-    for (layer, shape, _), alike in itertools.groupby(list(sums), _kind):
-        blocks = list(alike)
-        if len(blocks) > 1 and max(shape) <= _SMALL:
-            sides = zip(*(sums.pop(block) for block in blocks), strict=True)
-            G, A = (torch.stack(side) / num_examples for side in sides)
-            bases.update(zip(blocks, eigenbases_alike(G, A, f"a group of {layer}"), strict=True))
-            continue
-        for block in blocks:
-            G, A = sums.pop(block)
-            bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
+    for block in list(sums):
+        G, A = sums.pop(block)
+        bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
     return bases
-
-
-def _kind(block: Block) -> tuple[str, tuple[int, int], str]:
-    """What blocks have in common that are decomposed together: neighbours of the same kind."""
-    return block.layer, block.shape, block.role
 
 
 def add_to(sums: Sums, block: Block, value: Tensor) -> None:

@@ -32,7 +32,7 @@ def check_overridden(network: nn.Module, blocks: Sequence[Block], uses: Sequence
         layer = network.get_submodule(block.layer)
         if not is_overridden(layer):
             continue
-        wrong = [use for use in uses if use.layer == block.layer and not _agrees(layer, block, use)]
+        wrong = [use for use in uses if use.layer == block.layer and not _agrees(network, block, use)]
         if wrong:
             raise NotImplementedError(
                 f"{block.layer} ({type(layer).__name__}) has a forward pass of its own, which does "
@@ -41,8 +41,9 @@ def check_overridden(network: nn.Module, blocks: Sequence[Block], uses: Sequence
             )
 
 
-def _agrees(layer: nn.Module, block: Block, use: Use) -> bool:
+def _agrees(network: nn.Module, block: Block, use: Use) -> bool:
     """Whether the block's Jacobian along one random cotangent is that of autograd."""
+    layer = network.get_submodule(block.layer)
     parameters = [getattr(layer, name.rpartition(".")[2]) for name in block.parameters]
     generator = torch.Generator(use.z.device).manual_seed(0)
     cotangent = torch.randn(
@@ -60,11 +61,7 @@ def _agrees(layer: nn.Module, block: Block, use: Use) -> bool:
         return False
     pairs = [(use.x, cotangent.unsqueeze(0))]
     J = torch.cat([part.J for part in rotated_jacobians(layer, block, pairs, None, None)])[0, 0]
-    weight = expected[0]
-    rows = slice(block.group * block.shape[0], (block.group + 1) * block.shape[0])
-    matrix = weight[rows].flatten(1) if block.role == "weight" else weight.flatten()[:, None]
-    if block.is_joint:
-        matrix = torch.cat([matrix, expected[1][rows, None]], dim=1)
+    matrix = entries_of(network, block, dict(zip(block.parameters, expected, strict=True)))
     return matrix.shape == J.shape and torch.allclose(
         J, matrix, rtol=1e-2, atol=1e-3 * float(matrix.abs().max())
     )

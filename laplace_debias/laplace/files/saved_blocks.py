@@ -24,16 +24,19 @@ class SavedBlock:
     parts: dict[str, tuple[int, ...]]
 
 
-def kronecker_block(name: str, shape: tuple[int, int], without: Sequence[str] = ()) -> SavedBlock:
+def kronecker_block(name: str, shape: tuple[int, ...], without: Sequence[str] = ()) -> SavedBlock:
     """What is saved of an `EigenKronecker`.
 
     Args:
         name: The block's name.
-        shape: `(d_out, d_in)`.
+        shape: `(*groups, d_out, d_in)`.
         without: Directions that are the coordinate axes.
     """
-    d_out, d_in = shape
-    parts: dict[str, tuple[int, ...]] = {"U_G": (d_out, d_out), "U_A": (d_in, d_in)}
+    *groups, d_out, d_in = shape
+    parts: dict[str, tuple[int, ...]] = {
+        "U_G": (*groups, d_out, d_out),
+        "U_A": (*groups, d_in, d_in),
+    }
     kept = {part: size for part, size in parts.items() if part not in without}
     return SavedBlock(name, {**kept, "magnitudes": shape})
 
@@ -55,12 +58,13 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
     """
     if curvature in DENSE:
         return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
+    shapes = [(*block.groups, *block.shape) for block in blocks]
     if curvature == "diag":
-        return [kronecker_block(block.name, block.shape, ("U_G", "U_A")) for block in blocks]
-    return [
-        kronecker_block(block.name, block.shape, ("U_A",) if block.role == "table" else ())
-        for block in blocks
-    ]
+        without = [("U_G", "U_A")] * len(blocks)
+    else:
+        without = [("U_A",) if block.role == "table" else () for block in blocks]
+    names = [block.name for block in blocks]
+    return [kronecker_block(*of_block) for of_block in zip(names, shapes, without, strict=True)]
 
 
 def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:
