@@ -132,10 +132,8 @@ def resolution(precision: torch.dtype) -> float:
 
 
 def pooled(
-    measured: Float[Tensor, "*groups d columns"] | Float[Tensor, "*groups d"],
-    values: Float[Tensor, "*groups d"],
-    precision: torch.dtype,
-) -> Float[Tensor, "*groups d columns"] | Float[Tensor, "*groups d"]:
+    measured: Float[Tensor, "*entries"], values: Float[Tensor, "*groups d"], precision: torch.dtype
+) -> Float[Tensor, "*entries"]:
     r"""Curvature along eigenvectors, averaged over those whose eigenvalues nearly coincide.
 
     Any orthonormal basis of the space of an eigenvalue is one of eigenvectors, of the null space
@@ -154,7 +152,8 @@ def pooled(
     square of the resolution, as a share of the curvature measured, are averaged over as one space.
 
     Args:
-        measured: Curvature along the eigenvectors, on any data; columns are averaged one by one.
+        measured: Curvature along the eigenvectors, on any data, `[*groups, d]` or `[*groups, d,
+            columns]`; columns are averaged one by one.
         values: The eigenvalues, descending, in the units of `measured`.
         precision: What the eigenvalues' matrix was computed in.
     """
