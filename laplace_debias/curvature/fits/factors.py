@@ -39,6 +39,7 @@ from laplace_debias.curvature.layers.uses import (
     tokens,
 )
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS
+from laplace_debias.operators.eigh import may_be_low_rank
 
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
@@ -131,11 +132,10 @@ def input_factor(
     A = layer.weight.new_zeros(*block.groups, block.shape[1], block.shape[1])
     for part, counted in zip(inputs, masks, strict=True):
         if block.sharing == "reduce":
-            rows = _mean_activations(layer, block, part, counted)
-            _add_moments(A, rows)
+            A = _add_moments(A, _mean_activations(layer, block, part, counted))
             continue
         for index, x in enumerate(part):
-            _add_positions(A, layer, block, x, None if counted is None else counted[index])
+            A = _add_positions(A, layer, block, x, None if counted is None else counted[index])
     return A
 
 
@@ -145,22 +145,21 @@ def _add_positions(
     block: Block,
     x: Tensor,
     mask: Bool[Tensor, "batch positions"] | None,
-) -> None:
+) -> Float[Tensor, "*groups d_in d_in"]:
     if mask is not None:
         for part in slices(layer, block, x):
-            _add_moments(A, activations(layer, block, x[part])[mask[part]])
-        return
+            A = _add_moments(A, activations(layer, block, x[part])[mask[part]])
+        return A
     is_convolution = isinstance(layer, CONVOLUTIONS)
     of_groups = x.chunk(block.num_groups, dim=1) if is_convolution else [x]
     if not (is_convolution and has_fast_patches(layer, of_groups[0])):
         for part in slices(layer, block, x):
-            _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
-        return
+            A = _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
+        return A
     found = [patch_moments(layer, channels) for channels in of_groups]  # type: ignore[arg-type]
     moments = torch.stack(found) if block.groups else found[0]
     if not block.is_joint:
-        A.add_(moments)
-        return
+        return A.add_(moments)
     A[..., :-1, :-1] += moments
     # Patches are linear in the image: one image stands for the sum of all.
     rows = activations(layer, block, x.sum(0, keepdim=True))[0]
@@ -168,6 +167,7 @@ def _add_positions(
     total[..., -1] *= len(x)
     A[..., -1, :] += total
     A[..., :-1, -1] += total[..., :-1]
+    return A
 
 
 def _mean_activations(
@@ -194,23 +194,36 @@ def _mean_activations(
 
 
 def _moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
-    """`rowsᵀ rows`."""
+    """`rowsᵀ rows`, in double precision where the rows are few.
+
+    Rounding to single precision fills up the rank of such a matrix, and a decomposition through its
+    range, which is several times faster than one of the whole, would not find it.
+    """
+    if rows.ndim == 2 and may_be_low_rank(*rows.shape):
+        rows = rows.double()
     of_groups = rows.movedim(0, -2)
     return of_groups.mT @ of_groups
 
 
-def _add_moments(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]) -> None:
-    """Add `rowsᵀ rows`, computing one of each two symmetric halves where that pays."""
+def _add_moments(
+    total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]
+) -> Float[Tensor, "*groups d d"]:
+    """Add `rowsᵀ rows` to a sum; as in `_moments`, in double precision where the rows are few.
+
+    Of each two symmetric halves one is computed where that pays.
+    """
     if rows.ndim == 3:
-        total.add_(_moments(rows))
-        return
+        return total.add_(_moments(rows))
+    if may_be_low_rank(*rows.shape):
+        total = total.double()
+    rows = rows.to(total.dtype)
     size = rows.shape[1]
     if size < _SYMMETRIC_FROM:
-        total.addmm_(rows.T, rows)
-        return
+        return total.addmm_(rows.T, rows)
     step = -(-size // 8)
     for start in range(0, size, step):
         stop = min(start + step, size)
         product = rows[:, start:stop].T @ rows[:, start:]
         total[start:stop, start:] += product
         total[stop:, start:stop] += product[:, stop - start :].T
+    return total

@@ -24,9 +24,10 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
 
     def add_gradients(block: Block, G: Tensor) -> None:
         G = G.to(problem.factor_dtype)
-        if block not in sums:
-            sums[block] = (torch.zeros_like(G), _no_input_factor(block, G))
-        sums[block][0].add_(G)
+        if block in sums:
+            sums[block][0].add_(G)
+        else:
+            sums[block] = (G, _no_input_factor(block, G))
 
     def add_inputs(
         layer: nn.Module,
