@@ -62,13 +62,13 @@ def gradient_factor(
         masks: For every use the positions that take part, `[B, T]`; None for all.
     """
     if block.is_exact:
-        return _moments(exact_rows(layer, block, uses).flatten(0, 1))
+        return moments(exact_rows(layer, block, uses).flatten(0, 1))
     if block.role == "table":
         parts = [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
     else:
         parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
     if block.sharing == "reduce" and block.role == "weight":
-        return _moments(torch.stack([part.sum(-1) for part in parts]).sum(0))
+        return moments(torch.stack([part.sum(-1) for part in parts]).sum(0))
     masks = _counted(layer, block, [x for x, _ in uses], masks)
     if masks is not None:
         weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
@@ -78,7 +78,7 @@ def gradient_factor(
             of_rows = weights[:, None].expand_as(mask)[mask]
             rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
             rows = rows.flatten(0, 1)
-            G = G.addmm_(rows.T, rows) if rows.ndim == 2 else G + _moments(rows)
+            G = G.addmm_(rows.T, rows) if rows.ndim == 2 else G + moments(rows)
         return G
     positions = sum(part.shape[-1] for part in parts)
     return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
@@ -104,7 +104,7 @@ def _gram(columns: Float[Tensor, "n *groups d positions"]) -> Float[Tensor, "*gr
     if columns.shape[-1] > columns.shape[-2]:
         # The products of all examples are smaller than a copy with the positions as rows.
         return (columns @ columns.mT).sum(0)
-    return _moments(columns.movedim(-1, 1).flatten(0, 1))
+    return moments(columns.movedim(-1, 1).flatten(0, 1))
 
 
 def input_factor(
@@ -157,10 +157,10 @@ def _add_positions(
             A = _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
         return A
     found = [patch_moments(layer, channels) for channels in of_groups]  # type: ignore[arg-type]
-    moments = torch.stack(found) if block.groups else found[0]
+    of_patches = torch.stack(found) if block.groups else found[0]
     if not block.is_joint:
-        return A.add_(moments)
-    A[..., :-1, :-1] += moments
+        return A.add_(of_patches)
+    A[..., :-1, :-1] += of_patches
     # Patches are linear in the image: one image stands for the sum of all.
     rows = activations(layer, block, x.sum(0, keepdim=True))[0]
     total = rows.sum(0)
@@ -193,7 +193,7 @@ def _mean_activations(
     return total / counts.view(-1, *[1] * (total.ndim - 1))
 
 
-def _moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
+def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
     """`rowsᵀ rows`, in double precision where the rows are few.
 
     Rounding to single precision fills up the rank of such a matrix, and a decomposition through its
@@ -208,12 +208,12 @@ def _moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]
 def _add_moments(
     total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]
 ) -> Float[Tensor, "*groups d d"]:
-    """Add `rowsᵀ rows` to a sum; as in `_moments`, in double precision where the rows are few.
+    """Add `rowsᵀ rows` to a sum; as in `moments`, in double precision where the rows are few.
 
     Of each two symmetric halves one is computed where that pays.
     """
     if rows.ndim == 3:
-        return total.add_(_moments(rows))
+        return total.add_(moments(rows))
     if may_be_low_rank(*rows.shape):
         total = total.double()
     rows = rows.to(total.dtype)

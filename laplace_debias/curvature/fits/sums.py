@@ -6,23 +6,40 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
+from laplace_debias.curvature.fits.factors import gradient_factor, input_factor, moments
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Masks
+from laplace_debias.curvature.layers.uses import Masks, Uses, exact_rows
 from laplace_debias.curvature.network.batches import Pairs
 
 Sums = dict[Block, Tensor]
 # G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
+# From so many entries on, a matrix is not added to for every few rows.
+_WIDE = 256
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
     """Factors of every block, summed over the examples of all batches; `first` as in `sweep`."""
     sums: FactorSums = {}
+    rows: dict[Block, list[Tensor]] = {}
 
-    def add_gradients(block: Block, G: Tensor) -> None:
+    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Tensor:
+        if _is_wide(block):
+            return exact_rows(layer, block, uses).flatten(0, 1)
+        return gradient_factor(layer, block, uses, masks)
+
+    def add_gradients(block: Block, measured: Tensor) -> None:
+        if not _is_wide(block):
+            add(block, measured)
+            return
+        kept = rows.setdefault(block, [])
+        kept.append(measured)
+        if sum(map(len, kept)) >= block.shape[0]:
+            add(block, moments(torch.cat(rows.pop(block))))
+
+    def add(block: Block, G: Tensor) -> None:
         G = G.to(problem.factor_dtype)
         if block in sums:
             sums[block][0].add_(G)
@@ -37,12 +54,20 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     ) -> None:
         sums[block][1].add_(input_factor(layer, block, inputs, masks))
 
-    seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first, additive=True)
+    seen = sweep(problem, batches, measure, add_gradients, add_inputs, first, additive=True)
+    while rows:
+        block, kept = rows.popitem()
+        add(block, moments(torch.cat(kept)))
     check_finite_sums(sums)
     for block, (_, A) in sums.items():
         if block.is_exact:
             A.mul_(seen.num_examples)
     return sums, seen
+
+
+def _is_wide(block: Block) -> bool:
+    """Whether a batch's chunks keep their Jacobian rows, far fewer numbers than their product."""
+    return block.is_exact and block.num_groups == 1 and block.shape[0] >= _WIDE
 
 
 def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
