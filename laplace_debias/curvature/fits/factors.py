@@ -41,6 +41,8 @@ from laplace_debias.curvature.layers.uses import (
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS
 from laplace_debias.operators.eigh import may_be_low_rank
 
+# From so many rows on, a G is not written for every few rows of gradients.
+_WIDE = 256
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
 
@@ -82,6 +84,29 @@ def gradient_factor(
         return G
     positions = sum(part.shape[-1] for part in parts)
     return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
+
+
+def few_gradient_rows(
+    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
+) -> Float[Tensor, "n d_out"] | None:
+    """Rows with `rowsᵀ rows = G`, if they are fewer than G's and G is wide; None otherwise.
+
+    Several chunks of a batch are cheaper to multiply together: writing G costs more than they do.
+    Arguments as `gradient_factor` takes them.
+    """
+    d_out = block.shape[0]
+    is_plain = masks is None and block.role == "weight" and block.sharing == "expand"
+    if block.groups or d_out < _WIDE or not (block.is_exact or is_plain):
+        return None
+    if block.is_exact:
+        rows = exact_rows(layer, block, uses).flatten(0, 1)
+        return rows if len(rows) < d_out else None
+    parts = [output_gradients(layer, block, g) for _, g in uses]
+    if sum(part.numel() for part in parts) >= d_out**2:
+        return None
+    positions = sum(part.shape[-1] for part in parts)
+    rows = torch.cat([part.flatten(0, 1).mT.flatten(0, 1) for part in parts])
+    return rows * positions**-0.5
 
 
 def _counted(

@@ -6,45 +6,50 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factor, moments
+from laplace_debias.curvature.fits.factors import (
+    few_gradient_rows,
+    gradient_factor,
+    input_factor,
+    moments,
+)
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Masks, Uses, exact_rows
+from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 
 Sums = dict[Block, Tensor]
 # G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
-# From so many entries on, a matrix is not added to for every few rows.
-_WIDE = 256
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
     """Factors of every block, summed over the examples of all batches; `first` as in `sweep`."""
-    sums: FactorSums = {}
+    of_gradients: Sums = {}
+    of_inputs: Sums = {}
     rows: dict[Block, list[Tensor]] = {}
 
-    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Tensor:
-        if _is_wide(block):
-            return exact_rows(layer, block, uses).flatten(0, 1)
-        return gradient_factor(layer, block, uses, masks)
+    def measure(
+        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
+    ) -> tuple[bool, Tensor]:
+        few = few_gradient_rows(layer, block, uses, masks)
+        if few is not None:
+            return True, few
+        return False, gradient_factor(layer, block, uses, masks)
 
-    def add_gradients(block: Block, measured: Tensor) -> None:
-        if not _is_wide(block):
-            add(block, measured)
+    def add_gradients(block: Block, measured: tuple[bool, Tensor]) -> None:
+        are_rows, gradients = measured
+        if not are_rows:
+            add_to(of_gradients, block, gradients.to(problem.factor_dtype))
             return
         kept = rows.setdefault(block, [])
-        kept.append(measured)
+        kept.append(gradients)
         if sum(map(len, kept)) >= block.shape[0]:
-            add(block, moments(torch.cat(rows.pop(block))))
+            multiply_kept(block)
 
-    def add(block: Block, G: Tensor) -> None:
-        G = G.to(problem.factor_dtype)
-        if block in sums:
-            sums[block][0].add_(G)
-        else:
-            sums[block] = (G, _no_input_factor(block, G))
+    def multiply_kept(block: Block) -> None:
+        G = moments(torch.cat(rows.pop(block)))
+        add_to(of_gradients, block, G.to(problem.factor_dtype))
 
     def add_inputs(
         layer: nn.Module,
@@ -52,22 +57,19 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         inputs: Sequence[Sequence[Tensor]],
         masks: Sequence[Masks | None],
     ) -> None:
-        sums[block][1].add_(input_factor(layer, block, inputs, masks))
+        A = input_factor(layer, block, inputs, masks)
+        add_to(of_inputs, block, A.to(problem.factor_dtype))
 
     seen = sweep(problem, batches, measure, add_gradients, add_inputs, first, additive=True)
-    while rows:
-        block, kept = rows.popitem()
-        add(block, moments(torch.cat(kept)))
+    for block in list(rows):
+        multiply_kept(block)
+    sums = {}
+    for block, G in of_gradients.items():
+        # What an exact block is multiplied with, once an example.
+        ones = G.new_full((*block.groups, 1, 1), seen.num_examples)
+        sums[block] = (G, ones if block.is_exact else of_inputs[block])
     check_finite_sums(sums)
-    for block, (_, A) in sums.items():
-        if block.is_exact:
-            A.mul_(seen.num_examples)
     return sums, seen
-
-
-def _is_wide(block: Block) -> bool:
-    """Whether a batch's chunks keep their Jacobian rows, far fewer numbers than their product."""
-    return block.is_exact and block.num_groups == 1 and block.shape[0] >= _WIDE
 
 
 def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
@@ -95,16 +97,6 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
                 "gradients at its outputs, hold Inf or overflow when they are squared. Look for "
                 "Inf in the data, rescale it, or convert the model to a wider dtype."
             )
-
-
-def _no_input_factor(block: Block, like: Tensor) -> Tensor:
-    """A before any data: zero, or what an exact block is multiplied with."""
-    if block.is_exact:
-        return like.new_ones(*block.groups, 1, 1)
-    d_in = block.shape[1]
-    if block.role == "table":
-        return like.new_zeros(d_in)
-    return like.new_zeros(*block.groups, d_in, d_in)
 
 
 def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
