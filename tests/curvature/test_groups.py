@@ -22,7 +22,10 @@ DEPTHWISE = {
     "strided": (lambda: nn.Conv2d(3, 3, 3, stride=2, padding=1, groups=3), (3, 6, 5)),
     "dilated": (lambda: nn.Conv2d(3, 3, 2, stride=(2, 1), dilation=2, groups=3), (3, 6, 5)),
     "same": (lambda: nn.Conv2d(3, 3, (4, 3), padding="same", groups=3), (3, 4, 5)),
-    "reflected": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect", groups=2), (2, 4, 3)),
+    "reflected": (
+        lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect", groups=2),
+        (2, 4, 3),
+    ),
     "two channels a group": (lambda: nn.Conv2d(6, 3, 2, groups=3), (6, 3, 3)),
     "one dimension": (lambda: nn.Conv1d(3, 3, 3, stride=3, padding=2, groups=3), (3, 9)),
     "three dimensions": (lambda: nn.Conv3d(2, 2, 2, groups=2), (2, 3, 2, 3)),
@@ -41,7 +44,7 @@ def network(layer, shape):
 
 
 def exact_blocks(model, x, names, num_groups):
-    """Each group's diagonal block of the GGN of some parameters, `[g, d, d]`: weights, then bias."""
+    """Each group's diagonal block of the GGN, weights before the bias, `[g, d, d]`."""
     ggn = oracle.ggn(model, x, "classification", names, None)
     sizes = [model.get_parameter(name).numel() // num_groups for name in names]
     starts = [sum(model.get_parameter(n).numel() for n in names[:i]) for i in range(len(names))]

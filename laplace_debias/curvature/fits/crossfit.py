@@ -110,8 +110,8 @@ def crossfit_magnitudes(
             own dtype if None.
 
     Returns:
-        `[*groups, d]`: entry i is the mean over folds, weighed by their sizes, of the fold's own mean
-        curvature along the i-th eigenvector of the other folds.
+        `[*groups, d]`: entry i is the mean over folds, weighed by their sizes, of the fold's own
+        mean curvature along the i-th eigenvector of the other folds.
     """
     num_examples = sizes.sum()
     total = factors.sum(0)

@@ -11,8 +11,8 @@ Where not all positions take part (see `positions`), t runs over those that do, 
 number, example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$.
 
 A bias is exact (and a scale, and the kernel of a depthwise convolution, each with its Jacobian rows
-in the place of `Σ_t g`): $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. The groups of a
-grouped convolution have factors of their own, which are computed all at once. An embedding's activations are unit
+in the place of `Σ_t g`): $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. The groups of
+a convolution have factors of their own, computed all at once. An embedding's activations are unit
 vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural

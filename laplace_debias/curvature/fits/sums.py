@@ -58,7 +58,8 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         masks: Sequence[Masks | None],
     ) -> None:
         A = input_factor(layer, block, inputs, masks)
-        add_to(of_inputs, block, A.to(problem.factor_dtype))
+        # The sum has the dtype of the first.
+        add_to(of_inputs, block, A if block in of_inputs else A.to(problem.factor_dtype))
 
     seen = sweep(problem, batches, measure, add_gradients, add_inputs, first, additive=True)
     for block in list(rows):

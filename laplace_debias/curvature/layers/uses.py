@@ -215,7 +215,7 @@ def _has_fast_convolutions(layer: nn.Module, x: Tensor) -> bool:
 
     oneDNN convolves tens of thousands of groups at once, where torch's own code loops over them.
     """
-    is_there = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    is_there = bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
     is_in_reach = x.device.type == "cpu" and x.dtype == torch.float32
     is_known = isinstance(layer, (nn.Conv1d, nn.Conv2d)) and layer.in_channels == layer.groups
     return is_there and is_in_reach and is_known

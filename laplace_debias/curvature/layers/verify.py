@@ -32,7 +32,9 @@ def check_overridden(network: nn.Module, blocks: Sequence[Block], uses: Sequence
         layer = network.get_submodule(block.layer)
         if not is_overridden(layer):
             continue
-        wrong = [use for use in uses if use.layer == block.layer and not _agrees(network, block, use)]
+        wrong = [
+            use for use in uses if use.layer == block.layer and not _agrees(network, block, use)
+        ]
         if wrong:
             raise NotImplementedError(
                 f"{block.layer} ({type(layer).__name__}) has a forward pass of its own, which does "

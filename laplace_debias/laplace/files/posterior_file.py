@@ -186,7 +186,9 @@ def posterior_from(
     )
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], blocks: Sequence[SavedBlock], mean: Tensor) -> None:
+def _check_shapes(
+    tensors: Mapping[str, Tensor], blocks: Sequence[SavedBlock], mean: Tensor
+) -> None:
     """Require the tensors of these blocks, and none else.
 
     Raises:

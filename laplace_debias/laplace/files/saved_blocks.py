@@ -60,11 +60,13 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
         return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
     shapes = [(*block.groups, *block.shape) for block in blocks]
     if curvature == "diag":
-        without = [("U_G", "U_A")] * len(blocks)
+        without = {block: ("U_G", "U_A") for block in blocks}
     else:
-        without = [("U_A",) if block.role == "table" else () for block in blocks]
-    names = [block.name for block in blocks]
-    return [kronecker_block(*of_block) for of_block in zip(names, shapes, without, strict=True)]
+        without = {block: ("U_A",) for block in blocks if block.role == "table"}
+    return [
+        kronecker_block(block.name, shape, without.get(block, ()))
+        for block, shape in zip(blocks, shapes, strict=True)
+    ]
 
 
 def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:

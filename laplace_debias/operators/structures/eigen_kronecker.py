@@ -50,8 +50,8 @@ class EigenKronecker(LinearOperator):
     def __post_init__(self) -> None:
         if self.magnitudes.ndim not in (2, 3):
             raise ValueError(
-                "Magnitudes are a matrix [d_out, d_in], or one for each group [g, d_out, d_in], got "
-                f"shape {tuple(self.magnitudes.shape)}."
+                "Magnitudes are a matrix [d_out, d_in], or one for each group [g, d_out, d_in], "
+                f"got shape {tuple(self.magnitudes.shape)}."
             )
         *groups, d_out, d_in = self.magnitudes.shape
         for name, U, size in (("U_G", self.U_G, d_out), ("U_A", self.U_A, d_in)):
