@@ -60,7 +60,7 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
         return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
     shapes = [(*block.groups, *block.shape) for block in blocks]
     if curvature == "diag":
-        without = {block: ("U_G", "U_A") for block in blocks}
+        without = dict.fromkeys(blocks, ("U_G", "U_A"))
     else:
         without = {block: ("U_A",) for block in blocks if block.role == "table"}
     return [
