@@ -59,6 +59,7 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
     if curvature in DENSE:
         return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
     shapes = [(*block.groups, *block.shape) for block in blocks]
+    without: dict[Block, tuple[str, ...]]
     if curvature == "diag":
         without = dict.fromkeys(blocks, ("U_G", "U_A"))
     else:
