@@ -28,6 +28,9 @@ COMPARISONS = (
     "tuning",
     "sampling",
     "resnet50",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "convnext_tiny",
 )
 _ROOT = Path(__file__).parent.parent
 

@@ -4,6 +4,7 @@ import copy
 from itertools import pairwise
 from types import MappingProxyType
 
+import oracle
 import pytest
 import torch
 from cases import others_slow
@@ -477,3 +478,38 @@ class TestEKFAC(Kronecker):
 
 
 del Kronecker
+
+
+class MeanOfPositions(nn.Module):
+    """A wide layer at several positions, and their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(5, 300)
+        self.head = nn.Linear(300, 3)
+
+    def forward(self, x):
+        return self.head(self.wide(x).tanh().mean(1))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("positions", [2, 120])
+@pytest.mark.parametrize("memory_bound", [30_000_000, 1_200_000])
+def test_wide_factors_are_the_oracles_however_the_batch_is_cut(memory_bound, positions, sharing):
+    """Few rows of gradients are multiplied once a batch, many once a chunk of it."""
+    torch.manual_seed(0)
+    model = MeanOfPositions().double()
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(6, positions, 5, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (6,), generator=g)
+    K = KFAC(
+        model, nn.CrossEntropyLoss(), [(x[:4], y[:4]), (x[4:], y[4:])],
+        sharing=sharing, memory_bound=memory_bound,
+    )  # fmt: skip
+    factors = oracle.kfac_factors(model, x, "classification", "wide", None, sharing)
+    V = torch.randn(300, 5, generator=g, dtype=torch.float64)
+    expected = factors["G"] @ V @ factors["A"]
+    found = (K.blocks.blocks["wide.weight"] @ V.flatten()).view(300, 5)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    bias = K.blocks.blocks["wide.bias"] @ V[:, 0]
+    torch.testing.assert_close(bias, factors["bias"] @ V[:, 0], rtol=1e-9, atol=1e-12)

@@ -10,7 +10,7 @@ import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import Opaque, randn, rotation
+from matrices import Opaque, randn, rotation, rotations
 
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -52,6 +52,7 @@ STRUCTURED = {
     "kronecker": lambda: Kronecker(randn(2, 2), randn(3, 3)),
     "eigen-kronecker": eigen_kronecker,
     "axes": lambda: EigenKronecker(None, None, randn(2, 3)),
+    "groups": lambda: EigenKronecker(None, rotations(2, 3), randn(2, 1, 3)),
     "block-diagonal": lambda: BlockDiagonal(
         {"a": Dense(randn(2, 2)), "b": EigenKronecker(rotation(4), None, randn(4, 1))}
     ),
@@ -402,6 +403,12 @@ def test_block_diagonal_with_layout():
         (lambda: EigenKronecker(randn(2, 2), None, randn(3, 2)), ValueError, r"U_G must be \(3, 3"),
         (lambda: EigenKronecker(None, randn(2, 3), randn(3, 3)), ValueError, r"U_A must be \(3, 3"),
         (lambda: EigenKronecker(None, None, randn(3)), ValueError, r"\[d_out, d_in\]"),
+        (lambda: EigenKronecker(None, None, randn(1, 1, 2, 2)), ValueError, r"\[g, d_out, d_in\]"),
+        (
+            lambda: EigenKronecker(randn(2, 2), None, randn(4, 2, 2)),
+            ValueError,
+            r"U_G must be \(4, 2, 2",
+        ),
         (
             lambda: EigenKronecker(randn(2, 2).float(), None, randn(2, 3)),
             ValueError,

@@ -13,6 +13,8 @@ from benchmarks.report import FASTEST_PEER, Goal, comparison_table, goals_table,
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, measure
 
+# The peers take part in these where they can.
+OF_TORCHVISION = ("mobilenet_v3_small", "efficientnet_b0", "convnext_tiny")
 QUICK = Settings(quick=True, repetitions=1, threads=1)
 
 
@@ -163,7 +165,9 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_work(capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name == "resnet50" else name
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("resnet50", *OF_TORCHVISION[1:])
+        else name
         for name in COMPARISONS
     ],
 )
@@ -171,7 +175,8 @@ def test_every_comparison_runs_and_measures_what_is_ours(name):
     module = importlib.import_module(f"benchmarks.{name}")
     rows = module.compare(QUICK)
     assert all(row.seconds and min(row.seconds) > 0 for row in rows if not row.is_peer)
-    assert not [row.note for row in rows if row.note.startswith("failed")]
+    if name not in OF_TORCHVISION:
+        assert not [row.note for row in rows if row.note.startswith("failed")]
     names = {row.contender for row in rows} | {FASTEST_PEER, None}
     assert set(module.REFERENCES) <= names
     assert all({goal.contender, goal.over} <= names for goal in module.GOALS)

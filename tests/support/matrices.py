@@ -14,6 +14,11 @@ def rotation(n, seed=0):
     return torch.linalg.qr(randn(n, n, seed=seed)).Q
 
 
+def rotations(count, n):
+    """Orthogonal matrices, one for each group, `[count, n, n]`."""
+    return torch.stack([rotation(n, seed) for seed in range(count)])
+
+
 class Opaque(LinearOperator):
     """A matrix that shows no structure: what an operator of a network looks like."""
 

@@ -16,10 +16,11 @@ from functools import reduce
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis, eigh, pooled
+from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis, eigh, outer, pooled
 from laplace_debias.curvature.fits.kfac import FITS, assemble, exact_sums, fit_diagonal
 from laplace_debias.curvature.fits.magnitudes import directional_curvature
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
@@ -82,16 +83,16 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
             for factors, known in zip((G, A), _eigenpairs(basis), strict=True)
         )
         bases[block] = basis
-        table[block] = basis.pooled(torch.outer(along_G, along_A), problem.dtype)
+        table[block] = basis.pooled(outer(along_G, along_A), problem.dtype)
     return CurvatureFit(assemble(problem, bases, table), seen)
 
 
 def crossfit_magnitudes(
-    factors: Float[Tensor, "folds d *d"],
+    factors: Float[Tensor, "folds *groups d d"] | Float[Tensor, "folds d"],
     sizes: Tensor,
     known: FactorEigenpairs | None = None,
     precision: torch.dtype | None = None,
-) -> Float[Tensor, " d"]:
+) -> Float[Tensor, "*groups d"]:
     """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
 
     What is measured along directions that the other folds do not determine, those without
@@ -101,16 +102,16 @@ def crossfit_magnitudes(
     its magnitudes are its entries.
 
     Args:
-        factors: The factor of each fold, summed over its examples, `[K, d, d]`; `[K, d]` for a
-            diagonal one.
+        factors: The factor of each fold, summed over its examples, `[K, *groups, d, d]`; `[K, d]`
+            for a diagonal one.
         sizes: Examples in each fold, `[K]`.
         known: Eigenvalues, descending, and eigenvectors of the mean factor, if they are known.
         precision: What the factors were computed in, which says what counts as no curvature; their
             own dtype if None.
 
     Returns:
-        `[d]`: entry i is the mean over folds, weighed by their sizes, of the fold's own mean
-        curvature along the i-th eigenvector of the other folds.
+        `[*groups, d]`: entry i is the mean over folds, weighed by their sizes, of the fold's own
+        mean curvature along the i-th eigenvector of the other folds.
     """
     num_examples = sizes.sum()
     total = factors.sum(0)
@@ -124,10 +125,10 @@ def crossfit_magnitudes(
         own = within.projected(factor)
         others = within.projected(total) - own
         of_others, basis = eigh(others / (num_examples - size))
-        rest = values.new_zeros(len(values) - len(of_others))
-        measured = torch.cat([directional_curvature(own, basis), rest])
+        rest = (0, values.shape[-1] - of_others.shape[-1])
+        measured = F.pad(directional_curvature(own, basis), rest)
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
-        magnitudes += pooled(measured, torch.cat([of_others, rest]), precision) / num_examples
+        magnitudes += pooled(measured, F.pad(of_others, rest), precision) / num_examples
     return magnitudes
 
 
@@ -155,23 +156,27 @@ class _Within:
 
     Args:
         values: Eigenvalues of the mean factor, descending.
-        U: Its eigenvectors.
+        U: Its eigenvectors. The factors of groups are small, of different ranks, and stay as they
+            are.
         precision: What the factors were computed in.
     """
 
     def __init__(
-        self, values: Tensor, U: Float[Tensor, "d d"] | None, precision: torch.dtype | None
+        self, values: Tensor, U: Float[Tensor, "*groups d d"] | None, precision: torch.dtype | None
     ) -> None:
         assert U is not None
+        if U.ndim > 2:
+            self.basis = None
+            return
         rank = max(1, numerical_rank(values, precision))
         self.basis = U[:, :rank] if rank <= _MUCH_SMALLER * len(values) else None
         self.rest = U[:, rank:]
 
-    def projected(self, factor: Float[Tensor, "d d"]) -> Float[Tensor, "r r"]:
+    def projected(self, factor: Float[Tensor, "*groups d d"]) -> Float[Tensor, "*groups r r"]:
         """A factor in coordinates of the space."""
         return factor if self.basis is None else self.basis.T @ factor @ self.basis
 
-    def lifted(self, basis: Float[Tensor, "r r"]) -> Float[Tensor, "d d"]:
+    def lifted(self, basis: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d d"]:
         """An orthonormal basis of the space, and behind it one of the rest."""
         return basis if self.basis is None else torch.cat([self.basis @ basis, self.rest], dim=1)
 
@@ -193,7 +198,7 @@ def exact_crossfit(
         of_all: The eigenbases of all folds together.
 
     Returns:
-        `[d_out, d_in]` of each block.
+        `[*groups, d_out, d_in]` of each block.
     """
     num_examples = sum(len(y) for _, y in folds)
     totals = {block: _total(of_folds, block) for block in problem.blocks}
@@ -221,7 +226,7 @@ def _basis_of_others(
     within = _Within(*known, precision)
     values, basis = eigh((within.projected(total) - within.projected(own)) / num_others)
     assert basis is not None
-    return torch.cat([values, values.new_zeros(len(total) - len(values))]), within.lifted(basis)
+    return F.pad(values, (0, total.shape[-1] - values.shape[-1])), within.lifted(basis)
 
 
 def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:

@@ -20,26 +20,26 @@ class Eigenbasis:
     """Directions of a block, and the factors' own curvature along them.
 
     Attributes:
-        U_G: Eigenvectors of G as columns, by descending eigenvalue, `[d_out, d_out]`; None for the
-            coordinate axes.
-        U_A: Likewise of A, `[d_in, d_in]`.
-        along_G: Eigenvalues of G, `[d_out]`.
-        along_A: Eigenvalues of A, `[d_in]`.
+        U_G: Eigenvectors of G as columns, by descending eigenvalue, `[*groups, d_out, d_out]`; None
+            for the coordinate axes.
+        U_A: Likewise of A, `[*groups, d_in, d_in]`.
+        along_G: Eigenvalues of G, `[*groups, d_out]`.
+        along_A: Eigenvalues of A, `[*groups, d_in]`.
     """
 
-    U_G: Float[Tensor, "d_out d_out"] | None
-    U_A: Float[Tensor, "d_in d_in"] | None
-    along_G: Float[Tensor, " d_out"]
-    along_A: Float[Tensor, " d_in"]
+    U_G: Float[Tensor, "*groups d_out d_out"] | None
+    U_A: Float[Tensor, "*groups d_in d_in"] | None
+    along_G: Float[Tensor, "*groups d_out"]
+    along_A: Float[Tensor, "*groups d_in"]
 
     @property
-    def magnitudes(self) -> Float[Tensor, "d_out d_in"]:
+    def magnitudes(self) -> Float[Tensor, "*groups d_out d_in"]:
         """The factors' own curvature along every direction, `λ_i(G) λ_j(A)`."""
-        return torch.outer(self.along_G, self.along_A)
+        return outer(self.along_G, self.along_A)
 
     def pooled(
-        self, measured: Float[Tensor, "d_out d_in"], precision: torch.dtype
-    ) -> Float[Tensor, "d_out d_in"]:
+        self, measured: Float[Tensor, "*groups d_out d_in"], precision: torch.dtype
+    ) -> Float[Tensor, "*groups d_out d_in"]:
         """Curvature along the directions, averaged over those that data cannot tell apart.
 
         Args:
@@ -47,20 +47,28 @@ class Eigenbasis:
             precision: As `pooled` takes it.
         """
         # In units of the block's curvature, not of one factor's.
-        along_G, along_A = self.along_G * self.along_A.max(), self.along_A * self.along_G.max()
+        along_G = self.along_G * self.along_A.amax(-1, keepdim=True)
+        along_A = self.along_A * self.along_G.amax(-1, keepdim=True)
         if self.U_G is not None:
             measured = pooled(measured, along_G, precision)
         if self.U_A is not None:
-            measured = pooled(measured.T, along_A, precision).T
+            measured = pooled(measured.mT, along_A, precision).mT
         return measured
+
+
+def outer(
+    along_G: Float[Tensor, "*groups d_out"], along_A: Float[Tensor, "*groups d_in"]
+) -> Float[Tensor, "*groups d_out d_in"]:
+    """All products of two factors' curvatures, group by group."""
+    return along_G.unsqueeze(-1) * along_A.unsqueeze(-2)
 
 
 def eigenbasis(G: Tensor, A: Tensor, block: str) -> Eigenbasis:
     """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes.
 
     Args:
-        G: `[d_out, d_out]`, or `[d_out]`.
-        A: `[d_in, d_in]`, or `[d_in]`.
+        G: `[*groups, d_out, d_out]`, or `[d_out]`.
+        A: `[*groups, d_in, d_in]`, or `[d_in]`.
         block: Name of the block, for messages.
 
     Raises:
@@ -72,33 +80,17 @@ def eigenbasis(G: Tensor, A: Tensor, block: str) -> Eigenbasis:
     return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
-def eigenbases_alike(
-    G: Float[Tensor, "blocks d_out d_out"], A: Float[Tensor, "blocks d_in d_in"], name: str
-) -> list[Eigenbasis]:
-    """As `eigenbasis`, of many small blocks of one shape: they are decomposed and checked together.
-
-    Args:
-        G: One factor of each block.
-        A: The other one.
-        name: What the blocks belong to, for messages.
-    """
-    (along_G, U_G), (along_A, U_A) = (
-        _descending(*decomposition.eigh(factors, f"a factor {side} of {name}"))
-        for factors, side in ((G, "G"), (A, "A"))
-    )
-    return [Eigenbasis(*of_block) for of_block in zip(U_G, U_A, along_G, along_A, strict=True)]
-
-
 def eigh(
     factor: Tensor, what: str = "the factor"
-) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"] | None]:
+) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups d d"] | None]:
     """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
 
     An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
     a positive product with one fixed vector, so that other machines draw the same samples.
 
     Args:
-        factor: A positive semi-definite matrix `[d, d]`, or the diagonal of one, `[d]`.
+        factor: A positive semi-definite matrix `[d, d]`, one for each group `[g, d, d]`, or the
+            diagonal of one, `[d]`.
         what: What it is, for messages.
 
     Raises:
@@ -108,18 +100,18 @@ def eigh(
     if factor.ndim == 1:
         return factor, None
     # A factor of few examples has few rows behind it.
-    pair = decomposition.low_rank_eigh(factor, what) or decomposition.eigh(factor, what)
-    return _descending(*pair)
+    low_rank = decomposition.low_rank_eigh(factor, what) if factor.ndim == 2 else None
+    return _descending(*(low_rank or decomposition.eigh(factor, what)))
 
 
 def _descending(
-    values: Float[Tensor, "*blocks d"], vectors: Float[Tensor, "*blocks d d"]
-) -> tuple[Float[Tensor, "*blocks d"], Float[Tensor, "*blocks d d"]]:
+    values: Float[Tensor, "*groups d"], vectors: Float[Tensor, "*groups d d"]
+) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups d d"]]:
     # Below zero there is nothing but rounding.
     return values.flip(-1).clamp_min(0), _with_fixed_signs(vectors.flip(-1))
 
 
-def _with_fixed_signs(vectors: Float[Tensor, "*blocks d d"]) -> Float[Tensor, "*blocks d d"]:
+def _with_fixed_signs(vectors: Float[Tensor, "*groups d d"]) -> Float[Tensor, "*groups d d"]:
     # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
     # every [1, -1], and rounding would choose the sign.
     at = torch.arange(1, vectors.shape[-1] + 1, dtype=vectors.dtype, device=vectors.device)
@@ -140,8 +132,8 @@ def resolution(precision: torch.dtype) -> float:
 
 
 def pooled(
-    measured: Float[Tensor, "d *columns"], values: Float[Tensor, " d"], precision: torch.dtype
-) -> Float[Tensor, "d *columns"]:
+    measured: Float[Tensor, "*entries"], values: Float[Tensor, "*groups d"], precision: torch.dtype
+) -> Float[Tensor, "*entries"]:
     r"""Curvature along eigenvectors, averaged over those whose eigenvalues nearly coincide.
 
     Any orthonormal basis of the space of an eigenvalue is one of eigenvectors, of the null space
@@ -160,18 +152,27 @@ def pooled(
     square of the resolution, as a share of the curvature measured, are averaged over as one space.
 
     Args:
-        measured: Curvature along the eigenvectors, on any data; further dimensions are averaged
-            column by column.
+        measured: Curvature along the eigenvectors, on any data, `[*groups, d]` or `[*groups, d,
+            columns]`; columns are averaged one by one.
         values: The eigenvalues, descending, in the units of `measured`.
         precision: What the eigenvalues' matrix was computed in.
     """
-    if len(values) == 0:
+    if values.shape[-1] == 0:
         return measured
-    width = resolution(precision) * values[0]
-    if bool(values[0] <= resolution(precision) ** 2 * measured.max()):
-        return measured.mean(0, keepdim=True).expand_as(measured)
-    if bool((values[:-1] - values[1:] >= width).all()):
+    if values.ndim > 1 and measured.ndim == values.ndim:
+        return pooled(measured.unsqueeze(-1), values, precision).squeeze(-1)
+    largest = values[..., :1]
+    over = tuple(range(values.ndim - 1, measured.ndim))
+    is_one_space = largest.squeeze(-1) <= resolution(precision) ** 2 * measured.amax(over)
+    mean = measured.mean(values.ndim - 1, keepdim=True).expand_as(measured)
+    if bool(is_one_space.all()):
+        return mean
+    width = resolution(precision) * largest
+    if not bool((is_one_space | (values[..., :-1] - values[..., 1:] < width).any(-1)).any()):
         return measured
-    distances = (values[:, None] - values).abs() / width
+    distances = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs() / width.unsqueeze(-1)
     weights = (2 - 2 * distances).clamp(0, 1)
-    return ((weights / weights.sum(1, keepdim=True)) @ measured.to(values)).to(measured)
+    averaged = ((weights / weights.sum(-1, keepdim=True)) @ measured.to(values)).to(measured)
+    if values.ndim == 1:
+        return averaged
+    return torch.where(is_one_space[..., None, None], mean, averaged)

@@ -10,8 +10,9 @@ examples (the block of the mean loss over N of them is $\tfrac1N G \otimes \tfra
 Where not all positions take part (see `positions`), t runs over those that do, and T is their
 number, example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$.
 
-A bias is exact (and a scale, with its rows in the place of `Σ_t g`):
-$G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. An embedding's activations are unit
+A bias is exact (and a scale, and the kernel of a depthwise convolution, each with its Jacobian rows
+in the place of `Σ_t g`): $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. The groups of
+a convolution have factors of their own, computed all at once. An embedding's activations are unit
 vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
@@ -32,15 +33,17 @@ from laplace_debias.curvature.layers.uses import (
     Masks,
     Uses,
     activations,
-    group_of,
+    exact_rows,
     output_gradients,
     slices,
     token_gradients,
     tokens,
-    vector_rows,
 )
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS
+from laplace_debias.operators.eigh import may_be_low_rank
 
+# From so many rows on, a G is not written for every few rows of gradients.
+_WIDE = 256
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
 
@@ -50,7 +53,7 @@ Inputs = Sequence[Sequence[Tensor]]
 
 def gradient_factor(
     layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
-) -> Float[Tensor, "d_out d_out"] | Float[Tensor, " d_out"]:
+) -> Float[Tensor, "*groups d_out d_out"] | Float[Tensor, " d_out"]:
     """G of one block on one batch, summed over its examples; of a diagonal block as a vector.
 
     Args:
@@ -61,9 +64,9 @@ def gradient_factor(
             further positions.
         masks: For every use the positions that take part, `[B, T]`; None for all.
     """
-    if block.is_vector:
-        slices_of_rows = (rows.flatten(0, 1) for _, rows in vector_rows(layer, block, uses))
-        products = [r.square().sum(0) if block.is_diagonal else r.T @ r for r in slices_of_rows]
+    if block.is_exact:
+        slices_of_rows = (rows.flatten(0, 1) for _, rows in exact_rows(layer, block, uses))
+        products = [r.square().sum(0) if block.is_diagonal else moments(r) for r in slices_of_rows]
         return products[0] if len(products) == 1 else torch.stack(products).sum(0)
     assert not isinstance(uses, CallUses)
     if block.role == "table":
@@ -71,19 +74,45 @@ def gradient_factor(
     else:
         parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
     if block.sharing == "reduce" and block.role == "weight":
-        rows = torch.stack([part.sum(-1) for part in parts]).sum(0)
-        return rows.T @ rows
+        return moments(torch.stack([part.sum(-1) for part in parts]).sum(0))
     masks = _counted(layer, block, [x for x, _ in uses], masks)
     if masks is not None:
         weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
-        G = parts[0].new_zeros(block.shape[0], block.shape[0])
+        G = parts[0].new_zeros(*block.groups, block.shape[0], block.shape[0])
         for part, mask in zip(parts, masks, strict=True):
-            rows = part.unflatten(0, (-1, len(mask))).mT[:, mask]
-            rows = (rows * weights[:, None].expand_as(mask)[mask].unsqueeze(-1)).flatten(0, 1)
-            G.addmm_(rows.T, rows)
+            rows = part.unflatten(0, (-1, len(mask))).movedim(-1, 2)[:, mask]
+            of_rows = weights[:, None].expand_as(mask)[mask]
+            rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
+            rows = rows.flatten(0, 1)
+            G = G.addmm_(rows.T, rows) if rows.ndim == 2 else G + moments(rows)
         return G
     positions = sum(part.shape[-1] for part in parts)
     return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
+
+
+def few_gradient_rows(
+    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
+) -> Float[Tensor, "n d_out"] | None:
+    """Rows with `rowsᵀ rows = G`, if they are fewer than G's and G is wide; None otherwise.
+
+    Several chunks of a batch are cheaper to multiply together: writing G costs more than they do.
+    Arguments as `gradient_factor` takes them.
+    """
+    d_out = block.shape[0]
+    is_plain = masks is None and block.role == "weight" and block.sharing == "expand"
+    if block.groups or d_out < _WIDE or not (block.is_exact or is_plain):
+        return None
+    if isinstance(uses, CallUses):
+        return None
+    if block.is_exact:
+        rows = torch.cat([rows.flatten(0, 1) for _, rows in exact_rows(layer, block, uses)])
+        return rows if len(rows) < d_out else None
+    parts = [output_gradients(layer, block, g) for _, g in uses]
+    if sum(part.numel() for part in parts) >= d_out**2:
+        return None
+    positions = sum(part.shape[-1] for part in parts)
+    rows = torch.cat([part.flatten(0, 1).mT.flatten(0, 1) for part in parts])
+    return rows * positions**-0.5
 
 
 def _counted(
@@ -101,18 +130,17 @@ def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
     return torch.stack([mask.sum(1) for mask in masks]).sum(0)
 
 
-def _gram(columns: Float[Tensor, "n d positions"]) -> Float[Tensor, "d d"]:
+def _gram(columns: Float[Tensor, "n *groups d positions"]) -> Float[Tensor, "*groups d d"]:
     """`Σ_n Σ_t g gᵀ`."""
-    if columns.shape[2] > columns.shape[1]:
+    if columns.shape[-1] > columns.shape[-2]:
         # The products of all examples are smaller than a copy with the positions as rows.
         return (columns @ columns.mT).sum(0)
-    rows = columns.mT.flatten(0, 1)
-    return rows.T @ rows
+    return moments(columns.movedim(-1, 1).flatten(0, 1))
 
 
 def input_factor(
     layer: Any, block: Block, inputs: Inputs, masks: Sequence[Masks | None] | None = None
-) -> Float[Tensor, "d_in d_in"] | Float[Tensor, " d_in"]:
+) -> Float[Tensor, "*groups d_in d_in"] | Float[Tensor, " d_in"]:
     """A of one weight block on one batch, summed over its examples; an embedding's as a vector.
 
     Args:
@@ -132,50 +160,50 @@ def input_factor(
                 ids = x.flatten() if counted is None else tokens(x)[counted[index]]
                 counts += torch.bincount(ids, minlength=block.shape[1])
         return counts.to(layer.weight.dtype)
-    A = layer.weight.new_zeros(block.shape[1], block.shape[1])
+    A = layer.weight.new_zeros(*block.groups, block.shape[1], block.shape[1])
     for part, counted in zip(inputs, masks, strict=True):
         if block.sharing == "reduce":
-            rows = _mean_activations(layer, block, part, counted)
-            _add_moments(A, rows)
+            A = _add_moments(A, _mean_activations(layer, block, part, counted))
             continue
         for index, x in enumerate(part):
-            _add_positions(A, layer, block, x, None if counted is None else counted[index])
+            A = _add_positions(A, layer, block, x, None if counted is None else counted[index])
     return A
 
 
 def _add_positions(
-    A: Float[Tensor, "d_in d_in"],
+    A: Float[Tensor, "*groups d_in d_in"],
     layer: nn.Module,
     block: Block,
     x: Tensor,
     mask: Bool[Tensor, "batch positions"] | None,
-) -> None:
+) -> Float[Tensor, "*groups d_in d_in"]:
     if mask is not None:
         for part in slices(layer, block, x):
-            _add_moments(A, activations(layer, block, x[part])[mask[part]])
-        return
+            A = _add_moments(A, activations(layer, block, x[part])[mask[part]])
+        return A
     is_convolution = isinstance(layer, CONVOLUTIONS)
-    x_of_group = group_of(layer, block, x) if is_convolution else x
-    if not (is_convolution and has_fast_patches(layer, x_of_group)):
+    of_groups = x.chunk(block.num_groups, dim=1) if is_convolution else [x]
+    if not (is_convolution and has_fast_patches(layer, of_groups[0])):
         for part in slices(layer, block, x):
-            _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
-        return
-    moments = patch_moments(layer, x_of_group)  # type: ignore[arg-type]
+            A = _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
+        return A
+    found = [patch_moments(layer, channels) for channels in of_groups]  # type: ignore[arg-type]
+    of_patches = torch.stack(found) if block.groups else found[0]
     if not block.is_joint:
-        A.add_(moments)
-        return
-    A[:-1, :-1] += moments
+        return A.add_(of_patches)
+    A[..., :-1, :-1] += of_patches
     # Patches are linear in the image: one image stands for the sum of all.
     rows = activations(layer, block, x.sum(0, keepdim=True))[0]
     total = rows.sum(0)
-    total[-1] *= len(x)
-    A[-1] += total
-    A[:-1, -1] += total[:-1]
+    total[..., -1] *= len(x)
+    A[..., -1, :] += total
+    A[..., :-1, -1] += total[..., :-1]
+    return A
 
 
 def _mean_activations(
     layer: nn.Module, block: Block, uses: Sequence[Tensor], masks: Masks | None
-) -> Float[Tensor, "batch d_in"]:
+) -> Float[Tensor, "batch *groups d_in"]:
     """ā, the mean over the positions of all uses."""
     sums, positions = [], 0
     for index, x in enumerate(uses):
@@ -184,23 +212,49 @@ def _mean_activations(
         if masks is not None:
             # Not a product: what is padded may be infinite.
             parts = zip(rows, slices(layer, block, x), strict=True)
-            rows = [a.where(masks[index][part].unsqueeze(-1), 0) for a, part in parts]
+            rows = [
+                a.where(masks[index][part].view(*a.shape[:2], *[1] * (a.ndim - 2)), 0)
+                for a, part in parts
+            ]
         sums.append(torch.cat([part.sum(1) for part in rows]))
     total = torch.stack(sums).sum(0)
     if masks is None:
         return total / positions
-    return total / _num_positions(masks).clamp_min(1).unsqueeze(1)
+    counts = _num_positions(masks).clamp_min(1)
+    return total / counts.view(-1, *[1] * (total.ndim - 1))
 
 
-def _add_moments(total: Float[Tensor, "d d"], rows: Float[Tensor, "n d"]) -> None:
-    """Add `rowsᵀ rows`, computing one of each two symmetric halves where that pays."""
+def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
+    """`rowsᵀ rows`, in double precision where the rows are few.
+
+    Rounding to single precision fills up the rank of such a matrix, and a decomposition through its
+    range, which is several times faster than one of the whole, would not find it.
+    """
+    if rows.ndim == 2 and may_be_low_rank(*rows.shape):
+        rows = rows.double()
+    of_groups = rows.movedim(0, -2)
+    return of_groups.mT @ of_groups
+
+
+def _add_moments(
+    total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]
+) -> Float[Tensor, "*groups d d"]:
+    """Add `rowsᵀ rows` to a sum; as in `moments`, in double precision where the rows are few.
+
+    Of each two symmetric halves one is computed where that pays.
+    """
+    if rows.ndim == 3:
+        return total.add_(moments(rows))
+    if may_be_low_rank(*rows.shape):
+        total = total.double()
+    rows = rows.to(total.dtype)
     size = rows.shape[1]
     if size < _SYMMETRIC_FROM:
-        total.addmm_(rows.T, rows)
-        return
+        return total.addmm_(rows.T, rows)
     step = -(-size // 8)
     for start in range(0, size, step):
         stop = min(start + step, size)
         product = rows[:, start:stop].T @ rows[:, start:]
         total[start:stop, start:] += product
         total[stop:, start:stop] += product[:, stop - start :].T
+    return total

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Eigenbasis
+from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_magnitudes
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
@@ -67,8 +67,9 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     check_finite_sums({block: [A] for block, A in along_A.items()})
     table = {}
     for block, G in along_G.items():
-        A = along_A[block] / measured.num_examples if block in along_A else G.new_ones(1)
-        on_others = torch.outer(G / measured.num_examples, A)
+        ones = G.new_ones(*block.groups, 1)
+        A = along_A[block] / measured.num_examples if block in along_A else ones
+        on_others = outer(G / measured.num_examples, A)
         table[block] = bases[block].pooled(on_others, problem.dtype)
     return CurvatureFit(assemble(problem, bases, table), seen + measured)
 
@@ -97,7 +98,11 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
 def exact_sums(
     problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
 ) -> tuple[Sums, Seen]:
-    """Exact curvature along every direction, summed over examples, `[d_out, d_in]` a block."""
+    """Exact curvature along every direction, summed over examples.
+
+    Returns:
+        `[*groups, d_out, d_in]` of each block, and what was seen.
+    """
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = problem.dtype
     rotations = {b: (_cast(of.U_G, dtype), _cast(of.U_A, dtype)) for b, of in bases.items()}
@@ -142,7 +147,7 @@ FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac, "diag": fit_diagonal}
 def assemble(
     problem: Problem,
     bases: dict[Block, Eigenbasis],
-    table: dict[Block, Float[Tensor, "d_out d_in"]],
+    table: dict[Block, Float[Tensor, "*groups d_out d_in"]],
 ) -> BlockDiagonal:
     """The curvature from directions and magnitudes, in the model's dtype; `bases` is emptied."""
     dtype = problem.dtype

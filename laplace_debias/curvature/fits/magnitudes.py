@@ -9,23 +9,25 @@ from laplace_debias.curvature.layers.jacobians import rotate_rows, rotated_jacob
 from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 
 
-def directional_curvature(factor: Tensor, U: Float[Tensor, "d d"] | None) -> Float[Tensor, " d"]:
+def directional_curvature(
+    factor: Tensor, U: Float[Tensor, "*groups d d"] | None
+) -> Float[Tensor, "*groups d"]:
     r"""Curvature of a factor along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
     Args:
-        factor: `[d, d]`, or `[d]` for a diagonal one.
-        U: `[d, d]`; None for the coordinate axes.
+        factor: `[*groups, d, d]`, or `[d]` for a diagonal one.
+        U: `[*groups, d, d]`; None for the coordinate axes.
     """
     if factor.ndim == 1:
         return factor if U is None else U.square().T @ factor
     if U is None:
-        return factor.diagonal()
-    return ((factor @ U) * U).sum(0).clamp_min(0)
+        return factor.diagonal(dim1=-2, dim2=-1)
+    return ((factor @ U) * U).sum(-2).clamp_min(0)
 
 
 def ekfac_magnitudes(
     layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
-) -> Float[Tensor, "d_out d_in"]:
+) -> Float[Tensor, "*groups d_out d_in"]:
     r"""Exact curvature along a block's directions, summed over the batch's examples.
 
     $\Lambda_{ij} = \sum_n\sum_k \big((U_G^\top (\sum_t g_{kt} a_t^\top) U_A)_{ij}\big)^2$
@@ -42,7 +44,7 @@ def ekfac_magnitudes(
     total: Tensor | None = None
     for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
         squares = J.square().sum((0, 1))
-        total = squares.new_zeros(block.shape) if total is None else total
+        total = squares.new_zeros(*block.groups, *block.shape) if total is None else total
         if columns is None:
             total += squares
         else:

@@ -1,35 +1,55 @@
 """Sums over data, block by block: factors, and the eigenbases that are made of them."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbases_alike, eigenbasis
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
+from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.fits.factors import (
+    few_gradient_rows,
+    gradient_factor,
+    input_factor,
+    moments,
+)
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Masks
+from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 
 Sums = dict[Block, Tensor]
 # G and A of every block; a diagonal factor is a vector.
 FactorSums = dict[Block, tuple[Tensor, Tensor]]
-# Blocks of at most so many rows and columns are decomposed together.
-_SMALL = 128
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
     """Factors of every block, summed over the examples of all batches; `first` as in `sweep`."""
-    sums: FactorSums = {}
+    of_gradients: Sums = {}
+    of_inputs: Sums = {}
+    rows: dict[Block, list[Tensor]] = {}
 
-    def add_gradients(block: Block, G: Tensor) -> None:
-        G = G.to(problem.factor_dtype)
-        if block not in sums:
-            sums[block] = (torch.zeros_like(G), _no_input_factor(block, G))
-        sums[block][0].add_(G)
+    def measure(
+        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
+    ) -> tuple[bool, Tensor]:
+        few = few_gradient_rows(layer, block, uses, masks)
+        if few is not None:
+            return True, few
+        return False, gradient_factor(layer, block, uses, masks)
+
+    def add_gradients(block: Block, measured: tuple[bool, Tensor]) -> None:
+        are_rows, gradients = measured
+        if not are_rows:
+            add_to(of_gradients, block, gradients.to(problem.factor_dtype))
+            return
+        kept = rows.setdefault(block, [])
+        kept.append(gradients)
+        if sum(map(len, kept)) >= block.shape[0]:
+            multiply_kept(block)
+
+    def multiply_kept(block: Block) -> None:
+        G = moments(torch.cat(rows.pop(block)))
+        add_to(of_gradients, block, G.to(problem.factor_dtype))
 
     def add_inputs(
         layer: nn.Module,
@@ -37,13 +57,19 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         inputs: Sequence[Sequence[Tensor]],
         masks: Sequence[Masks | None],
     ) -> None:
-        sums[block][1].add_(input_factor(layer, block, inputs, masks))
+        A = input_factor(layer, block, inputs, masks)
+        # The sum has the dtype of the first.
+        add_to(of_inputs, block, A if block in of_inputs else A.to(problem.factor_dtype))
 
-    seen = sweep(problem, batches, gradient_factor, add_gradients, add_inputs, first, additive=True)
+    seen = sweep(problem, batches, measure, add_gradients, add_inputs, first, additive=True)
+    for block in list(rows):
+        multiply_kept(block)
+    sums = {}
+    for block, G in of_gradients.items():
+        # What an exact block is multiplied with, once an example.
+        ones = G.new_full((*block.groups, 1, 1), seen.num_examples)
+        sums[block] = (G, ones if block.is_exact else of_inputs[block])
     check_finite_sums(sums)
-    for block, (_, A) in sums.items():
-        if block.is_vector:
-            A.mul_(seen.num_examples)
     return sums, seen
 
 
@@ -74,36 +100,13 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
             )
 
 
-def _no_input_factor(block: Block, like: Tensor) -> Tensor:
-    """A before any data: zero, or for a vector what its exact block is multiplied with."""
-    if block.is_vector:
-        return like.new_ones(1, 1)
-    d_in = block.shape[1]
-    return like.new_zeros(d_in) if block.role == "table" else like.new_zeros(d_in, d_in)
-
-
 def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
-    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
-
-    The groups of a grouped convolution are many small blocks, and are decomposed together.
-    """
+    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way."""
     bases: dict[Block, Eigenbasis] = {}
-    for (layer, shape, _), alike in itertools.groupby(list(sums), _kind):
-        blocks = list(alike)
-        if len(blocks) > 1 and max(shape) <= _SMALL:
-            sides = zip(*(sums.pop(block) for block in blocks), strict=True)
-            G, A = (torch.stack(side) / num_examples for side in sides)
-            bases.update(zip(blocks, eigenbases_alike(G, A, f"a group of {layer}"), strict=True))
-            continue
-        for block in blocks:
-            G, A = sums.pop(block)
-            bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
+    for block in list(sums):
+        G, A = sums.pop(block)
+        bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
     return bases
-
-
-def _kind(block: Block) -> tuple[str, tuple[int, int], str]:
-    """What blocks have in common that are decomposed together: neighbours of the same kind."""
-    return block.layer, block.shape, block.role
 
 
 def add_to(sums: Sums, block: Block, value: Tensor) -> None:

@@ -109,7 +109,7 @@ class _KeptInputs:
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block], consume: ConsumeInputs) -> None:
         self._network = network
-        self._blocks = [block for block in blocks if not block.is_vector]
+        self._blocks = [block for block in blocks if not block.is_exact]
         self._consume = consume
         self._parts: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
         self._num_bytes = 0

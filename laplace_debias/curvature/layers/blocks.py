@@ -43,20 +43,28 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """One curvature block: a layer's weight matrix (of one group of channels), bias or scale.
+    """One curvature block: a layer's weight matrix, bias or scale.
+
+    A convolution's groups of channels share no parameter and no output, so the curvature of its
+    weight is block-diagonal in itself, with one matrix for each group, all of one shape. They are
+    one block here, and are computed all at once.
 
     Attributes:
-        name: The parameter's name, with `[group]` behind it where there are several groups; both
-            names, with a `+` between them, where the block is a weight's and its bias's.
+        name: The parameter's name, with a number in brackets behind it for query, key and value of
+            one projection; both names, with a `+` between them, where the block is a weight's and
+            its bias's.
         parameters: The parameters' names in the model: one, or weight and bias.
         layer: The path of the layer that yields the block's inputs and output gradients.
         role: `"weight"`: a matrix, whose block is Kronecker-factored; `"table"`: an embedding's
             weight, whose input factor is diagonal; `"bias"`, or `"scale"` (the weight of a
-            normalisation): a vector, whose block is exact; `"entries"`: any other parameter, as a
-            vector, whose block is exact and comes from gradients of each example.
-        shape: `(d_out, d_in)`; a vector has `d_in = 1`.
-        group: Which group of a grouped convolution, or which of query, key and value.
+            normalisation): a vector, whose block is exact; `"depthwise"`: the kernels of a
+            convolution with one output channel a group, a vector for each group, whose matrices are
+            exact; `"entries"`: any other parameter, as a vector, whose block is exact and comes
+            from gradients of each example.
+        shape: `(d_out, d_in)`, of one group; what is exact has `d_in = 1`.
+        group: Which of query, key and value.
         sharing: `"expand"` or `"reduce"`, for a weight.
+        num_groups: How many groups a convolution's weight has.
         calls: For `"entries"` the paths of the modules whose calls read the parameter.
     """
 
@@ -67,12 +75,13 @@ class Block:
     shape: tuple[int, int]
     group: int = 0
     sharing: str = "expand"
+    num_groups: int = 1
     calls: tuple[str, ...] = ()
 
     @property
-    def is_vector(self) -> bool:
-        """Whether the block's parameters are a vector, and its curvature exact."""
-        return self.role in ("bias", "scale", "entries")
+    def is_exact(self) -> bool:
+        """Whether the block is that of vectors, and exact, instead of Kronecker-factored."""
+        return self.role in ("bias", "scale", "depthwise", "entries")
 
     @property
     def is_diagonal(self) -> bool:
@@ -85,6 +94,11 @@ class Block:
         return Site(self.calls, True) if self.calls else Site((self.layer,))
 
     @property
+    def groups(self) -> tuple[int, ...]:
+        """The leading dimension of what there is for every group, `(g,)`; `()` for one group."""
+        return () if self.num_groups == 1 else (self.num_groups,)
+
+    @property
     def is_joint(self) -> bool:
         """Whether the bias is the weight matrix's last column."""
         return len(self.parameters) == 2
@@ -92,7 +106,7 @@ class Block:
     @property
     def size(self) -> int:
         """The number of parameters in the block."""
-        return self.shape[0] * self.shape[1]
+        return self.num_groups * self.shape[0] * self.shape[1]
 
 
 def curvature_blocks(
@@ -187,8 +201,9 @@ def parameter_order(
         blocks: Their blocks.
 
     Returns:
-        For the blocks' entries, one block after the other and each `[d_out, d_in]` row-major, their
-        position in the flattened parameters, `[D]`; None if the two orders are the same.
+        For the blocks' entries, one block after the other and each `[*groups, d_out, d_in]`
+        row-major, their position in the flattened parameters, `[D]`; None if the two orders are the
+        same.
     """
     positions: dict[str, Tensor] = {}
     start = 0
@@ -230,12 +245,9 @@ def _blocks_of(
         d_out, d_in = d_in, d_out
     parameters = (name,) if bias is None else (name, bias)
     shape = (d_out, d_in + len(parameters) - 1)
-    title = "+".join(parameters)
-    if groups == 1:
-        return [Block(title, parameters, path, role, shape, 0, sharing)]
-    return [
-        Block(f"{title}[{g}]", parameters, path, role, shape, g, sharing) for g in range(groups)
-    ]
+    if groups > 1 and d_out == 1:
+        role, shape = "depthwise", (shape[1], 1)
+    return [Block("+".join(parameters), parameters, path, role, shape, 0, sharing, groups)]
 
 
 def _attention_blocks(name: str, path: str, parameter: nn.Parameter, sharing: str) -> list[Block]:
@@ -256,8 +268,8 @@ def _attention_blocks(name: str, path: str, parameter: nn.Parameter, sharing: st
 
 def entries_of(
     model: nn.Module, block: Block, values: Mapping[str, Tensor]
-) -> Shaped[Tensor, "d_out d_in"]:
-    """A block's entries, `[d_out, d_in]`, of something that there is for every parameter's entry.
+) -> Shaped[Tensor, "*groups d_out d_in"]:
+    """A block's entries, `[*groups, d_out, d_in]`, of what there is for every parameter's entry.
 
     Args:
         model: The model.
@@ -269,18 +281,23 @@ def entries_of(
     weight = values[block.parameters[0]]
     d_out = block.shape[0]
     rows = slice(block.group * d_out, (block.group + 1) * d_out)
-    if block.is_vector:
+    if block.role in ("bias", "scale"):
         return weight.flatten()[rows, None]
-    if isinstance(layer, TRANSPOSED):
-        per_group = weight.unflatten(0, (layer.groups, -1))[block.group]
-        matrix = per_group.transpose(0, 1).flatten(1)
-    elif block.role == "table" or is_hugging_face_conv1d(layer):
-        matrix = weight.T
+    bias = values[block.parameters[1]] if block.is_joint else None
+    if block.num_groups > 1:
+        rows = slice(None)
+    if block.role == "table" or is_hugging_face_conv1d(layer):
+        matrices = weight.T
+    elif isinstance(layer, TRANSPOSED):
+        # [C_in, d_out, k_1, …], and the groups divide C_in.
+        of_groups = weight.flatten(2).unflatten(0, (*block.groups, -1))
+        matrices = of_groups.transpose(-3, -2).flatten(-2)
     else:
-        matrix = weight[rows].flatten(1)
-    if block.is_joint:
-        matrix = torch.cat([matrix, values[block.parameters[1]][rows, None]], dim=1)
-    return matrix
+        matrices = weight[rows].flatten(1).unflatten(0, (*block.groups, -1))
+    if bias is not None:
+        last = bias[rows].unflatten(0, (*block.groups, -1)).unsqueeze(-1)
+        matrices = torch.cat([matrices, last], dim=-1)
+    return matrices.reshape(*block.groups, *block.shape)
 
 
 def _check_sharing(model: nn.Module, sharing: Sharing) -> None:

@@ -14,11 +14,11 @@ from laplace_debias.curvature.layers.uses import (
     LayerUses,
     Uses,
     activations,
+    exact_rows,
     output_gradients,
     slices,
     token_gradients,
     tokens,
-    vector_rows,
 )
 
 # Numbers that a slice of an embedding's Jacobian holds.
@@ -30,12 +30,12 @@ class Rotated(NamedTuple):
 
     Attributes:
         examples: Which examples of the batch.
-        J: `[b, K, d_out, d_in]`; of an embedding only the columns that are not zero.
+        J: `[b, K, *groups, d_out, d_in]`; of an embedding only the columns that are not zero.
         columns: Which columns these are; None for all.
     """
 
     examples: slice
-    J: Float[Tensor, "part columns d_out some_d_in"]
+    J: Float[Tensor, "part columns *groups d_out some_d_in"]
     columns: Int[Tensor, " some_d_in"] | None = None
 
 
@@ -55,11 +55,11 @@ def rotated_jacobians(
         layer: The layer.
         block: One of its blocks.
         uses: Inputs `[B, ...]` and output gradients `[K, B, ...]` of the layer's uses.
-        U_G: `[d_out, d_out]`; None for the coordinate axes.
-        U_A: `[d_in, d_in]`; None for the coordinate axes.
+        U_G: `[*groups, d_out, d_out]`; None for the coordinate axes.
+        U_A: `[*groups, d_in, d_in]`; None for the coordinate axes.
     """
-    if block.is_vector:
-        for part, rows in vector_rows(layer, block, uses):
+    if block.is_exact:
+        for part, rows in exact_rows(layer, block, uses):
             yield Rotated(part, rotate_rows(rows, U_G).movedim(0, 1).unsqueeze(-1))
         return
     assert not isinstance(uses, CallUses)
@@ -72,12 +72,14 @@ def rotated_jacobians(
         for x, g in uses:
             a = rotate_rows(activations(layer, block, x[part]), U_A)
             rows = output_gradients(layer, block, g[:, part])
-            rows = rows if U_G is None else U_G.T @ rows
-            # [K, b, d_out, T] → [b, K·d_out, T]: one batched product serves every column.
-            product = rows.movedim(0, 1).flatten(1, 2) @ a
+            rows = rows if U_G is None else U_G.mT @ rows
+            # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
+            # every column.
+            product = rows.movedim(0, -3).flatten(-3, -2) @ a.movedim(1, -2)
             total = product if total is None else total.add_(product)
         assert total is not None
-        yield Rotated(part, total.unflatten(1, (num_columns, block.shape[0])))
+        J = total.unflatten(-2, (num_columns, block.shape[0]))
+        yield Rotated(part, J.movedim(-3, 1))
 
 
 def joint_jacobians(
@@ -119,5 +121,12 @@ def _looked_up(
 
 
 def rotate_rows(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, "*n d"]:
-    """Rows in coordinates of the basis U, whose vectors are its columns; None leaves them."""
-    return rows if U is None else rows @ U
+    """Rows in coordinates of the basis U, whose vectors are its columns; None leaves them.
+
+    Args:
+        rows: `[..., *groups, d]`.
+        U: `[*groups, d, d]`.
+    """
+    if U is None:
+        return rows
+    return rows @ U if U.ndim == 2 else torch.einsum("...gd,gde->...ge", rows, U)

@@ -76,7 +76,7 @@ class PositionFinder:
         self._model = model
         self._cotangents = cotangents
         self._ndim = outputs.ndim
-        sharing = {block.layer for block in blocks if not block.is_vector}
+        sharing = {block.layer for block in blocks if not block.is_exact}
         shared = [use for use in uses if use.layer in sharing and use.z.ndim > 2]
         self._layers = list(dict.fromkeys(use.layer for use in shared))
         lengths = {takes_part(network.get_submodule(u.layer), u.z).shape[1] for u in shared}

@@ -204,7 +204,9 @@ def _error(
         for index in range(len(reference.cotangent))
     ]
     try:
-        is_other = not block.calls and is_overridden(layer) and not _agrees(layer, block, of_layers)
+        is_other = (
+            not block.calls and is_overridden(layer) and not _agrees(network, block, of_layers)
+        )
         rows = [] if is_other else _jacobians(layer, block, uses, expected)
     # Whatever a layer raises that is not what its class says, or a module that is run by itself.
     except Exception as error:
@@ -225,13 +227,13 @@ def _error(
     return None
 
 
-def _agrees(layer: nn.Module, block: Block, of_layers: Mapping[str, Use]) -> bool:
+def _agrees(network: nn.Module, block: Block, of_layers: Mapping[str, Use]) -> bool:
     """Whether the Jacobian of a layer's call for one example is that of the class it extends.
 
     A library's own `LayerNorm` computes what torch's does; weight standardisation or an adapter
     does not.
     """
-    use = of_layers[block.layer]
+    layer, use = network.get_submodule(block.layer), of_layers[block.layer]
     x, z = use.x[:1], use.z[:1]
     keys = [name.rpartition(".")[2] for name in block.parameters]
     parameters = [getattr(layer, key) for key in keys]
@@ -249,11 +251,7 @@ def _agrees(layer: nn.Module, block: Block, of_layers: Mapping[str, Use]) -> boo
             parameter.requires_grad_(False)
     if any(gradient is None for gradient in found):
         return False
-    weight = found[0]
-    rows = slice(block.group * block.shape[0], (block.group + 1) * block.shape[0])
-    matrix = weight[rows].flatten(1) if block.role == "weight" else weight.flatten()[:, None]
-    if block.is_joint:
-        matrix = torch.cat([matrix, found[1][rows, None]], dim=1)
+    matrix = entries_of(network, block, dict(zip(block.parameters, found, strict=True)))
     (J,) = _jacobians(layer, block, [(x, cotangent.unsqueeze(0))], [matrix])
     return torch.allclose(J, matrix, rtol=1e-2, atol=1e-3 * float(matrix.abs().max()))
 

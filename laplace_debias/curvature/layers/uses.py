@@ -39,27 +39,35 @@ Masks = Sequence[Tensor]
 _SLICE = 2**22
 
 
-def activations(layer: nn.Module, block: Block, x: Tensor) -> Float[Tensor, "batch positions d_in"]:
-    """The rows that meet the weight, `[B, T, d_in]`, with a one behind them in a joint block.
+def activations(
+    layer: nn.Module, block: Block, x: Tensor
+) -> Float[Tensor, "batch positions *groups d_in"]:
+    """The rows that meet the weight, `[B, T, *groups, d_in]`, in a joint block with a one behind.
 
     Args:
         layer: `nn.Linear` (T = the product of the leading dimensions behind the first) or a
             convolution, transposed ones too (T output positions, `d_in = C_in·k_1·…` ordered as
             `unfold` does).
-        block: The weight block, whose group of channels is taken.
+        block: The weight block.
         x: The layer's input, `[B, ...]`.
     """
     if isinstance(layer, TRANSPOSED):
-        rows = _transposed_patches(layer, group_of(layer, block, x))
+        rows = _transposed_patches(layer, x)
     elif isinstance(layer, CONVOLUTIONS):
-        x = group_of(layer, block, x)
-        if any(layer._reversed_padding_repeated_twice):
-            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-            x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-        rows = _patches(x, layer.kernel_size, layer.stride, layer.dilation)
+        rows = _patches(padded(layer, x), layer.kernel_size, layer.stride, layer.dilation)
     else:
         rows = x.reshape(x.shape[0], -1, x.shape[-1])
+    # Channels come first in a row, and a group's are neighbours.
+    rows = rows.unflatten(2, (*block.groups, -1))
     return F.pad(rows, (0, 1), value=1.0) if block.is_joint else rows
+
+
+def padded(layer: Any, x: Float[Tensor, "batch channels *space"]) -> Tensor:
+    """A convolution's input with the padding that the layer gives it."""
+    if not any(layer._reversed_padding_repeated_twice):
+        return x
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
 
 
 def _patches(
@@ -116,28 +124,20 @@ def tokens(x: Tensor) -> Int[Tensor, "batch positions"]:
     return x.reshape(x.shape[0], -1)
 
 
-def group_of(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
-    """The input channels that meet the block's weight, `[B, C / groups, ...]`."""
-    channels = x.shape[1] // layer.groups  # type: ignore[operator]
-    return x[:, block.group * channels : (block.group + 1) * channels]
-
-
 def output_gradients(
     layer: nn.Module, block: Block, g: Tensor
-) -> Float[Tensor, "columns batch d_out positions"]:
-    """The gradients at the layer's output as columns, `[K, B, d_out, T]`.
+) -> Float[Tensor, "columns batch *groups d_out positions"]:
+    """The gradients at the layer's output as columns, `[K, B, *groups, d_out, T]`.
 
     Args:
         layer: As in `activations`.
-        block: The block, whose group of channels is taken; a bias takes all channels.
+        block: The block. A depthwise kernel has one output channel; a bias has those of all groups.
         g: Gradients with respect to the layer's output, `[K, B, ...]`.
     """
     if not isinstance(layer, _CHANNELS_FIRST):
         return g.reshape(*g.shape[:2], -1, block.shape[0]).mT
-    if not block.is_vector:
-        d_out = block.shape[0]
-        g = g[:, :, block.group * d_out : (block.group + 1) * d_out]
-    return g.flatten(3) if g.ndim > 3 else g.unsqueeze(-1)
+    columns = g.flatten(3) if g.ndim > 3 else g.unsqueeze(-1)
+    return columns.unflatten(2, (*block.groups, -1))
 
 
 def takes_part(layer: nn.Module, g: Tensor) -> Bool[Tensor, "batch positions"]:
@@ -167,29 +167,34 @@ def slices(layer: Any, block: Block, x: Tensor, extra: int = 0) -> Iterator[slic
         extra: Numbers that the caller makes for every example on top of the activations.
     """
     unfolded = x[0].numel()
+    d_in = block.num_groups * (block.shape[0] if block.role == "depthwise" else block.shape[1])
     if isinstance(layer, CONVOLUTIONS):
-        unfolded = x[0, 0].numel() * block.shape[1]
+        unfolded = x[0, 0].numel() * d_in
     elif isinstance(layer, TRANSPOSED):
         stride = torch.Size(layer.stride).numel()
-        unfolded = x[0, 0].numel() * stride * block.shape[1]
+        unfolded = x[0, 0].numel() * stride * d_in
     step = max(1, _SLICE // (unfolded + extra))
     for start in range(0, x.shape[0], step):
         yield slice(start, min(start + step, x.shape[0]))
 
 
-def vector_rows(
+def exact_rows(
     layer: nn.Module, block: Block, uses: Uses
-) -> Iterator[tuple[slice, Float[Tensor, "columns part d_out"]]]:
-    """Jacobian rows of a vector, with the examples that they belong to.
+) -> Iterator[tuple[slice, Float[Tensor, "columns part *groups d_out"]]]:
+    """Jacobian rows of what has an exact block, with the examples that they belong to.
 
-    A bias has the rows `Σ_t g_t`, a scale `Σ_t g_t ⊙ x̂_t`; any other parameter those that
-    automatic differentiation gives.
+    Of a bias `Σ_t g_t`, of a scale `Σ_t g_t ⊙ x̂_t`, of a depthwise kernel `Σ_t g_t a_t`, where g is
+    the gradient at the group's one output channel; of any other parameter those that automatic
+    differentiation gives.
     """
     if isinstance(uses, CallUses):
         yield from uses.rows(block)
         return
     rows = []
     for x, g in uses:
+        if block.role == "depthwise":
+            rows.append(_kernel_rows(layer, block, x, g))
+            continue
         if block.role == "scale":
             g = g * _normalised(layer, x)
         rows.append(output_gradients(layer, block, g).sum(-1))
@@ -199,6 +204,52 @@ def vector_rows(
 def num_examples_of(uses: Uses) -> int:
     """B."""
     return uses.num_examples if isinstance(uses, CallUses) else uses[0][1].shape[1]
+
+
+def _kernel_rows(
+    layer: Any, block: Block, x: Tensor, g: Tensor
+) -> Float[Tensor, "columns batch groups d_out"]:
+    """Jacobian rows of depthwise kernels, `Σ_t g_t a_t`, with `Σ_t g_t` behind in a joint block."""
+    if _has_fast_convolutions(layer, x):
+        rows = _correlated(layer, x, g)
+        total = output_gradients(layer, block, g).sum(-1)
+        return torch.cat([rows, total], dim=-1) if block.is_joint else rows
+    parts = []
+    for part in slices(layer, block, x):
+        a = activations(layer, block, x[part]).movedim(1, 2)  # [b, groups, T, d]
+        columns = output_gradients(layer, block, g[:, part]).squeeze(-2)  # [K, b, groups, T]
+        parts.append((columns.movedim(0, 2) @ a).movedim(2, 0))
+    return torch.cat(parts, dim=1)
+
+
+def _has_fast_convolutions(layer: nn.Module, x: Tensor) -> bool:
+    """Whether `_correlated` serves a layer, and fast.
+
+    oneDNN convolves tens of thousands of groups at once, where torch's own code loops over them.
+    """
+    is_there = bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+    is_in_reach = x.device.type == "cpu" and x.dtype == torch.float32
+    is_known = isinstance(layer, (nn.Conv1d, nn.Conv2d)) and layer.in_channels == layer.groups
+    return is_there and is_in_reach and is_known
+
+
+def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batch groups d_in"]:
+    """`Σ_t g_t a_t` without patches.
+
+    The correlation of an image with a gradient is a convolution whose kernel is the gradient:
+    stride and dilation change places, and every image of every channel is a group of its own.
+    """
+    num_columns, batch, channels = g.shape[:3]
+    x = padded(layer, x)
+    at_once = x.reshape(1, -1, *x.shape[2:])
+    kernels = g.movedim(0, 2).reshape(-1, 1, *g.shape[3:])
+    convolve = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
+    full = convolve(
+        at_once, kernels, stride=layer.dilation, dilation=layer.stride, groups=batch * channels
+    )
+    # Where the stride leaves a rest, the padded image is larger than what the kernel sees.
+    inside: Any = (0, slice(None), *(slice(size) for size in layer.kernel_size))
+    return full[inside].reshape(batch, channels, num_columns, -1).permute(2, 0, 1, 3)
 
 
 def _normalised(layer: nn.Module, x: Tensor) -> Tensor:

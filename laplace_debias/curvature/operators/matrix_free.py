@@ -328,6 +328,7 @@ class EmpiricalFisher(CurvatureOperator):
         reduction: str | None = None,
         memory_bound: int = MEMORY_BOUND,
         chunk_size: int | None = None,
+        batch: BatchHook | None = None,
     ) -> None:
         if per not in ("example", "token"):
             raise ValueError(f'Unknown per={per!r}: use "example" or "token".')
@@ -340,6 +341,7 @@ class EmpiricalFisher(CurvatureOperator):
             reduction=reduction,
             memory_bound=memory_bound,
             chunk_size=chunk_size,
+            batch=batch,
         )
         if per == "token" and self._loss.class_dim is None:
             raise TypeError(

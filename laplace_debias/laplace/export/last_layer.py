@@ -123,7 +123,7 @@ def _copied(U: Tensor | None) -> Tensor | None:
 
 
 def _what_it_reads(block: Block) -> str:
-    if block.is_vector:
+    if block.is_exact:
         return "one"
     return "both" if block.is_joint else "phi"
 

@@ -2,16 +2,19 @@
 
 Since format 4 a file has a checksum over the whole of it (see `sealed`): one that differs in any
 byte from what was saved is refused. Files of format 3, which has none, are read with all other
-checks.
+checks, and so are those with a block for every group of a convolution (see `groups_apart`).
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.kinds import DENSE
+from laplace_debias.laplace.files.groups_apart import blocks_apart, has_groups, joined
 from laplace_debias.laplace.files.header import (
     LATER_FIELDS,
     Header,
@@ -20,7 +23,7 @@ from laplace_debias.laplace.files.header import (
 )
 from laplace_debias.laplace.files.orthonormality import check_orthonormal
 from laplace_debias.laplace.files.plain_data import parsed_json, shown
-from laplace_debias.laplace.files.saved_blocks import expected_blocks, rank_of
+from laplace_debias.laplace.files.saved_blocks import SavedBlock, expected_blocks, rank_of
 from laplace_debias.laplace.files.sealed import (
     DamagedFileError,
     UnknownFormatError,
@@ -146,27 +149,19 @@ def posterior_from(
     """
     model_mean, order = parameters.flat(model), parameters.order
     blocks = expected_blocks(parameters.blocks, header.curvature, rank_of(header, tensors))
+    if header.curvature not in DENSE and has_groups(parameters.blocks):
+        apart = blocks_apart(parameters.blocks, header.curvature)
+        if header.block_names == [block.name for block in apart]:
+            _check_shapes(tensors, apart, model_mean)
+            tensors = joined(tensors, parameters.blocks)
+            header = replace(header, block_names=[block.name for block in blocks])
     if header.block_names != [block.name for block in blocks]:
         raise ValueError(
             f"The file's curvature blocks {shown(header.block_names)} are not the model's "
             f"{shown([block.name for block in blocks])}: it was saved for another model."
         )
-    shapes = {"mean": tuple(model_mean.shape)}
-    for index, block in enumerate(blocks):
-        shapes.update({f"{index}.{part}": shape for part, shape in block.parts.items()})
-    found = {key: tuple(value.shape) for key, value in tensors.items()}
-    prior_precision, prior_mean = tensors.get("prior_precision"), tensors.get("prior_mean")
-    found.pop("prior_precision", None)
-    if prior_mean is not None and prior_mean.ndim == 0:
-        found.pop("prior_mean")
-    elif prior_mean is not None:
-        shapes["prior_mean"] = shapes["mean"]
-    if prior_precision is None or found != shapes:
-        wrong = sorted(k for k in {*found, *shapes} if found.get(k) != shapes.get(k))
-        raise ValueError(
-            f"The file's tensors do not fit the model: {shown(wrong or ['prior_precision'])} are "
-            "missing, superfluous or of another shape."
-        )
+    _check_shapes(tensors, blocks, model_mean)
+    prior_mean = tensors.get("prior_mean")
     odd = [key for key, value in tensors.items() if value.dtype != _dtype_of(key, tensors["mean"])]
     if odd:
         raise ValueError(f"The dtypes of {shown(odd)} are not as `save` writes them.")
@@ -203,11 +198,36 @@ def posterior_from(
         mean,
         BlockDiagonal(operators),
         header.num_data,
-        prior_precision.to(model_mean.device),
+        tensors["prior_precision"].to(model_mean.device),
         None if order is None else order.to(model_mean.device),
         None if prior_mean is None else prior_mean.to(model_mean.device),
         header.temperature,
     )
+
+
+def _check_shapes(
+    tensors: Mapping[str, Tensor], blocks: Sequence[SavedBlock], mean: Tensor
+) -> None:
+    """Require the tensors of these blocks, and none else.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    shapes = {"mean": tuple(mean.shape)}
+    for index, block in enumerate(blocks):
+        shapes.update({f"{index}.{part}": shape for part, shape in block.parts.items()})
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    has_prior = found.pop("prior_precision", None) is not None
+    if found.get("prior_mean") == ():
+        found.pop("prior_mean")
+    elif "prior_mean" in found:
+        shapes["prior_mean"] = shapes["mean"]
+    if not has_prior or found != shapes:
+        wrong = sorted(k for k in {*found, *shapes} if found.get(k) != shapes.get(k))
+        raise ValueError(
+            f"The file's tensors do not fit the model: {shown(wrong or ['prior_precision'])} are "
+            "missing, superfluous or of another shape."
+        )
 
 
 def _dtype_of(name: str, mean: Tensor) -> torch.dtype:

@@ -24,16 +24,19 @@ class SavedBlock:
     parts: dict[str, tuple[int, ...]]
 
 
-def kronecker_block(name: str, shape: tuple[int, int], without: Sequence[str] = ()) -> SavedBlock:
+def kronecker_block(name: str, shape: tuple[int, ...], without: Sequence[str] = ()) -> SavedBlock:
     """What is saved of an `EigenKronecker`.
 
     Args:
         name: The block's name.
-        shape: `(d_out, d_in)`.
+        shape: `(*groups, d_out, d_in)`.
         without: Directions that are the coordinate axes.
     """
-    d_out, d_in = shape
-    parts: dict[str, tuple[int, ...]] = {"U_G": (d_out, d_out), "U_A": (d_in, d_in)}
+    *groups, d_out, d_in = shape
+    parts: dict[str, tuple[int, ...]] = {
+        "U_G": (*groups, d_out, d_out),
+        "U_A": (*groups, d_in, d_in),
+    }
     kept = {part: size for part, size in parts.items() if part not in without}
     return SavedBlock(name, {**kept, "magnitudes": shape})
 
@@ -55,9 +58,16 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
     """
     if curvature in DENSE:
         return [whole_block(DENSE_BLOCK, sum(block.size for block in blocks), rank)]
+    shapes = [(*block.groups, *block.shape) for block in blocks]
+    without: dict[Block, tuple[str, ...]]
     if curvature == "diag":
-        return [kronecker_block(block.name, block.shape, ("U_G", "U_A")) for block in blocks]
-    return [kronecker_block(block.name, block.shape, _axes(block)) for block in blocks]
+        without = dict.fromkeys(blocks, ("U_G", "U_A"))
+    else:
+        without = {block: _axes(block) for block in blocks}
+    return [
+        kronecker_block(block.name, shape, without[block])
+        for block, shape in zip(blocks, shapes, strict=True)
+    ]
 
 
 def _axes(block: Block) -> tuple[str, ...]:

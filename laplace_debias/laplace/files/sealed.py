@@ -67,7 +67,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
     Args:
         path: The file, which is overwritten in place.
         texts: Texts by name, none of them called `checksum`.
-        tensors: Tensors by name, float32 or float64, of at most two dimensions, on any device.
+        tensors: Tensors by name, float32 or float64, of at most three dimensions, on any device.
 
     Raises:
         OSError: If it cannot be written.
@@ -241,10 +241,10 @@ def _entry(name: str, entry: Any) -> _Entry:
     dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _NUMPY:
         raise DamagedFileError(f"the dtype of {shown(name)} is {shown(dtype)}, expected F32 or F64")
-    if not _are_sizes(shape) or len(shape) > 2 or not _are_sizes(place) or len(place) != 2:
+    if not _are_sizes(shape) or len(shape) > 3 or not _are_sizes(place) or len(place) != 2:
         raise DamagedFileError(
             f"{shown(name)} has the shape {shown(shape)} and lies at {shown(place)}, expected at "
-            "most two sizes and two places"
+            "most three sizes and two places"
         )
     itemsize = _NUMPY[dtype].itemsize
     if math.prod(max(size, 1) for size in shape) > _MAX_BYTES:

@@ -72,7 +72,7 @@ class BlockMoments:
     ) -> None:
         r"""Add $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2 / P_{ij}\big)_i\,U_G^\top$."""
         block = self._blocks[index]
-        phi = last.x if not block.is_vector else last.x.new_ones(len(last.x), 1)
+        phi = last.x if not block.is_exact else last.x.new_ones(len(last.x), 1)
         if block.is_joint:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
         for into, posterior, deltas in zip(

@@ -167,7 +167,7 @@ def _add_linear(
     """
     operator = posterior.curvature.blocks[block.name]
     assert isinstance(operator, EigenKronecker)
-    if block.is_vector:
+    if block.is_exact:
         phi = phi.new_ones(len(phi), 1)
     if block.is_joint:
         phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)

@@ -114,9 +114,16 @@ def _(operator: Dense) -> tuple[Tensor, LinearOperator] | None:
 
 @_eigh.register
 def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator] | None:
-    sides = zip((operator.U_G, operator.U_A), operator.magnitudes.shape, strict=True)
-    bases = [_identity(size, operator) if U is None else Dense(U) for U, size in sides]
-    return operator.magnitudes.flatten(), Kronecker(*bases)
+    *groups, d_out, d_in = operator.magnitudes.shape
+
+    def vectors(at: tuple[int, ...]) -> Kronecker:
+        sides = ((operator.U_G, d_out), (operator.U_A, d_in))
+        return Kronecker(*(_identity(n, operator) if U is None else Dense(U[at]) for U, n in sides))
+
+    values = operator.magnitudes.flatten()
+    if not groups:
+        return values, vectors(())
+    return values, BlockDiagonal({str(index): vectors((index,)) for index in range(groups[0])})
 
 
 @_eigh.register

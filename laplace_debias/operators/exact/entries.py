@@ -128,7 +128,7 @@ def _(operator: EigenKronecker) -> Tensor | None:
     if operator.U_G is not None:
         squares = operator.U_G.square() @ squares
     if operator.U_A is not None:
-        squares = squares @ operator.U_A.square().T
+        squares = squares @ operator.U_A.square().mT
     return squares.flatten().clone()
 
 

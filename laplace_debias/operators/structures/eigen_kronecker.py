@@ -26,11 +26,15 @@ class EigenKronecker(LinearOperator):
     $U_G[\Lambda \odot (U_G^\top V U_A)]U_A^\top$. K-FAC, EKFAC, their debiased forms, a bias
     block (`d_in = 1`) and a diagonal (no U) differ only in where the three parts come from.
 
+    With a leading dimension, it is the block-diagonal operator of g such matrices, as the groups of
+    a grouped convolution have them; they are multiplied all at once.
+
     Args:
-        U_G: Orthonormal eigenvectors on the output side, as columns, `[d_out, d_out]`; None for
-            the identity, whose directions are the coordinate axes.
-        U_A: Orthonormal eigenvectors on the input side, as columns, `[d_in, d_in]`, or None.
-        magnitudes: Λ, the curvature along each direction, `[d_out, d_in]`.
+        U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, d_out]`;
+            None for the identity, whose directions are the coordinate axes.
+        U_A: Orthonormal eigenvectors on the input side, as columns, `[*groups, d_in, d_in]`, or
+            None.
+        magnitudes: Λ, the curvature along each direction, `[d_out, d_in]` or `[g, d_out, d_in]`.
         added: The multiple of the identity that the magnitudes contain. Where no magnitude is below
             it, it was added to a positive semi-definite operator, and small magnitudes are precise.
 
@@ -38,22 +42,24 @@ class EigenKronecker(LinearOperator):
         ValueError: If the shapes, dtypes or devices do not fit each other.
     """
 
-    U_G: Float[Tensor, "d_out d_out"] | None
-    U_A: Float[Tensor, "d_in d_in"] | None
-    magnitudes: Float[Tensor, "d_out d_in"]
+    U_G: Float[Tensor, "*groups d_out d_out"] | None
+    U_A: Float[Tensor, "*groups d_in d_in"] | None
+    magnitudes: Float[Tensor, "*groups d_out d_in"]
     added: Scalar = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
-        if self.magnitudes.ndim != 2:
+        if self.magnitudes.ndim not in (2, 3):
             raise ValueError(
-                f"Magnitudes are a matrix [d_out, d_in], got shape {tuple(self.magnitudes.shape)}."
+                "Magnitudes are a matrix [d_out, d_in], or one for each group [g, d_out, d_in], "
+                f"got shape {tuple(self.magnitudes.shape)}."
             )
-        directions = (("U_G", self.U_G), ("U_A", self.U_A))
-        for (name, U), size in zip(directions, self.magnitudes.shape, strict=True):
-            if U is not None and U.shape != (size, size):
+        *groups, d_out, d_in = self.magnitudes.shape
+        for name, U, size in (("U_G", self.U_G, d_out), ("U_A", self.U_A, d_in)):
+            expected = (*groups, size, size)
+            if U is not None and U.shape != expected:
                 raise ValueError(
                     f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not fit directions of "
-                    f"shape {tuple(U.shape)}: {name} must be ({size}, {size})."
+                    f"shape {tuple(U.shape)}: {name} must be {expected}."
                 )
         parts = [part for part in (self.U_G, self.U_A, self.magnitudes) if part is not None]
         if len({(part.dtype, part.device) for part in parts}) > 1:
@@ -61,7 +67,7 @@ class EigenKronecker(LinearOperator):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both `d_out · d_in`."""
+        """Both `d_out · d_in`, times the number of groups."""
         return self.magnitudes.numel(), self.magnitudes.numel()
 
     @property
@@ -96,20 +102,33 @@ class EigenKronecker(LinearOperator):
     def to_eigenbasis(
         self, matrices: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
-        r"""Coordinates along the directions, $U_G^\top V U_A$."""
-        left = matrices if self.U_G is None else self.U_G.T @ matrices
-        return left if self.U_A is None else left @ self.U_A
+        r"""Coordinates along the directions, $U_G^\top V U_A$.
+
+        Args:
+            matrices: V, `[*batch, *groups, d_out, d_in]`.
+        """
+        left = matrices if self.U_G is None else _times(self.U_G.mT, matrices)
+        return left if self.U_A is None else _times_right(left, self.U_A)
 
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
         r"""The inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
-        left = coordinates if self.U_G is None else self.U_G @ coordinates
-        return left if self.U_A is None else left @ self.U_A.T
+        left = coordinates if self.U_G is None else _times(self.U_G, coordinates)
+        return left if self.U_A is None else _times_right(left, self.U_A.mT)
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
         """The operator's function: the same directions, `function` of the magnitudes."""
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
+
+
+def _times(U: Tensor, matrices: Tensor) -> Tensor:
+    # Of several groups `@` would copy U for every matrix.
+    return U @ matrices if U.ndim == 2 else torch.einsum("gij,...gjk->...gik", U, matrices)
+
+
+def _times_right(matrices: Tensor, U: Tensor) -> Tensor:
+    return matrices @ U if U.ndim == 2 else torch.einsum("...gij,gjk->...gik", matrices, U)
 
 
 def _same_directions(a: EigenKronecker, b: EigenKronecker) -> bool:

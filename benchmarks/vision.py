@@ -1,0 +1,133 @@
+"""Networks of torchvision with depthwise convolutions, shared by three comparisons."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import ours, peers
+from benchmarks.report import FASTEST_PEER, Goal
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Row, Run, measure
+from laplace_debias import Laplace
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
+from laplace_debias.curvature.losses.cotangents import FisherType
+from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+
+UNIT = "s"
+REFERENCES = ("gradient",)
+FACTORS = "factors, one batch"
+GOALS: tuple[Goal, ...] = (
+    Goal(FACTORS, "gradient", at_most=4.0),
+    Goal(FASTEST_PEER, FACTORS, at_least=1.0),
+)
+_IMAGES = 32
+_SIDE = 64
+_CLASSES = 10
+
+
+@dataclass(frozen=True)
+class VisionSettings(Settings):
+    """The settings, with another network and other images.
+
+    Attributes:
+        architecture: What torchvision calls the network.
+    """
+
+    architecture: str = "mobilenet_v3_small"
+
+    def model(self) -> nn.Module:  # type: ignore[override]
+        """The network in eval mode, or a narrow one; random weights, always the same ones."""
+        # Other comparisons need no torchvision.
+        import torchvision
+
+        build = getattr(torchvision.models, self.architecture)
+        if self.quick:
+            build = partial(torchvision.models.mobilenet_v3_small, width_mult=0.25)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return build(num_classes=_CLASSES).eval().to(self.device)
+
+    def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Random images `[size, 3, side, side]` and labels `[size]`."""
+        generator = torch.Generator().manual_seed(seed)
+        side = 32 if self.quick else _SIDE
+        images = torch.randn(size, 3, side, side, generator=generator)
+        labels = torch.randint(_CLASSES, (size,), generator=generator)
+        return images.to(self.device), labels.to(self.device)
+
+
+def compare_vision(settings: Settings, architecture: str) -> list[Row]:
+    """Ours in its parts, and the peers' factors.
+
+    Args:
+        settings: Rounds, device, threads.
+        architecture: What torchvision calls the network.
+    """
+    of_network = VisionSettings(
+        settings.device, settings.quick, settings.repetitions, settings.threads, architecture
+    )
+    contenders = [
+        Contender("gradient", ours.gradient(of_network)),
+        Contender(FACTORS, _factors(of_network)),
+        Contender("eigendecompositions, once a fit", _eigenbases(of_network), most_rounds=1),
+        Contender("whole fit of one batch", _fit(of_network), most_rounds=1),
+        Contender("laplace-torch", peers.laplace_torch_factors(of_network, "mc"), is_peer=True),
+        Contender("nngeometry", peers.nngeometry_factors(of_network, "mc"), is_peer=True),
+    ]
+    return measure(contenders, of_network, size=_size(settings), warm_up=2)
+
+
+def _size(settings: Settings) -> int:
+    return 2 if settings.quick else _IMAGES
+
+
+def _names(model: nn.Module) -> Sequence[str]:
+    """All parameters but those of ConvNeXt's channels-first LayerNorm and of its LayerScale."""
+    modules = dict(model.named_modules())
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if "layer_scale" not in name
+        and type(modules[name.rpartition(".")[0]]).__name__ != "LayerNorm2d"
+    ]
+
+
+def _problem(settings: VisionSettings) -> Problem:
+    model = settings.model()
+    loss = NegativeLogLikelihood(Categorical())
+    return Problem.of(model, loss, _names(model), FisherType("mc"), torch.float64)
+
+
+def _factors(settings: VisionSettings) -> Callable[[], Run]:
+    def build() -> Run:
+        problem = _problem(settings)
+        # A fit looks at its model before the first batch alone.
+        return lambda size: factor_sums(problem, [settings.data(size)], first=1)
+
+    return build
+
+
+def _eigenbases(settings: VisionSettings) -> Callable[[], Run]:
+    def build() -> Run:
+        sums, seen = factor_sums(_problem(settings), [settings.data(_size(settings))])
+        return lambda _: eigenbases(dict(sums), seen.num_examples)
+
+    return build
+
+
+def _fit(settings: VisionSettings) -> Callable[[], Run]:
+    def build() -> Run:
+        model = settings.model()
+
+        def run(size: int) -> object:
+            la = Laplace(model, fisher="mc", params=_names(model))
+            return la.fit_batches([settings.data(size)], num_data=ours.NUM_DATA)
+
+        return run
+
+    return build
