@@ -139,7 +139,7 @@ def test_what_cannot_be_scaled_is_told_before_any_work():
             way()
     # Told by forward passes, not after the fit, whose first pass would raise as well.
     with pytest.raises(ValueError, match="scale holds no example"):
-        la.fit_batches([], scale=[])
+        la.fit_batches(batches, scale=[])
     with pytest.raises(RuntimeError, match="Not fitted"):
         la.posterior
     certain = network()

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import flat_jacobian
+from oracle import flat_jacobian, functional_covariance, ggn_block
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature import KFAC
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 
 
@@ -83,25 +82,29 @@ class UsedTwice(Mlp):
         return super().forward(x) + F.linear(x[:, :1].expand(-1, 6), self.last.weight)
 
 
+def is_that_of_dense_jacobians(la, x):
+    flat = nn.Sequential(la.model, nn.Flatten())  # of all positions
+    J = flat_jacobian(flat, x, [f"0.{name}" for name in la.param_names])
+    covariance = la.posterior.covariance.to_dense()
+    torch.testing.assert_close(la.functional(x)[1], functional_covariance(J, covariance))
+
+
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])
-def test_a_tied_head_is_refused_by_name(curvature):
+def test_a_tied_head_has_the_curvature_of_both_uses(curvature):
     data = [(torch.randint(7, (5, 3)), torch.randint(7, (5, 3)))]
-    model = TiedHead().eval()
-    with pytest.raises(NotImplementedError, match=r"\['table\.weight'\] in another way"):
-        Laplace(model, curvature=curvature).fit_batches(data)
-    Laplace(model, params=["layer.weight"], curvature=curvature).fit_batches(data)
+    model = TiedHead().double().eval()
+    is_that_of_dense_jacobians(Laplace(model, curvature=curvature).fit_batches(data), data[0][0])
 
 
 @pytest.mark.parametrize("kind", [Regularised, UsedTwice])
 @pytest.mark.parametrize("options", [{}, {"joint": True}, {"backend": "hooks"}])
-def test_a_weight_used_again_is_refused_by_name(kind, options):
-    with pytest.raises(NotImplementedError, match=r"last\.weight.* in another way"):
-        Laplace(kind().eval(), **options).fit_batches([examples()])
-
-
-def test_operators_refuse_a_weight_used_again():
-    with pytest.raises(NotImplementedError, match=r"last\.weight.* in another way"):
-        KFAC(UsedTwice().eval(), nn.CrossEntropyLoss(), [examples()])
+def test_a_weight_used_again_has_the_curvature_of_all_uses(kind, options):
+    model, (x, y) = kind().double().eval(), examples()
+    la = Laplace(model, **options).fit_batches([(x.double(), y)])
+    is_that_of_dense_jacobians(la, x.double())
+    exact = ggn_block(model, x.double(), "classification", "last.weight")
+    found = la.posterior.curvature.blocks["last.weight"].to_dense()
+    torch.testing.assert_close(found, exact)
 
 
 class Upsampled(nn.Module):
@@ -114,11 +117,11 @@ class Upsampled(nn.Module):
         return self.up(x, output_size=self.size).square().mean((2, 3))
 
 
-def test_an_output_size_that_the_layer_does_not_know_is_refused():
-    data = [(torch.randn(4, 2, 5, 5), torch.randint(3, (4,)))]
-    with pytest.raises(NotImplementedError, match=r"up .*\(10, 10\).* gives \(9, 9\)"):
-        Laplace(Upsampled().eval()).fit_batches(data)
-    Laplace(Upsampled(output_padding=1).eval()).fit_batches(data).predict(data[0][0])
+@pytest.mark.parametrize("options", [{}, {"output_padding": 1}])
+def test_an_output_size_that_the_layer_does_not_know_is_followed(options):
+    x, y = torch.randn(4, 2, 5, 5).double(), torch.randint(3, (4,))
+    la = Laplace(Upsampled(**options).double().eval()).fit_batches([(x, y)])
+    is_that_of_dense_jacobians(la, x)
 
 
 # ------------------------------------------------------------------------- batches and masks

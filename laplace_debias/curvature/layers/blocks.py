@@ -281,7 +281,7 @@ def entries_of(
     weight = values[block.parameters[0]]
     d_out = block.shape[0]
     rows = slice(block.group * d_out, (block.group + 1) * d_out)
-    if block.role in ("bias", "scale"):
+    if block.role in ("bias", "scale", "entries"):
         return weight.flatten()[rows, None]
     bias = values[block.parameters[1]] if block.is_joint else None
     if block.num_groups > 1:
