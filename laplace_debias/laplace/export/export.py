@@ -48,17 +48,22 @@ def export(
             expected = grids.predictives([fitted], inputs, [deltas], link)[0][0]
         else:
             draws = fitted.posterior.sample(samples or DEFAULT_SAMPLES, generator)
-            program = _sampled(fitted, inputs, draws)
+            program = _sampled(fitted, inputs, draws, at_once=path.suffix != ".onnx")
             names = fitted.parameters.names
             outputs = predictive.sampled_outputs(fitted.network, names, inputs, draws)
             expected = fitted.likelihood.mixture(outputs)
         writing.write(path, program, inputs, of_distribution(expected))
 
 
-def _sampled(fitted: Fitted, example: Inputs, draws: Tensor) -> torch.export.ExportedProgram:
-    try:
-        return writing.traced(SampledPredictive(fitted, example, draws, True), example)
-    except NotImplementedError:
-        # Of some operations, convolutions and embeddings among them, torch cannot trace several
-        # samples at once for any number of examples.
-        return writing.traced(SampledPredictive(fitted, example, draws, False), example)
+def _sampled(
+    fitted: Fitted, example: Inputs, draws: Tensor, at_once: bool
+) -> torch.export.ExportedProgram:
+    """The program; what torch.onnx writes cannot have all samples at once, and fails inside."""
+    if at_once:
+        try:
+            return writing.traced(SampledPredictive(fitted, example, draws, True), example)
+        except NotImplementedError:
+            # Of some operations, convolutions and embeddings among them, torch cannot trace several
+            # samples at once for any number of examples.
+            pass
+    return writing.traced(SampledPredictive(fitted, example, draws, False), example)
