@@ -94,3 +94,27 @@ def test_backpack_alone_refuses_what_it_has_no_layer_for():
     model, x, y = unusual_parameters.network("weight standardisation")
     with pytest.raises(NotImplementedError, match="BackPACK cannot handle this model"):
         Laplace(model, backend="backpack").fit([(x, y)])
+
+
+class Windows(torch.nn.Module):
+    """Layers on windows that are merged into the examples, more of them in longer sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)
+        self.gamma, self.head = torch.nn.Parameter(torch.randn(4)), torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        windows = x.reshape(-1, 2, 3)
+        h = self.norm(torch.tanh(self.layer(windows))) * self.gamma
+        return self.head(h.view(len(x), -1, 4).mean(1))
+
+
+def test_windows_are_followed_whatever_their_number():
+    torch.manual_seed(0)
+    model = Windows().double().eval()
+    batches = [(torch.randn(b, t, 3).double(), torch.randint(3, (b,))) for b, t in ((3, 4), (5, 8))]
+    la = Laplace(model, curvature="full").fit(batches)
+    assert {b.name for b in la._known.blocks if b.calls} == {"gamma"}
+    exact = sum(len(x) * ggn(model, x, jacobian(model, x, la.param_names)) for x, _ in batches)
+    torch.testing.assert_close(la.posterior.precision.to_dense() - torch.eye(len(exact)), exact)

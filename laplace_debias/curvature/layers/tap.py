@@ -142,7 +142,9 @@ class Tap:
         if self._dims is None and (has_tables or self._recorder.has_modules):
             self._learn(x)
         outputs = self._run(x)
-        if self._dims is None and any(len(use.x) != self._batch for use in self._uses):
+        has_other_dims = any(len(use.x) != self._batch for use in self._uses)
+        if has_other_dims or None in self._calls.values():
+            # Sequences of another length, or images of another size, have other dimensions.
             self._learn(x)
             outputs = self._run(x)
         return outputs, dict(self._faults())
