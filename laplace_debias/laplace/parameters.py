@@ -18,12 +18,10 @@ from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     check_parameters,
     is_general,
+    leaving_out,
     select_parameters,
 )
 from laplace_debias.laplace.settings import FitSettings
-
-# Names that a message gives in full.
-_FEW = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +110,7 @@ class BayesianParameters:
             calls = {}
         if found.unused:
             names = [name for name in names if name not in found.unused]
-            _report_unused(found.unused, is_general(selection) and bool(names))
+            _report_unused(found.unused, self.names, is_general(selection) and bool(names))
         if not names:
             raise ValueError(
                 f"params={selection!r} leaves no parameter: none has a block of its layer here."
@@ -127,21 +125,20 @@ class BayesianParameters:
         return torch.cat([value.to(wide(value.dtype)) for value in values])
 
 
-def _report_unused(names: Sequence[str], may_leave_out: bool) -> None:
+def _report_unused(unused: Sequence[str], names: Sequence[str], may_leave_out: bool) -> None:
     """Say that the outputs do not depend on parameters: a warning where they may be left out.
 
     Raises:
         ValueError: Where they may not.
     """
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
     says = (
-        f"The outputs do not depend on {list(names[:_FEW])}{more} by differentiable operations "
-        "(an unused branch, `detach`, `no_grad`)"
+        f"The outputs do not depend on {list(unused)} by differentiable operations (an unused "
+        "branch, `detach`, `no_grad`)"
     )
     if not may_leave_out:
-        raise ValueError(f"{says}: leave them out with params=.")
+        raise ValueError(f"{says}: leave them out with {leaving_out(unused, names)}.")
     warnings.warn(
-        f"{says}, so they are left out of the posterior. To say so yourself, freeze them with "
-        "requires_grad_(False), or name the others with params=.",
+        f"{says}, so they are left out of the posterior. To say so yourself, pass "
+        f"{leaving_out(unused, names)}, or freeze them with requires_grad_(False).",
         stacklevel=6,
     )

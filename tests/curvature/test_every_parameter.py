@@ -118,3 +118,32 @@ def test_windows_are_followed_whatever_their_number():
     assert {b.name for b in la._known.blocks if b.calls} == {"gamma"}
     exact = sum(len(x) * ggn(model, x, jacobian(model, x, la.param_names)) for x, _ in batches)
     torch.testing.assert_close(la.posterior.precision.to_dense() - torch.eye(len(exact)), exact)
+
+
+class Auxiliary(torch.nn.Module):
+    """A branch that takes part in training alone, beside a parameter that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
+        self.auxiliary = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+        self.mask_token = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def test_the_warning_of_unused_parameters_says_what_to_type():
+    model, x, y = Auxiliary().eval(), torch.randn(6, 3), torch.randint(3, (6,))
+    with pytest.warns(UserWarning, match="left out of the posterior") as warned:
+        la = Laplace(model).fit([(x, y)])
+    (text,) = [str(w.message) for w in warned if "left out" in str(w.message)]
+    assert text.count("auxiliary.") == 5  # Four names in full, and once what to type.
+    expression = text.partition("params=")[2].partition(", or freeze")[0]
+    assert expression == (
+        "lambda name, parameter: not name.startswith(('mask_token', 'auxiliary.'))"
+    )
+    # What a user would type.
+    typed = Laplace(model, params=eval(expression)).fit([(x, y)])
+    assert typed.param_names == la.param_names
+    assert torch.equal(typed.predict(x).probs, la.predict(x).probs)

@@ -28,6 +28,7 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import coarsest_eps
+from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shadow import shadow
 
 Calls = Mapping[str, Sequence[str]]
@@ -95,13 +96,13 @@ def resolve(
             else:
                 calls[name] = tuple(paths)
         if lost:
-            raise NotImplementedError(_cannot(list(lost), next(iter(lost.values()))))
+            raise NotImplementedError(_cannot(list(lost), names, next(iter(lost.values()))))
 
 
-def _cannot(names: Sequence[str], error: Exception) -> str:
+def _cannot(lost: Sequence[str], names: Sequence[str], error: Exception) -> str:
     return (
-        f"{len(names)} parameters have no curvature here: {list(names)} ({error}) Leave them out "
-        f"with params=lambda name, parameter: name not in {list(names)}, or freeze them with "
+        f"The gradients of single examples cannot be had for {list(lost)} ({error}) Leave these "
+        f"parameters out with {leaving_out(lost, names)}, or freeze them with "
         "requires_grad_(False)."
     )
 
