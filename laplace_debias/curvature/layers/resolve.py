@@ -25,7 +25,7 @@ from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.owners import around, owners_of_parameters
 from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.selection import leaving_out
@@ -72,6 +72,9 @@ def resolve(
         NotImplementedError: If a parameter cannot be measured anywhere.
     """
     few = take(x, slice(0, 2))
+    if num_examples(few) == 1:
+        # Of one example no dimension tells that it is that of the examples.
+        few = join([few, few])
     with torch.no_grad():
         outputs = call(shadow(model), take(few, slice(0, 1)))
     check_outputs(outputs, num_examples(x))

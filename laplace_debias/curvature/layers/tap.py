@@ -406,8 +406,8 @@ class ExampleDims:
                 if any(n != 1 for n in one[path]) or any(n != 2 for n in two[path]):
                     common.add(path)
             elif isinstance(layer, _WITH_POSITIONS) or is_hugging_face_conv1d(layer):
-                sizes = {*one[path], *(n // 2 for n in two[path] if n % 2 == 0)}
-                if len(sizes) == 1 and len(one[path]) == len(two[path]):
+                sizes = set(one[path])
+                if len(sizes) == 1 and two[path] == [2 * n for n in one[path]]:
                     merged[path] = sizes.pop()
         return cls(frozenset(common), {path: n for path, n in merged.items() if n > 1})
 
