@@ -1095,6 +1095,7 @@ class Laplace:
         header, tensors = posterior_file.load(Path(path))
         plain = _plain(model)
         posterior_file.check_names(header, dict(plain.named_parameters()))
+        posterior_file.check_calls(header, plain)
         la = cls(
             model,
             likelihood=likelihood_from_json(header.likelihood, likelihood),

@@ -38,8 +38,8 @@ class CallRecorder:
         self._seen: list[_Seen] = []
         self._open: list[_Seen] = []
         self._dims: dict[tuple[str, int], Dims] | None = None
-        # Paths of modules that `vmap` does not run.
-        self.loops: set[str] = set()
+        # Paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its own.
+        self.loops = {path for path in paths if _is_recurrent(network.get_submodule(path))}
         # What is run again, where nothing is recorded.
         self.bare = shadow(network) if paths else network
         for path in paths:
@@ -128,6 +128,10 @@ class CallRecorder:
 
 
 _NO_DIM = -1
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.RNNBase) for inner in module.modules())
 
 
 def _numbered(seen: Sequence[_Seen]) -> dict[tuple[str, int], _Seen]:

@@ -130,6 +130,29 @@ def check_names(header: Header, known: Collection[str]) -> None:
         )
 
 
+def check_calls(header: Header, model: nn.Module) -> None:
+    """Require that each parameter is inside of the modules whose calls are to be differentiated.
+
+    Raises:
+        ValueError: Otherwise: the file belongs to another model.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, paths in header.calls.items():
+        inside = [path for path in paths if path in modules]
+        parameter = dict(model.named_parameters()).get(name)
+        holds = [any(p is parameter for p in modules[path].parameters()) for path in inside]
+        if (
+            name not in header.param_names
+            or len(inside) < len(paths)
+            or not all(holds)
+            or not paths
+        ):
+            raise ValueError(
+                f"The file measures {shown(name)} at calls of {shown(paths)}, where the model does "
+                "not have it: it was saved for another model."
+            )
+
+
 def posterior_from(
     header: Header,
     tensors: Mapping[str, Tensor],
