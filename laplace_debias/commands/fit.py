@@ -42,7 +42,7 @@ class Settings(NetworkSettings):
     output: Path
     mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
-    params: Literal["all", "weights", "last_layer"] = "all"
+    params: Literal["all", "weights", "supported", "last_layer"] = "all"
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
