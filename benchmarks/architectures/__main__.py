@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.architectures import page
-from benchmarks.architectures.measurement import Row, measure_architecture
+from benchmarks.architectures.measurement import Row
+from benchmarks.architectures.worker import SETTINGS, measure_in_process, write
 from benchmarks.architectures.zoo import architectures
-from benchmarks.results import machine_of, versions_of
-from benchmarks.settings import Settings
 
 _ROOT = Path(__file__).parents[2]
-_PACKAGES = ("torch", "torchvision", "timm", "transformers", "peft")
-_SETTINGS = Settings(threads=1)
 _SECONDS = 300
 
 
@@ -30,21 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     known = architectures()
     options = _parser(list(known)).parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = str(_SETTINGS.threads)
+    os.environ["OMP_NUM_THREADS"] = str(SETTINGS.threads)
     # Children are forked from a process that has imported the libraries, which takes seconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.architectures.zoo", "laplace_debias"])
+    context.set_forkserver_preload(["benchmarks.architectures.worker"])
     for name in options.only or known:
         path = _path(options.results, name)
         path.unlink(missing_ok=True)
-        process = context.Process(target=_measure, args=(name, path))
+        process = context.Process(target=measure_in_process, args=(name, path))
         process.start()
         process.join(_SECONDS)
         if process.exitcode != 0:
             process.kill()
             process.join()
             said = f"the process ended with {process.exitcode}, after {_SECONDS} s at most"
-            _write(path, Row(name, known[name].library, message=said))
+            write(path, Row(name, known[name].library, message=said))
         row, _ = page.read(path)
         print(f"{name}: {'works' if row.works else 'fails'} {row.message}".strip(), flush=True)
     found = [page.read(path) for name in known if (path := _path(options.results, name)).exists()]
@@ -70,15 +67,6 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
 
 def _path(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(', ', '-')}.json"
-
-
-def _measure(name: str, path: Path) -> None:
-    _SETTINGS.start()
-    _write(path, measure_architecture(architectures()[name], _SETTINGS))
-
-
-def _write(path: Path, row: Row) -> None:
-    page.write(path, row, machine_of(_SETTINGS), versions_of(_PACKAGES))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def architectures() -> list[Architecture]:
         _of("volo_d1_224", 32, build=_volo),
         _of("tiny_vit_5m_224", 64, **_PYRAMID, window_sizes=(2, 2, 2, 2)),
         _narrow("hgnetv2_b0", 32),
-        _of("rexnet_100", 32, width_mult=0.25),
+        _of("rexnet_100", 32, initial_chs=8, final_chs=40, width_mult=0.5),
         _of("dla34", 32, levels=(1, 1, 1, 1, 1, 1), channels=(8, 8, 8, 16, 24, 32)),
         _of("sequencer2d_s", 56, build=_sequencer),
     ]

@@ -33,7 +33,6 @@ def architectures() -> list[Architecture]:
         _of("mobilenet_v3_large", _narrow("mobilenet_v3_large", width_mult=0.5), 32),
         _of("mnasnet0_5", _narrow("mnasnet0_5", by=4), 32),
         _of("efficientnet_b0", _narrow("efficientnet_b0"), 32),
-        _of("efficientnet_v2_s", _narrow("efficientnet_v2_s"), 32),
         _of("regnet_x", lambda: _regnet(None), 32),
         _of("regnet_y", lambda: _regnet(0.25), 32),
         _of("convnext_tiny", _convnext, 32),

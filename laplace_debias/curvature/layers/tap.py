@@ -14,6 +14,7 @@ from laplace_debias.curvature.layers.calls import Call, CallUses
 from laplace_debias.curvature.layers.recorder import CallRecorder
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.attention import expose_projections
+from laplace_debias.curvature.network.batch_norms import lay_out_gradients
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
@@ -66,6 +67,7 @@ class Tap:
         called = dict.fromkeys(path for s in sites if s.is_call for path in s.paths)
         self._recorder = CallRecorder(network, list(called))
         expose_projections(network)
+        lay_out_gradients(network)
         # Whether cotangents are pushed back one at a time.
         self.one_by_one = any(
             isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in network.modules()
