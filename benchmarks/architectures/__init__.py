@@ -1,1 +1,1 @@
-"""Architectures of other libraries: does the default work, what does it cover, what does it cost."""
+"""Architectures of other libraries: what the default covers and what it costs."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Categorical
 
 from benchmarks.architectures.architecture import Architecture
 from benchmarks.architectures.dense import dense_variances, outputs_of
@@ -85,13 +86,15 @@ def _default(architecture: Architecture) -> dict[str, Any]:
         warnings.simplefilter("always")
         la = Laplace(model).fit([(x, y)])
     left_out = [str(w.message) for w in caught if "left out" in str(w.message)]
-    probs = la.predict(x).probs
+    predictive = la.predict(x)
+    assert isinstance(predictive, Categorical)
+    is_finite = bool(predictive.probs.isfinite().all())
     blocks = la._known.blocks
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "parameters": trainable,
-        "works": bool(probs.isfinite().all()),
-        "message": "" if probs.isfinite().all() else "default: probabilities are not finite",
+        "works": is_finite,
+        "message": "" if is_finite else "default: probabilities are not finite",
         "covered": sum(block.size for block in blocks) / trainable,
         "of_layers": sum(not block.calls for block in blocks),
         "of_calls": sum(bool(block.calls) for block in blocks),
@@ -126,7 +129,8 @@ def _gradient(architecture: Architecture) -> Run:
     def run(size: int) -> object:
         x, y = architecture.data(size)
         loss = F.cross_entropy(outputs_of(model, x).flatten(0, -2), y.flatten())
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
+        # LeViT and TinyViT keep a part of the graph from one forward pass to the next.
+        return torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
 
     return run
 

@@ -10,8 +10,12 @@ from torch import nn
 
 from benchmarks.architectures.architecture import CLASSES, Architecture, images, narrow
 
-_VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": 32}
-_PYRAMID = {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 3, 4)}
+_VIT: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": 32}
+_PYRAMID: dict[str, Any] = {
+    "depths": (1, 1, 1, 1),
+    "embed_dims": (8, 16, 24, 32),
+    "num_heads": (1, 2, 3, 4),
+}
 
 
 def architectures() -> list[Architecture]:
@@ -49,9 +53,7 @@ def architectures() -> list[Architecture]:
             depth=(1, 1, 1),
         ),
         _of("beit_base_patch16_224", 32, **_VIT, patch_size=8),
-        _of(
-            "edgenext_xx_small", 64, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), heads=(2, 2, 2, 2)
-        ),
+        _of("edgenext_xx_small", 64, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), heads=(2, 2, 2, 2)),
         _of("fastvit_t8", 64, layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64)),
         _narrow("nf_regnet_b0", 32),
         _of("ghostnet_050", 32, build=_ghostnet),
@@ -93,7 +95,11 @@ def _mixer() -> nn.Module:
 
 def _ghostnet() -> nn.Module:
     # Kernel, hidden channels, channels, ratio of squeeze-and-excitation, stride.
-    stages = [[[3, 32, 32, 0, 1]], [[3, 64, 48, 0.25, 2]], [[5, 96, 64, 0.25, 2]]]
+    stages: list[list[list[int | float]]] = [
+        [[3, 32, 32, 0, 1]],
+        [[3, 64, 48, 0.25, 2]],
+        [[5, 96, 64, 0.25, 2]],
+    ]
     return timm.models.GhostNet(stages, num_classes=CLASSES, width=0.5)
 
 
@@ -106,7 +112,7 @@ def _poolformer() -> nn.Module:
         mlp_bias=True,
         norm_layers=GroupNorm1,
         layer_scale_init_values=1e-5,
-        res_scale_init_values=None,
+        res_scale_init_values=(None, None, None, None),
         use_mlp_head=False,
         num_classes=CLASSES,
     )

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.architectures.measurement import EXAMPLES, Row
 from laplace_debias.report.tables import markdown_table
@@ -22,8 +23,8 @@ language models).
 - **blocks**: of layers, from a layer's inputs and output gradients (Kronecker-factored weights,
   exact biases and scales) + of calls, from gradients of each example (class tokens, position
   tables, tied weights, layers of a library's own).
-- **fit**: of one batch with Monte-Carlo labels (`fisher="mc"`), over the gradient of the same batch.
-  It includes all that comes once: the check of every block against automatic differentiation and
+- **fit**: of one batch with Monte-Carlo labels (`fisher="mc"`), over the same batch's gradient. It
+  includes all that comes once: the check of every block against automatic differentiation and
   the eigendecompositions. Networks as small as these take little else.
   **Each further batch** is a quarter of what a fit of five batches takes longer. The
   [benchmarks](benchmarks.md) measure larger networks.
@@ -45,8 +46,8 @@ def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> No
 def read(path: Path) -> tuple[Row, str]:
     """A row, and machine and versions in words."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    fields = content["row"]
-    row = Row(**{k: tuple(v) if k in _TUPLES else v for k, v in fields.items()})
+    fields: dict[str, Any] = content["row"]
+    row = Row(**fields | {name: tuple(fields[name]) for name in _TUPLES})
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
     return row, f"float32; {content['machine']}; {versions}."
 

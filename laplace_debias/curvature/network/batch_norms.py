@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 
 def lay_out_gradients(network: nn.Module) -> None:
-    """Have batch normalisations differentiated with contiguous gradients where there is one example.
+    """Give batch normalisations contiguous output gradients where there is one example.
 
-    For an example `[1, C, H, W]` whose output gradient has strides `(C, 1, CW, C)`, as a
-    `flatten(2).transpose(1, 2)` behind the layer gives it, torch's backward pass in eval mode (2.15,
-    on the CPU) reads the numbers in another order.
+    If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may from
+    tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode (2.15, on the CPU) reads
+    its numbers in another order.
 
     Args:
         network: A `shadow` of the model: hooks are left on it.
