@@ -9,8 +9,8 @@ def lay_out_gradients(network: nn.Module) -> None:
     """Give batch normalisations contiguous output gradients where there is one example.
 
     If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may from
-    tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode (2.15, on the CPU) reads
-    its numbers in another order.
+    tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its numbers in
+    another order (torch 2.15, on the CPU).
 
     Args:
         network: A `shadow` of the model: hooks are left on it.
