@@ -14,15 +14,19 @@ from benchmarks.architectures.architecture import CLASSES, Architecture, images,
 
 
 def architectures() -> list[Architecture]:
-    """Reduced by arguments of the constructor where there are any, else by `narrow`."""
+    """Reduced by arguments of the constructor where there are any, else by `narrow`.
+
+    Where random weights would give logits of tens, and probabilities without curvature, residual
+    branches begin at zero.
+    """
     return [
         _of("alexnet", _narrow("alexnet", by=16), 64),
         _of("vgg11", lambda: _vgg(False), 32),
         _of("vgg11_bn", lambda: _vgg(True), 32),
         _of("resnet18", _narrow("resnet18"), 32),
-        _of("resnet50", _narrow("resnet50"), 32),
+        _of("resnet50", _narrow("resnet50", zero_init_residual=True), 32),
         _of("resnext50_32x4d", _narrow("resnext50_32x4d"), 32),
-        _of("wide_resnet50_2", _narrow("wide_resnet50_2", by=16), 32),
+        _of("wide_resnet50_2", _narrow("wide_resnet50_2", by=16, zero_init_residual=True), 32),
         _of("densenet121", _densenet, 32),
         _of("squeezenet1_1", _narrow("squeezenet1_1"), 64),
         _of("googlenet", _narrow("googlenet", init_weights=False), 64),
