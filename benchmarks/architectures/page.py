@@ -33,7 +33,8 @@ language models).
 - **error**: the largest relative difference of the functional variances `la.functional(x,
   diagonal=True)` with `curvature="diag"` from Σ_d J_cd² / (N·C_dd + δ), in double precision, two
   examples, all outputs. J comes from `torch.autograd.grad`, output by output, and C from J and the
-  Hessian of the loss; δ is the mean of N·C_dd."""
+  Hessian of the loss; δ is the mean of N·C_dd. Llama and its relatives compute their
+  normalisations in single precision whatever they are given, hence 1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:
