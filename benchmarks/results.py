@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,16 +36,27 @@ class Result:
 
 def measured(settings: Settings, rows: list[Row]) -> Result:
     """A result of this process."""
+    versions = versions_of(("torch", *PACKAGES))
+    return Result(settings.network, machine_of(settings), versions, rows, settings.quick)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of Python and of those packages that are installed."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", *PACKAGES):
+    for package in packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
+    return versions
+
+
+def machine_of(settings: Settings) -> str:
+    """Processor, device and threads in words."""
     machine = f"{_processor()}, {os.cpu_count()} cores, {settings.threads} threads"
     if settings.device == "cuda":
         machine = f"{torch.cuda.get_device_name()}; {machine}"
-    return Result(settings.network, machine, versions, rows, settings.quick)
+    return machine
 
 
 def _processor() -> str:

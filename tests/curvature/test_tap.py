@@ -67,6 +67,35 @@ def test_jacobians_and_bias_blocks_are_exact_for_any_forward(forward):
     torch.testing.assert_close(la.functional(x)[1], oracle.functional_covariance(J, covariance))
 
 
+class Patches(nn.Module):
+    """A normalised convolution whose pixels become tokens, as in XCiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.of_tokens, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.head(torch.tanh(self.of_tokens(tokens)).mean(1))
+
+
+@pytest.mark.parametrize("params", ["all", ["conv.weight"]])
+def test_one_example_has_the_variances_that_it_has_in_a_batch(params):
+    """torch's own backward pass of the normalisation is wrong for one example in this layout."""
+    model, x = Patches().double().eval(), torch.randn(3, 2, 5, 5).double()
+    la = Laplace(model, params=params, curvature="diag", prior_precision=0.5)
+    la.fit([(x, torch.tensor([0, 2, 1]))])
+    parameters = [model.get_parameter(name) for name in la.param_names]
+    variance = la.posterior.precision.to_dense().diagonal().reciprocal()
+    for index in range(3):
+        # In a batch.
+        gradients = [torch.autograd.grad(model(x)[index, c], parameters) for c in range(3)]
+        J = torch.stack([torch.cat([g.flatten() for g in of_output]) for of_output in gradients])
+        found = la.functional(x[index : index + 1], diagonal=True)[1][0]
+        torch.testing.assert_close(found, J.square() @ variance)
+
+
 def test_ekfac_of_a_reused_layer_measures_the_exact_curvature():
     model = Net(reused).double().eval()
     x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))

@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from cases import one_axis_at_a_time
+from cases import one_axis_at_a_time, others_slow
 from language import GPT, with_lora
 from torch import nn
 
@@ -164,3 +164,44 @@ def test_a_thousand_classes_take_no_jacobian(monkeypatch):
         1 / (3 * bias.magnitudes[:, 0] + 1)
     )
     torch.testing.assert_close(variances[0], expected, rtol=1e-4, atol=1e-5)
+
+
+# ----------------------------------------------------------------- libraries' architectures
+
+# One for each way in which parameters act.
+OF_LIBRARIES = {
+    "regnet_y": "torchvision",
+    "densenet121": "torchvision",
+    "convnext_tiny": "torchvision",
+    "vit_tiny_patch16_224": "timm",
+    "xcit_nano_12_p8_224": "timm",
+    "resnetv2_50": "timm",
+    "swin_tiny_patch4_window7_224": "timm",
+    "eva02_tiny_patch14_224": "timm",
+    "levit_128s": "timm",
+    "sequencer2d_s": "timm",
+    "T5ForSequenceClassification": "transformers",
+    "LlamaForCausalLM, tied": "transformers",
+    "LlamaForSequenceClassification, LoRA": "peft",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    others_slow(OF_LIBRARIES, "regnet_y", "vit_tiny_patch16_224", "LlamaForCausalLM, tied"),
+)
+def test_the_defaults_work_and_variances_are_those_of_plain_autograd(name):
+    library = OF_LIBRARIES[name]
+    pytest.importorskip(library)
+    # Not above: these import other libraries, which takes seconds.
+    from benchmarks.architectures.measurement import disagreement
+    from benchmarks.architectures.zoo import architectures
+
+    architecture = architectures()[name]
+    model, (x, y) = architecture.model(), architecture.data(4)
+    la = Laplace(model).fit([(x, y)])
+    assert la.param_names == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert la.predict(x).probs.isfinite().all()
+    # Norms of Hugging Face's compute in single precision, whatever they are given.
+    of_single_precision = library in ("transformers", "peft")
+    assert disagreement(architecture) < (1e-6 if of_single_precision else 1e-11)

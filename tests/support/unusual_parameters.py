@@ -92,6 +92,19 @@ class RelativePositions(nn.Module):
         return (q @ k.mT + self.table[self.index]).softmax(-1) @ v
 
 
+class PermutedPositions(nn.Module):
+    """A table of biases that is looked up once for all examples and then permuted, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 2)
+        self.register_buffer("index", torch.arange(4)[:, None] - torch.arange(4) + 3)
+
+    def forward(self, x):
+        scores = (x @ x.mT).unsqueeze(1) + self.table(self.index).permute([2, 0, 1])
+        return (scores.softmax(-1) @ x.unsqueeze(1)).sum(1)
+
+
 class Standardised(nn.Conv1d):
     """A subclass that does not compute what its base class does."""
 
@@ -174,6 +187,7 @@ NETWORKS = {
     "weight norm": lambda: _mean(parametrizations.weight_norm(nn.Linear(3, 3))),
     "old weight norm": lambda: _mean(weight_norm(nn.Linear(3, 3))),
     "relative positions": lambda: _mean(nn.Linear(3, 3), RelativePositions()),
+    "permuted positions": lambda: _mean(nn.Linear(3, 3), PermutedPositions()),
     "weight standardisation": lambda: _features(Standardised(4, 2, 2)),
     "branch on the data": lambda: _mean(nn.Linear(3, 3), Branching()),
     "merged frames": Frames,

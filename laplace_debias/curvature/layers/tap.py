@@ -14,6 +14,7 @@ from laplace_debias.curvature.layers.calls import Call, CallUses
 from laplace_debias.curvature.layers.recorder import CallRecorder
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.attention import expose_projections
+from laplace_debias.curvature.network.batch_norms import lay_out_gradients
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
@@ -66,6 +67,7 @@ class Tap:
         called = dict.fromkeys(path for s in sites if s.is_call for path in s.paths)
         self._recorder = CallRecorder(network, list(called))
         expose_projections(network)
+        lay_out_gradients(network)
         # Whether cotangents are pushed back one at a time.
         self.one_by_one = any(
             isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in network.modules()
@@ -223,11 +225,17 @@ class Tap:
             calls.append(self._recorder.seen)
         self._recorder.learn(calls)
         self._dims = ExampleDims.of(self._network, *inputs)
-        if self._dims.common:
-            with_copies = self._run(two)
-            same = with_copies.shape == outputs[1].shape and torch.allclose(with_copies, outputs[1])
-            if not same:
-                self._dims = self._dims.without_copies()
+        if self._dims.common and not self._takes_copies(two, outputs[1]):
+            self._dims = self._dims.without_copies()
+
+    def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
+        """Whether outputs stay the same with a copy for each example of what all have in common."""
+        try:
+            outputs = self._run(x)
+        # Whatever a forward pass raises where it meets a dimension that it does not expect.
+        except Exception:
+            return False
+        return outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
     def _for_every_example(self, x: Tensor) -> Tensor:
         """A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`."""

@@ -1,0 +1,1 @@
+"""Architectures of other libraries: what the default covers and what it costs."""

@@ -1,0 +1,171 @@
+"""One row of the table: does the default work, what does it cover, what does it cost."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Categorical
+
+from benchmarks.architectures.architecture import Architecture
+from benchmarks.architectures.dense import dense_variances, outputs_of
+from benchmarks.report import ratios
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Run, measure
+from laplace_debias import Laplace
+
+EXAMPLES = 8
+_FURTHER = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one architecture.
+
+    Attributes:
+        name: What its library calls it.
+        library: The package.
+        parameters: How many of its parameters are trainable.
+        works: Whether a fit with no option and a prediction gave finite numbers.
+        message: What went wrong, with the step at which it did.
+        covered: Share of the trainable parameters in the posterior.
+        of_layers: Blocks that a layer's inputs and output gradients give.
+        of_calls: Blocks that come from gradients of each example.
+        left_out: What a fit warned that it left out.
+        fit: Seconds of a fit of one batch over those of a gradient, round by round.
+        further: The same of each further batch of a fit.
+        predict: The same of a prediction of the batch.
+        disagreement: Largest relative error of a functional variance.
+    """
+
+    name: str
+    library: str
+    parameters: int = 0
+    works: bool = False
+    message: str = ""
+    covered: float = 0.0
+    of_layers: int = 0
+    of_calls: int = 0
+    left_out: str = ""
+    fit: tuple[float, ...] = ()
+    further: tuple[float, ...] = ()
+    predict: tuple[float, ...] = ()
+    disagreement: float | None = None
+
+
+def measure_architecture(architecture: Architecture, settings: Settings) -> Row:
+    """All that the table says of one architecture; a failure becomes the row's message.
+
+    Args:
+        architecture: The network and its data.
+        settings: Rounds and threads.
+    """
+    row = Row(architecture.name, architecture.library)
+    steps: dict[str, Callable[[], dict[str, Any]]] = {
+        "default": lambda: _default(architecture),
+        "time": lambda: _times(architecture, settings),
+        "agreement": lambda: {"disagreement": disagreement(architecture)},
+    }
+    for step, work in steps.items():
+        try:
+            row = replace(row, **work())
+        except Exception as error:
+            said = f"{step}: {type(error).__name__}: {error}"
+            row = replace(row, message=f"{row.message} {said}".strip())
+    return row
+
+
+def _default(architecture: Architecture) -> dict[str, Any]:
+    """A fit and a prediction with no option."""
+    model = architecture.model()
+    x, y = architecture.data(EXAMPLES)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la = Laplace(model).fit([(x, y)])
+    left_out = [str(w.message) for w in caught if "left out" in str(w.message)]
+    predictive = la.predict(x)
+    assert isinstance(predictive, Categorical)
+    is_finite = bool(predictive.probs.isfinite().all())
+    blocks = la._known.blocks
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "parameters": trainable,
+        "works": is_finite,
+        "message": "" if is_finite else "default: probabilities are not finite",
+        "covered": sum(block.size for block in blocks) / trainable,
+        "of_layers": sum(not block.calls for block in blocks),
+        "of_calls": sum(bool(block.calls) for block in blocks),
+        "left_out": " ".join(left_out),
+    }
+
+
+def _times(architecture: Architecture, settings: Settings) -> dict[str, Any]:
+    contenders = [
+        Contender("gradient", lambda: _gradient(architecture)),
+        Contender("fit", lambda: _fit(architecture, 1)),
+        Contender("longer fit", lambda: _fit(architecture, 1 + _FURTHER)),
+        Contender("predict", lambda: _predict(architecture)),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = measure(contenders, settings, EXAMPLES, warm_up=EXAMPLES)
+    gradient, fit, longer, predict = rows
+    pairs = zip(fit.seconds, longer.seconds, strict=True)
+    further = replace(fit, seconds=tuple((b - a) / _FURTHER for a, b in pairs))
+    return {
+        "fit": tuple(ratios(fit, gradient)),
+        "further": tuple(ratios(further, gradient)),
+        "predict": tuple(ratios(predict, gradient)),
+    }
+
+
+def _gradient(architecture: Architecture) -> Run:
+    model = architecture.model()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def run(size: int) -> object:
+        x, y = architecture.data(size)
+        loss = F.cross_entropy(outputs_of(model, x).flatten(0, -2), y.flatten())
+        # LeViT and TinyViT keep a part of the graph from one forward pass to the next.
+        return torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+
+    return run
+
+
+def _fit(architecture: Architecture, batches: int) -> Run:
+    model = architecture.model()
+
+    def run(size: int) -> object:
+        return Laplace(model, fisher="mc").fit([architecture.data(size)] * batches)
+
+    return run
+
+
+def _predict(architecture: Architecture) -> Run:
+    la = Laplace(architecture.model(), fisher="mc").fit([architecture.data(EXAMPLES)])
+    return lambda size: la.predict(architecture.data(size)[0])
+
+
+def disagreement(architecture: Architecture) -> float:
+    """Largest relative error of a functional variance, `curvature="diag"`, two examples, float64.
+
+    Args:
+        architecture: The network and its data.
+    """
+    model = architecture.model(torch.float64)
+    x, y = architecture.data(2)
+    x = _double(x)
+    expected = dense_variances(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = Laplace(model, curvature="diag", prior_precision=expected.prior_precision)
+        la.fit([(x, y)])
+    found = la.functional(x, diagonal=True)[1]
+    return float(((found - expected.variances) / expected.variances).abs().max())
+
+
+def _double(x: Tensor | Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
+    return x.double() if isinstance(x, Tensor) else x

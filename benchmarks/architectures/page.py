@@ -1,0 +1,102 @@
+"""The page about architectures, and its rows on disk."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.architectures.measurement import EXAMPLES, Row
+from laplace_debias.report.tables import markdown_table
+
+_TUPLES = ("fit", "further", "predict")
+_ABOUT = f"""\
+`Laplace(model).fit(loader)` with no other argument, on networks of torchvision, timm and Hugging
+Face with random weights, reduced in width and depth by their constructors' arguments or with all
+channels divided by a number. Batches of {EXAMPLES} examples, three classes (thirteen tokens for
+language models).
+
+- **works**: the fit and `predict` raised nothing, and the probabilities are finite.
+- **covered**: the share of the trainable parameters in the posterior. What is left out, or why
+  something failed, is said below the table.
+- **blocks**: of layers, from a layer's inputs and output gradients (Kronecker-factored weights,
+  exact biases and scales) + of calls, from gradients of each example (class tokens, position
+  tables, tied weights, layers of a library's own).
+- **fit**: of one batch with Monte-Carlo labels (`fisher="mc"`), over the same batch's gradient. It
+  includes all that comes once: the check of every block against automatic differentiation and
+  the eigendecompositions. Networks as small as these take little else.
+  **Each further batch** is a quarter of what a fit of five batches takes longer. The
+  [benchmarks](benchmarks.md) measure larger networks.
+- **predict**: of the batch, with exact functional variances, over the same gradient. Medians of
+  three rounds, one thread.
+- **error**: the largest relative difference of the functional variances `la.functional(x,
+  diagonal=True)` with `curvature="diag"` from Σ_d J_cd² / (N·C_dd + δ), in double precision, two
+  examples, all outputs. J comes from `torch.autograd.grad`, output by output, and C from J and the
+  Hessian of the loss; δ is the mean of N·C_dd. Llama and its relatives compute their
+  normalisations in single precision whatever they are given, hence 1e-8."""
+
+
+def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:
+    """Write a row and where it was measured as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"row": asdict(row), "machine": machine, "versions": dict(versions)}
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> tuple[Row, str]:
+    """A row, and machine and versions in words."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    fields: dict[str, Any] = content["row"]
+    row = Row(**fields | {name: tuple(fields[name]) for name in _TUPLES})
+    versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
+    return row, f"float32; {content['machine']}; {versions}."
+
+
+def page(rows: Sequence[Row], set_ups: Sequence[str]) -> str:
+    """The page as Markdown.
+
+    Args:
+        rows: One for each architecture.
+        set_ups: Machines and versions in words.
+    """
+    libraries = list(dict.fromkeys(row.library for row in rows))
+    working = sum(row.works for row in rows)
+    errors = [row.disagreement for row in rows if row.disagreement is not None]
+    parts = [
+        "# Architectures",
+        "Written by `python -m benchmarks.architectures --docs`. "
+        f"{working} of {len(rows)} architectures work with the defaults."
+        + (f" The largest error of all is {max(errors):.1e}." if errors else ""),
+        _ABOUT,
+        *sorted(set(set_ups)),
+    ]
+    for library in libraries:
+        of_library = [row for row in rows if row.library == library]
+        parts += [f"## {library}", markdown_table([_cells(row) for row in of_library])]
+        remarks = [f"- `{row.name}`: {text}" for row in of_library for text in _remarks(row)]
+        parts += ["\n".join(remarks)] if remarks else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Row) -> dict[str, object]:
+    error = row.disagreement
+    return {
+        "architecture": row.name,
+        "works": "yes" if row.works else "no",
+        "parameters": f"{row.parameters:,}",
+        "covered": f"{100 * row.covered:.4g} %" if row.works else None,
+        "blocks": f"{row.of_layers} + {row.of_calls}" if row.works else None,
+        "fit ÷ gradient": _median(row.fit),
+        "each further batch": _median(row.further),
+        "predict ÷ gradient": _median(row.predict),
+        "error": None if error is None else f"{error:.0e}",
+    }
+
+
+def _median(values: Sequence[float]) -> str | None:
+    return f"{statistics.median(values):.1f}" if values else None
+
+
+def _remarks(row: Row) -> list[str]:
+    return [" ".join(text.split()) for text in (row.left_out, row.message) if text]
