@@ -197,8 +197,7 @@ class LinearOperator(ABC):
         return scale(self, 1 / as_scalar(scalar, self))
 
     def __pow__(self, exponent: int | np.integer) -> "LinearOperator":
-        if self.shape[0] != self.shape[1]:
-            raise ValueError(f"Only square operators have powers, got shape {self.shape}.")
+        check_square(self, "a power")
         if not isinstance(exponent, int | np.integer) or exponent < 0:
             raise ValueError(
                 f"The exponent must be an integer of at least 0, got {exponent!r}: for negative "
@@ -304,15 +303,16 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
         )
 
 
-def check_square(operator: "LinearOperator") -> None:
-    """Require a square operator.
+def check_square(operator: "LinearOperator", what: str = "this") -> None:
+    """Require a square operator for what is asked of it.
 
     Raises:
         ValueError: Otherwise.
     """
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(
-            f"{type(operator).__name__} has shape {operator.shape}: this needs a square operator."
+            f"{type(operator).__name__} has shape {operator.shape}: {what} needs a square "
+            "operator. Take `A.T @ A` or `A @ A.T`."
         )
 
 
