@@ -197,7 +197,8 @@ class LinearOperator(ABC):
         return scale(self, 1 / as_scalar(scalar, self))
 
     def __pow__(self, exponent: int | np.integer) -> "LinearOperator":
-        check_square(self, "a power")
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"Only square operators have powers, got shape {self.shape}.")
         if not isinstance(exponent, int | np.integer) or exponent < 0:
             raise ValueError(
                 f"The exponent must be an integer of at least 0, got {exponent!r}: for negative "

@@ -88,19 +88,14 @@ def severity_figure(
     Args:
         rows: One row per method, severity and draw, with the keys `method`, `draw` (both anything),
             `severity` (0 for clean inputs, usually up to 5) and the metrics.
-        path: Where to write the picture, PNG or PDF by its suffix.
+        path: As for `prior_precision_figure`.
         metrics: Which metrics, one panel each.
 
     Returns:
         The picture as it was written.
 
     Raises:
-        ValueError: There are no rows or metrics, a row lacks a key or holds no finite number where
-            one is due, or the suffix is unknown.
-
-    Reference:
-        Hendrycks, Dietterich. Benchmarking neural network robustness to common corruptions and
-        perturbations. ICLR, 2019.
+        ValueError: As `prior_precision_figure`.
     """
     check_suffix(path)
     curves = {metric: summarise(rows, "severity", metric) for metric in metrics}
