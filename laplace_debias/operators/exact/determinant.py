@@ -17,7 +17,7 @@ from laplace_debias.operators.exact.eigendecomposition import (
     shown,
     whitened_eigenvalues,
 )
-from laplace_debias.operators.exact.known import known, or_none, squares
+from laplace_debias.operators.exact.known import known, or_none, pass_on, squares
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -153,14 +153,8 @@ def _(operator: Scaled) -> SignLog:
     return sign * scalar.sign() ** n, log + n * scalar.abs().log()
 
 
-@_slogdet.register
-def _(operator: Assumed) -> SignLog:
-    return _slogdet(shown(operator))
-
-
-@_slogdet.register
-def _(operator: Permuted) -> SignLog:
-    return _slogdet(operator.operator)
+pass_on(_slogdet, Assumed, shown)
+pass_on(_slogdet, Permuted)
 
 
 def _sign_log(values: Tensor) -> SignLog:

@@ -11,7 +11,7 @@ from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.dispatch import identity_multiple
 from laplace_debias.operators.eigh import eigh, eigvalsh
-from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -167,9 +167,7 @@ def _(operator: Sum) -> tuple[Tensor, LinearOperator]:
     return values + shift, vectors
 
 
-@_eigh.register
-def _(operator: Assumed) -> tuple[Tensor, LinearOperator]:
-    return _eigh(shown(operator))
+pass_on(_eigh, Assumed, shown)
 
 
 @_eigh.register
@@ -211,14 +209,8 @@ def _(operator: Sum) -> Tensor:
     return known(eigenvalues(rest)) + shift
 
 
-@_eigenvalues.register
-def _(operator: Assumed) -> Tensor:
-    return _eigenvalues(shown(operator))
-
-
-@_eigenvalues.register
-def _(operator: Permuted) -> Tensor:
-    return known(eigenvalues(operator.operator))
+pass_on(_eigenvalues, Assumed, shown)
+pass_on(_eigenvalues, Permuted)
 
 
 def _identity(size: int, like: LinearOperator) -> Identity:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_debias.operators.algebra import Product, Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.exact.known import NoClosedFormError, or_none, squares
+from laplace_debias.operators.exact.known import NoClosedFormError, or_none, pass_on, squares
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -72,10 +72,8 @@ def _(operator: Scaled) -> Tensor:
     return operator.scalar * _trace(operator.operator)
 
 
-@_trace.register(Assumed)
-@_trace.register(Permuted)
-def _(operator: Assumed | Permuted) -> Tensor:
-    return _trace(operator.operator)
+pass_on(_trace, Assumed)
+pass_on(_trace, Permuted)
 
 
 @singledispatch
@@ -147,9 +145,7 @@ def _(operator: Scaled) -> Tensor:
     return operator.scalar * _diagonal(operator.operator)
 
 
-@_diagonal.register
-def _(operator: Assumed) -> Tensor:
-    return _diagonal(operator.operator)
+pass_on(_diagonal, Assumed)
 
 
 @_diagonal.register

@@ -12,7 +12,7 @@ from laplace_debias.operators.dispatch import identity_multiple, scale
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact.eigendecomposition import exact_eigh, low_rank_eigh, shown
 from laplace_debias.operators.exact.entries import exact_trace
-from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
 from laplace_debias.operators.structures.assume import Assumed, assume
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -108,9 +108,7 @@ def _(operator: Identity, function: Spectrum) -> LinearOperator:
     return scale(operator, function(one)[0])
 
 
-@_function.register
-def _(operator: Assumed, function: Spectrum) -> LinearOperator:
-    return _function(shown(operator), function)
+pass_on(_function, Assumed, shown)
 
 
 @_function.register

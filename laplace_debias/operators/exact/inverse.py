@@ -13,7 +13,7 @@ from laplace_debias.operators.dispatch import scale
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact.eigendecomposition import low_rank_eigh
 from laplace_debias.operators.exact.functions import exact_function
-from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, squares
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on, squares
 from laplace_debias.operators.structures.assume import Assumed, assume
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -175,9 +175,7 @@ def _(operator: Product, right: Tensor) -> Tensor:
     return right
 
 
-@_solve.register
-def _(operator: Assumed, right: Tensor) -> Tensor:
-    return _solve(operator.operator, right)
+pass_on(_solve, Assumed)
 
 
 def _checked_reciprocal(values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """How closed forms that do not exist are told: by an exception inside, by None outside."""
 
 from collections.abc import Callable, Collection
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from laplace_debias.operators.base import LinearOperator
@@ -40,3 +41,16 @@ def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]
     if any(operator.shape[0] != operator.shape[1] for operator in operators):
         raise NoClosedFormError
     return operators
+
+
+def pass_on(
+    rule: Any, wrapper: type, inner: Callable[[Any], LinearOperator] = attrgetter("operator")
+) -> None:
+    """Register that a wrapper has the closed form of what it wraps.
+
+    Args:
+        rule: A function that is dispatched by the operator's type (`functools.singledispatch`).
+        wrapper: The wrapper's type.
+        inner: Gives the wrapped operator.
+    """
+    rule.register(wrapper, lambda operator, *rest: rule(inner(operator), *rest))

@@ -10,7 +10,7 @@ from torch import Tensor
 from laplace_debias.operators.algebra import Scaled
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact.eigendecomposition import eigenvalues, low_rank_eigh
-from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -87,10 +87,8 @@ def _(operator: Scaled) -> Tensor:
     return (operator.scalar * _frobenius_norm(operator.operator)).abs()
 
 
-@_frobenius_norm.register(Assumed)
-@_frobenius_norm.register(Permuted)
-def _(operator: Assumed | Permuted) -> Tensor:
-    return _frobenius_norm(operator.operator)
+pass_on(_frobenius_norm, Assumed)
+pass_on(_frobenius_norm, Permuted)
 
 
 @singledispatch
@@ -133,6 +131,4 @@ def _(operator: Scaled) -> Tensor:
     return (operator.scalar * _spectral_norm(operator.operator)).abs()
 
 
-@_spectral_norm.register
-def _(operator: Permuted) -> Tensor:
-    return _spectral_norm(operator.operator)
+pass_on(_spectral_norm, Permuted)
