@@ -1,4 +1,7 @@
-"""The commands, one file each, with `Settings` and a function `run` that takes them."""
+"""The commands, one file each, with `Settings` and a function `run` that takes them.
+
+`run(settings, console)` prints on the console, or on the standard output if it is None.
+"""
 
 COMMANDS = {
     "demo": "Train a small network on digits and make it Bayesian four ways.",

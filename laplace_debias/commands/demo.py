@@ -13,6 +13,7 @@ from laplace_debias.experiments.posteriors.comparison import (
 )
 from laplace_debias.experiments.posteriors.comparison_report import report_comparison
 from laplace_debias.experiments.shared.checks import check_at_least
+from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import ImageDataset, Recipe, corrupt, digits, train, wide_digits_net
 
 
@@ -64,10 +65,6 @@ class Settings:
 def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
     """Train, compare, print tables and write pictures.
 
-    Args:
-        settings: What to train and compare.
-        console: Where to print; the standard output if None.
-
     Returns:
         What was measured.
 
@@ -76,7 +73,7 @@ def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
         ImportError: If scikit-learn or Pillow is missing.
         OSError: If the results cannot be written.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     settings.output.mkdir(parents=True, exist_ok=True)
     split = digits(settings.comparison.seed)
     training = split.train.subset(range(settings.train_examples))

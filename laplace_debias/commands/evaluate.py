@@ -16,6 +16,7 @@ from laplace_debias.experiments.posteriors.comparison_report import report_compa
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.held_out import check_held_out, hits_of
+from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import (
     ImageDataset,
     all_cnn_c,
@@ -63,10 +64,6 @@ class Settings:
 def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
     """Load, check, compare, print tables and write pictures.
 
-    Args:
-        settings: What to evaluate.
-        console: Where to print; the standard output if None.
-
     Returns:
         What was measured.
 
@@ -75,7 +72,7 @@ def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
             network or other data; as `compare`.
         OSError: If the results cannot be written.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     settings.output.mkdir(parents=True, exist_ok=True)
     device = device_from(settings.device)
     model = all_cnn_c()

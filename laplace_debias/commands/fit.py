@@ -71,10 +71,6 @@ class Settings(NetworkSettings):
 def run(settings: Settings, console: Printer | None = None) -> Laplace:
     """Fit a posterior to the training images and save it.
 
-    Args:
-        settings: What is fitted.
-        console: Where to print; the standard output if None.
-
     Returns:
         The posterior.
 

@@ -9,46 +9,29 @@ from torch import Tensor, nn
 
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
-from laplace_debias.problems import DataSource, Images, ProblemData, get_problem, load_problem
+from laplace_debias.experiments.shared.settings import ProblemSettings
+from laplace_debias.problems import Images, ProblemData, get_problem, load_problem
 from laplace_debias.system.atomic import check_target
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkSettings:
+class NetworkSettings(ProblemSettings):
     """Which trained network, and where.
 
     Attributes:
-        problem: Name of the test problem, or its letter in the paper.
-        data: Its data: for CIFAR an image folder, an archive of one, or a torchvision root; for
-            ImageNet a folder with `train/` and `val/`; nothing for the digits.
         checkpoint: The trained network, a file of `laplace-debias train`; the published weights if
             None.
-        cache: Folder for decoded images; see `problems.cifar10`.
-        download: Whether CIFAR may be downloaded to `data` where nothing is there.
         batch_size: Images per batch.
-        seed: Seed of the choice of images, and of the split where the checkpoint holds none.
-        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        progress: Whether to show progress bars.
         needed_by_most: Options that can be left out for few problems only.
-
-    Raises:
-        ValueError: If the problem is unknown or a number out of range.
     """
 
     needed_by_most: ClassVar = ("data", "checkpoint")
 
-    problem: str = "allcnnc-cifar10-one-cycle"
-    data: Path | None = None
     checkpoint: Path | None = None
-    cache: Path | None = None
-    download: bool = False
     batch_size: int = 64
-    seed: int = 0
-    device: str = "auto"
-    progress: bool = True
 
     def __post_init__(self) -> None:
-        get_problem(self.problem)
+        super().__post_init__()
         check_at_least(self, 1, "batch_size")
 
     def load(self) -> tuple[nn.Module, ProblemData]:
@@ -59,11 +42,8 @@ class NetworkSettings:
             ConnectionError: If a download fails.
         """
         device = device_from(self.device)
-        source = DataSource(
-            root=self.data, cache=self.cache, download=self.download, progress=self.progress
-        )
         problem = get_problem(self.problem)
-        model, data = load_problem(problem, source, self.checkpoint, seed=self.seed)
+        model, data = load_problem(problem, self.source, self.checkpoint, seed=self.seed)
         return model.to(device), data
 
 

@@ -19,6 +19,7 @@ from laplace_debias.experiments.bias.curvature_spectrum import (
 )
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import DataSource, Images, get_problem, load_problem, train
 from laplace_debias.report.style import save
 from laplace_debias.report.tables import write_csv
@@ -68,10 +69,6 @@ class Settings(SpectrumBudget):
 def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
     """Load, multiply, print what was found and write tables and the picture.
 
-    Args:
-        settings: What to measure.
-        console: Where to print; the standard output if None.
-
     Returns:
         What was measured.
 
@@ -80,7 +77,7 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
             there are fewer images than asked for.
         OSError: If the results cannot be written.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     settings.output.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     model, data = _trained(settings)

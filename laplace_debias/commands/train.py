@@ -1,6 +1,6 @@
 """`laplace-debias train`: train a test problem's network to checkpoints."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,9 +10,8 @@ from laplace_debias import metrics
 from laplace_debias.commands.network import check_output
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
-from laplace_debias.experiments.shared.recipe import RecipeChanges
+from laplace_debias.experiments.shared.settings import TrainingSettings
 from laplace_debias.problems import (
-    DataSource,
     ImageBatches,
     Images,
     get_problem,
@@ -25,48 +24,26 @@ from laplace_debias.system.console import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(TrainingSettings):
     """How checkpoints are made.
 
     Attributes:
         output: The checkpoint, a `.safetensors` file. Beside it come `<name>.history.csv`, the
             folder `<name>.checkpoints` and, while it runs, `<name>.state.safetensors`.
-        problem: Name of the test problem, or its letter in the paper.
-        data: Its data: for CIFAR an image folder, an archive of one, or a torchvision root; for
-            ImageNet a folder with `train/` and `val/`; nothing for the digits.
-        download: Whether CIFAR may be downloaded to `data` where nothing is there.
-        cache: Folder for decoded images; see `problems.cifar10`.
         validation_examples: How many images are held out; the problem's own number if None.
         checkpoints: How many checkpoints are kept, at log-equidistant epochs; the problem's own
             number if None.
-        recipe: What differs from the problem's recipe.
-        seed: Seed of the split, the initialisation, the order and the flips.
-        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        resume: Whether to continue an interrupted training of the same settings.
         overwrite: Whether an existing checkpoint, or the state of an interrupted training, is
             replaced.
-        progress: Whether to show progress bars.
-
-    Raises:
-        ValueError: If the problem is unknown or the changed recipe makes no sense.
     """
 
     output: Path
-    problem: str = "allcnnc-cifar10-one-cycle"
-    data: Path | None = None
-    download: bool = False
-    cache: Path | None = None
     validation_examples: int | None = None
     checkpoints: int | None = None
-    recipe: RecipeChanges = field(default_factory=RecipeChanges)
-    seed: int = 0
-    device: str = "auto"
-    resume: bool = False
     overwrite: bool = False
-    progress: bool = True
 
     def __post_init__(self) -> None:
-        self.recipe.applied_to(get_problem(self.problem).recipe)
+        super().__post_init__()
         check_at_least(self, 0, "checkpoints")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite are both given; expected one of them")
@@ -74,10 +51,6 @@ class Settings:
 
 def run(settings: Settings, console: Printer | None = None) -> dict[str, float]:
     """Train, measure on test images and save the checkpoints with their split.
-
-    Args:
-        settings: What to train, and how.
-        console: Where to print; the standard output if None.
 
     Returns:
         Accuracy, NLL (nats), ECE and Brier score on the test images.
@@ -104,13 +77,9 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, float]:
     device = device_from(settings.device)
     problem = get_problem(settings.problem)
     recipe = settings.recipe.applied_to(problem.recipe)
-    source = DataSource(
-        root=settings.data,
-        cache=settings.cache,
-        download=settings.download,
-        progress=settings.progress,
+    data = problem.data(
+        settings.source, num_validation=settings.validation_examples, seed=settings.seed
     )
-    data = problem.data(source, num_validation=settings.validation_examples, seed=settings.seed)
     split = {"split.train": data.train_indices, "split.val": data.val_indices}
     number = problem.num_checkpoints if settings.checkpoints is None else settings.checkpoints
     kept = log_epochs(recipe.num_epochs, number)

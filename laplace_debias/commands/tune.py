@@ -11,6 +11,7 @@ from torch import nn
 from laplace_debias.commands.network import NetworkSettings, check_output, some_indices
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.held_out import check_held_out, hits_of
+from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.tuning import Tuning
@@ -58,10 +59,6 @@ class Settings(NetworkSettings):
 def run(settings: Settings, console: Console | None = None) -> Tuning:
     """Tune a saved posterior's prior precision and save it again.
 
-    Args:
-        settings: Which posterior, and how.
-        console: Where to print; the standard output if None.
-
     Returns:
         What was tried and what was best.
 
@@ -72,7 +69,7 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
             the network seems to have been trained on the validation images; as `Laplace.tune`.
         OSError: If the file cannot be written.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     if not settings.posterior.exists():
         raise FileNotFoundError(
             f"there is no posterior {settings.posterior}; make it with `laplace-debias fit`"

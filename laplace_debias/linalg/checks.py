@@ -6,6 +6,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from laplace_debias.operators import base
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.parts import numbers
 
@@ -49,11 +50,7 @@ def check_square(A: LinearOperator, what: str) -> int:
         ValueError: It is not square.
     """
     check_operator(A)
-    if A.shape[0] != A.shape[1]:
-        raise ValueError(
-            f"The {what} of a {type(A).__name__} of shape {A.shape} is not defined; expected a "
-            "square operator. Take `A.T @ A` or `A @ A.T`."
-        )
+    base.check_square(A, f"the {what}")
     return A.shape[0]
 
 

@@ -1,7 +1,6 @@
 """Products with an operator: counted, cut into chunks of columns, checked to be finite, shown."""
 
 from collections.abc import Iterator
-from types import TracebackType
 
 import torch
 from jaxtyping import Float
@@ -59,12 +58,7 @@ class Products:
     def __enter__(self) -> "Products":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     def __call__(self, matrix: Float[Tensor, "columns *k"]) -> Float[Tensor, "rows *k"]:

@@ -6,7 +6,6 @@ from laplace_debias.metrics.evaluation import evaluate
 from laplace_debias.metrics.intervals import Interval, bootstrap
 from laplace_debias.metrics.multilabel import evaluate_multilabel
 from laplace_debias.metrics.ood import aupr, auroc, entropy, fpr95
-from laplace_debias.metrics.regression import rmse
 
 __all__ = [
     "Interval",
@@ -23,5 +22,4 @@ __all__ = [
     "fpr95",
     "nll",
     "reliability_curve",
-    "rmse",
 ]

@@ -105,29 +105,6 @@ def check_classification(
     return probs, labels.long()
 
 
-def check_values(values: Float[Tensor, "n *outputs"], name: str) -> None:
-    """Checks real-valued predictions or targets.
-
-    Args:
-        values: Anything of floating point with at least one dimension.
-        name: What the error messages call `values`.
-
-    Raises:
-        TypeError: `values` is not a tensor.
-        ValueError: `values` is empty, a scalar, not floating point, or holds NaN or Inf.
-    """
-    _check_floating(values, name)
-    if values.ndim == 0:
-        raise ValueError(
-            f"`{name}` is a scalar; expected [n] or [n, outputs]. Stack the values of all examples."
-        )
-    _check_not_empty(values, name)
-    if not values.isfinite().all():
-        raise ValueError(
-            f"`{name}` holds NaN or Inf; expected finite values. Drop or repair those examples."
-        )
-
-
 def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
     """Checks scores of examples, of which only the order counts, so that Inf is allowed.
 

@@ -40,16 +40,10 @@ def nll(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Fl
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
     in float32), so that one certain mistake gives a large value, not infinity.
 
-    Args:
-        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
-        labels: Class indices `[n]`.
+    Arguments and errors are those of `accuracy`.
 
     Returns:
         The mean NLL per example, at least 0, in nats.
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities or `labels` do not fit them.
     """
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
@@ -100,16 +94,10 @@ def brier(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> 
     This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's
     error alone, is half of it.
 
-    Args:
-        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
-        labels: Class indices `[n]`.
+    Arguments and errors are those of `accuracy`.
 
     Returns:
         The Brier score, in [0, 2].
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities or `labels` do not fit them.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,

@@ -63,20 +63,10 @@ def aupr(
     `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
     without information it is the fraction of OOD examples, so compare only sets of equal sizes.
 
-    Args:
-        scores_id: Scores of in-distribution examples, `[num_id]`.
-        scores_ood: Scores of out-of-distribution examples, `[num_ood]`.
+    Scores and errors are those of `auroc`.
 
     Returns:
         The area, in [0, 1].
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty, not one-dimensional, or holds NaN.
-
-    Reference:
-        Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
-        in neural networks. ICLR, 2017.
     """
     # torchmetrics takes seconds to import: only what uses it waits for it.
     from torchmetrics.functional.classification import binary_average_precision
@@ -92,16 +82,10 @@ def fpr95(
     OOD is the positive class, as in the reference. Some papers take ID as the positive one, which
     gives another number.
 
-    Args:
-        scores_id: Scores of in-distribution examples, `[num_id]`.
-        scores_ood: Scores of out-of-distribution examples, `[num_ood]`.
+    Scores and errors are those of `auroc`.
 
     Returns:
         The false positive rate, in [0, 1]; lower is better.
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty, not one-dimensional, or holds NaN.
 
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.

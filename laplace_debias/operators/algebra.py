@@ -21,11 +21,12 @@ from laplace_debias.operators.dispatch import (
 )
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.parts import same
+from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.wrapper import Wrapper
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sum(LinearOperator):
+class Sum(Composed):
     """The sum of operators.
 
     Args:
@@ -50,16 +51,6 @@ class Sum(LinearOperator):
     def shape(self) -> tuple[int, int]:
         """That of every term."""
         return self.terms[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of every term."""
-        return self.terms[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of every term."""
-        return self.terms[0].device
 
     @property
     def is_symmetric(self) -> bool:
@@ -111,7 +102,7 @@ class Scaled(Wrapper):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Product(LinearOperator):
+class Product(Composed):
     """The product of operators, applied from the right.
 
     Args:
@@ -124,16 +115,6 @@ class Product(LinearOperator):
     def shape(self) -> tuple[int, int]:
         """Rows of the first and columns of the last factor."""
         return self.factors[0].shape[0], self.factors[-1].shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of every factor."""
-        return self.factors[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of every factor."""
-        return self.factors[0].device
 
     @property
     def is_symmetric(self) -> bool:

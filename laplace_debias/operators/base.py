@@ -304,15 +304,16 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
         )
 
 
-def check_square(operator: "LinearOperator") -> None:
-    """Require a square operator.
+def check_square(operator: "LinearOperator", what: str = "this") -> None:
+    """Require a square operator for what is asked of it.
 
     Raises:
         ValueError: Otherwise.
     """
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(
-            f"{type(operator).__name__} has shape {operator.shape}: this needs a square operator."
+            f"{type(operator).__name__} has shape {operator.shape}: {what} needs a square "
+            "operator. Take `A.T @ A` or `A @ A.T`."
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from laplace_debias.operators import LinearOperator
+from laplace_debias.operators.structures.composed import Symmetric
 
 # Computes a batch's outputs and its mean loss anew: returns (loss, outputs).
 Closure = Callable[[], tuple[Tensor, Tensor]]
@@ -29,7 +29,7 @@ class Batch:
         self.ggn = GraphGGN(loss, outputs, parameters)
 
 
-class GraphGGN(LinearOperator):
+class GraphGGN(Symmetric):
     """The GGN of a loss that has been computed, by differentiating its graph twice.
 
     By Pearlmutter's and Schraudolph's product: the product with the Jacobian is the derivative of
@@ -68,20 +68,7 @@ class GraphGGN(LinearOperator):
         """The device of the parameters."""
         return self._parameters[0].device
 
-    @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True: the loss is convex in the outputs."""
-        return True
-
-    @property
-    def T(self) -> LinearOperator:  # noqa: N802
-        """The operator itself."""
-        return self
+    is_positive_semidefinite = True
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         return torch.stack([self._product(column) for column in matrix.unbind(1)], dim=1)

@@ -39,26 +39,18 @@ def corrupt(
 ) -> UInt8[Tensor, "n channels height width"]:
     """Corrupt images, each by its own random numbers.
 
-    Image n of the call is number `offset + n`; the result depends on that number, its pixels,
-    `seed`, `severity` and `kind` alone, so a set may be corrupted in batches of any size. The
-    random numbers of an image are the same at every severity, so severities are compared on the
-    same draw.
+    As `random_corruption`, whose arguments and errors these are, with one kind or `KINDS`.
 
     Args:
         images: Grey or RGB images, 0 … 255.
         severity: 1 (slight) to 5 (strong).
         kind: One of `ALL_KINDS`, or `None`: each image gets one of `KINDS`, chosen uniformly at
-            random and the same at every severity (`random_corruption` with these kinds).
+            random and the same at every severity.
         seed: Non-negative seed.
         offset: Number of the first image.
 
     Returns:
         Corrupted images on the device of `images`.
-
-    Raises:
-        ValueError: If the kind is unknown, the severity not in 1 … 5, the images have neither 1 nor
-            3 channels (only 3 for `saturate`), or the seed or offset is negative.
-        ImportError: If Pillow is missing and the kind needs it.
     """
     return random_corruption(images, severity, seed, offset, KINDS if kind is None else (kind,))
 
@@ -74,7 +66,7 @@ def random_corruption(
 
     Image n of the call is number `offset + n`; its kind and its random numbers depend on that
     number and `seed` alone, so the result does not depend on the batch size, and an image has the
-    same kind at every severity.
+    same kind and random numbers at every severity: severities are compared on the same draw.
 
     Args:
         images: Grey or RGB images, 0 … 255.

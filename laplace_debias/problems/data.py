@@ -138,27 +138,11 @@ def cifar100(
 ) -> ImageDataset:
     """CIFAR-100: 50,000 training and 10,000 test images of 32 × 32 RGB pixels in 100 fine classes.
 
-    The places and the order of the images are as for `cifar10`, the archive being `cifar100.tar.*`.
-
-    Args:
-        root: An image folder (`train/<class>/<name>.jpg` or `.png`, `test/…`); a tar archive of
-            one; a folder that holds the archive; or a root of `torchvision.datasets.CIFAR100`.
-        train: Whether the training images are wanted, else the test images.
-        cache: Folder for the decoded images; as for `cifar10`.
-        download: Whether torchvision may download the data to `root` where `root` has none.
-        progress: Whether to show a progress bar while images are decoded.
+    Arguments, errors and the order of the images are those of `cifar10`; the archive is
+    `cifar100.tar.*`, torchvision's class `CIFAR100`.
 
     Returns:
         The images, normalised by `CIFAR100_MEAN` and `CIFAR100_STD`.
-
-    Raises:
-        ValueError: If nothing is at `root`, if it has another layout, if a class is missing or
-            empty, or if an image is broken or of another size.
-        ConnectionError: If the download fails.
-        ImportError: If Pillow or torchvision is missing and needed.
-
-    Reference:
-        Krizhevsky (2009), Learning Multiple Layers of Features from Tiny Images.
     """
     images, labels = _cifar(100, CIFAR100_CLASSES, Path(root), train, cache, download, progress)
     return ImageDataset(images, labels, CIFAR100_MEAN, CIFAR100_STD, CIFAR100_CLASSES)

@@ -183,20 +183,6 @@ class Quadratic:
         """
         return self._curve(self._unit(direction))
 
-    def slope_and_curvature(
-        self,
-        direction: Float[Tensor, "dim *k"],
-        at: Float[Tensor, "dim *m"] | None = None,
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k"]]:
-        """Both, at one product for each direction, wherever they are measured."""
-        unit = self._unit(direction)
-        product = self.matrix @ unit
-        slope = self._inner(self.gradient, unit)
-        if at is not None:
-            # H is symmetric: dᵀH(θ − θ₀) = (Hd)ᵀ(θ − θ₀).
-            slope = slope + self._inner(self._offset(self._at(at, direction)), product)
-        return slope, self._inner(unit, product)
-
     def cut(
         self,
         directions: Float[Tensor, "dim *k"],

@@ -5,7 +5,7 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from laplace_debias.report.style import FONT_SIZE, INK, method_colours, style_axes
+from laplace_debias.report.style import FONT_SIZE, INK, method_colours, new_panels, style_axes
 
 _PANEL_WIDTH, _BAR_HEIGHT = 4.2, 0.42
 _LABELS = {"seconds": "Run time (s)", "peak": "Peak memory (MB)"}
@@ -32,12 +32,8 @@ def costs_figure(rows: Sequence[Mapping[str, object]], costs: Sequence[str]) -> 
         )
     methods = list(dict.fromkeys(str(row["method"]) for row in rows))
     colours = method_colours(methods)
-    figure = Figure(
-        figsize=(_PANEL_WIDTH * len(known), _BAR_HEIGHT * len(methods) + 0.9),
-        layout="constrained",
-        facecolor="white",
-    )
-    panels = figure.subplots(1, len(known), squeeze=False, sharey=True)[0]
+    size = (_PANEL_WIDTH * len(known), _BAR_HEIGHT * len(methods) + 0.9)
+    figure, (panels,) = new_panels(1, len(known), size, sharey=True)
     for ax, cost in zip(panels, known, strict=True):
         for place, method in enumerate(methods):
             values = [float(row[cost]) for row in rows if row["method"] == method]  # type: ignore[arg-type]

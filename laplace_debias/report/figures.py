@@ -7,15 +7,17 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from laplace_debias.report.reliability import reliability_figure
 from laplace_debias.report.style import (
     FONT_SIZE,
     INK,
+    add_legend,
     check_suffix,
+    log_ticks,
     method_colours,
     metric_label,
+    new_panels,
     save,
     style_axes,
 )
@@ -86,19 +88,14 @@ def severity_figure(
     Args:
         rows: One row per method, severity and draw, with the keys `method`, `draw` (both anything),
             `severity` (0 for clean inputs, usually up to 5) and the metrics.
-        path: Where to write the picture, PNG or PDF by its suffix.
+        path: As for `prior_precision_figure`.
         metrics: Which metrics, one panel each.
 
     Returns:
         The picture as it was written.
 
     Raises:
-        ValueError: There are no rows or metrics, a row lacks a key or holds no finite number where
-            one is due, or the suffix is unknown.
-
-    Reference:
-        Hendrycks, Dietterich. Benchmarking neural network robustness to common corruptions and
-        perturbations. ICLR, 2019.
+        ValueError: As `prior_precision_figure`.
     """
     check_suffix(path)
     curves = {metric: summarise(rows, "severity", metric) for metric in metrics}
@@ -126,12 +123,8 @@ def prior_precision_grid(
     """
     if not parts or not metrics:
         raise ValueError("`parts` or `metrics` is empty; expected at least one of each.")
-    figure = Figure(
-        figsize=(_PANEL_WIDTH * len(metrics), _PANEL_HEIGHT * len(parts) * 0.8 + 0.5),
-        layout="constrained",
-        facecolor="white",
-    )
-    axes = figure.subplots(len(parts), len(metrics), squeeze=False, sharex=True)
+    size = (_PANEL_WIDTH * len(metrics), _PANEL_HEIGHT * len(parts) * 0.8 + 0.5)
+    figure, axes = new_panels(len(parts), len(metrics), size, sharex=True)
     legend: dict[str, Artist] = {}
     for line, (name, rows) in zip(axes, parts.items(), strict=True):
         for ax, metric in zip(line, metrics, strict=True):
@@ -139,25 +132,13 @@ def prior_precision_grid(
                 ax.set_axis_off()
                 continue
             curves = summarise(rows, "prior_precision", metric)
-            ax.set_xscale("log")
-            _draw_methods(ax, curves, is_log=True)
-            ax.set_ylabel(metric_label(metric))
-            style_axes(ax)
-            if metric in _UNBOUNDED_METRICS:
-                _compress(ax, curves)
+            _draw_panel(ax, metric, curves, is_log=True)
             handles, labels = ax.get_legend_handles_labels()
             legend |= zip(labels, handles, strict=True)
         line[0].set_title(name, loc="left", fontsize=FONT_SIZE, color=INK)
     for ax in axes[-1]:
         ax.set_xlabel("Prior precision δ", fontsize=FONT_SIZE, color=INK)
-    figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside upper center",
-        ncols=min(len(legend), 2 * len(metrics)),
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
+    add_legend(figure, list(legend.values()), min(len(legend), 2 * len(metrics)))
     return figure
 
 
@@ -166,30 +147,24 @@ def _draw(
 ) -> Figure:
     if not curves:
         raise ValueError("`metrics` is empty; expected at least one, for example 'nll'.")
-    figure = Figure(
-        figsize=(_PANEL_WIDTH * len(curves), _PANEL_HEIGHT), layout="constrained", facecolor="white"
-    )
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    figure, (panels,) = new_panels(1, len(curves), (_PANEL_WIDTH * len(curves), _PANEL_HEIGHT))
     for ax, (metric, by_method) in zip(panels, curves.items(), strict=True):
-        if is_log:
-            ax.set_xscale("log")
-        _draw_methods(ax, by_method, is_log)
+        _draw_panel(ax, metric, by_method, is_log)
         ax.set_xlabel(x_label)
-        ax.set_ylabel(metric_label(metric))
-        style_axes(ax)
-        if metric in _UNBOUNDED_METRICS:
-            _compress(ax, by_method)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside upper center",
-        ncols=min(len(labels), 2 * len(panels)),
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
+    handles, _ = panels[0].get_legend_handles_labels()
+    add_legend(figure, handles, min(len(handles), 2 * len(panels)))
     save(figure, path)
     return figure
+
+
+def _draw_panel(ax: Axes, metric: str, by_method: dict[str, Curve], is_log: bool) -> None:
+    if is_log:
+        ax.set_xscale("log")
+    _draw_methods(ax, by_method, is_log)
+    ax.set_ylabel(metric_label(metric))
+    style_axes(ax)
+    if metric in _UNBOUNDED_METRICS:
+        _compress(ax, by_method)
 
 
 def _draw_methods(ax: Axes, by_method: dict[str, Curve], is_log: bool) -> None:
@@ -246,6 +221,4 @@ def _compress(ax: Axes, by_method: dict[str, Curve]) -> None:
         return
     ax.set_yscale("log")
     few_decades = max(values) < 1e3 * min(values)
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,)))
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    log_ticks(ax.yaxis, (1, 2, 5) if few_decades else (1,))

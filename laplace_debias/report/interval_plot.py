@@ -5,7 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from laplace_debias.report.style import FONT_SIZE, INK, OKABE_ITO, check_suffix, save, style_axes
+from laplace_debias.report.style import (
+    FONT_SIZE,
+    INK,
+    OKABE_ITO,
+    check_suffix,
+    new_panels,
+    save,
+    style_axes,
+)
 from laplace_debias.report.tables import Row
 
 _PANEL_WIDTH, _ROW_HEIGHT, _LABEL_WIDTH = 3.4, 0.24, 3.2
@@ -35,12 +43,8 @@ def interval_figure(
     check_suffix(path)
     if not rows or not columns:
         raise ValueError("there are no rows or columns; expected at least one of each")
-    figure = Figure(
-        figsize=(_LABEL_WIDTH + _PANEL_WIDTH * len(columns), 0.9 + _ROW_HEIGHT * len(rows)),
-        layout="constrained",
-        facecolor="white",
-    )
-    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    size = (_LABEL_WIDTH + _PANEL_WIDTH * len(columns), 0.9 + _ROW_HEIGHT * len(rows))
+    figure, (panels,) = new_panels(1, len(columns), size, sharey=True)
     heights = range(len(rows), 0, -1)
     for ax, (column, label) in zip(panels, columns.items(), strict=True):
         for height, row in zip(heights, rows, strict=True):

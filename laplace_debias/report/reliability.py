@@ -19,8 +19,10 @@ from laplace_debias.report.style import (
     FONT_SIZE,
     INK,
     OKABE_ITO,
+    add_legend,
     check_suffix,
     method_colours,
+    new_panels,
     save,
     style_axes,
 )
@@ -65,13 +67,9 @@ def reliability_figure(
         raise ValueError("`panels` is empty; expected predictions of at least one method.")
     curves = {method: reliability_curve(*panel, num_bins) for method, panel in panels.items()}
     colours = method_colours(panels)
-    figure = Figure(
-        figsize=(_PANEL_WIDTH * len(panels) + 0.6, _HEIGHT),
-        layout="constrained",
-        facecolor="white",
-    )
-    axes = figure.subplots(
-        2, len(panels), squeeze=False, sharex=True, sharey="row", height_ratios=(3.2, 1)
+    size = (_PANEL_WIDTH * len(panels) + 0.6, _HEIGHT)
+    figure, axes = new_panels(
+        2, len(panels), size, sharex=True, sharey="row", height_ratios=(3.2, 1)
     )
     for column, (method, (probs, labels)) in enumerate(panels.items()):
         top, bottom = axes[:, column]
@@ -91,22 +89,11 @@ def reliability_figure(
         )
     axes[0, 0].set_ylabel("Accuracy", fontsize=FONT_SIZE, color=INK)
     axes[1, 0].set_ylabel("Examples", fontsize=FONT_SIZE, color=INK)
-    figure.legend(
-        handles=[
-            Patch(facecolor="#BBBBBB", edgecolor="white", label="accuracy"),
-            Patch(
-                facecolor=_GAP_FACE,
-                edgecolor=_GAP_EDGE,
-                hatch=_GAP_HATCH,
-                label="gap to confidence",
-            ),
-            *axes[0, 0].get_lines(),
-        ],
-        loc="outside upper center",
-        ncols=3 if len(panels) > 1 else 1,
-        frameon=False,
-        fontsize=FONT_SIZE,
+    gap = Patch(
+        facecolor=_GAP_FACE, edgecolor=_GAP_EDGE, hatch=_GAP_HATCH, label="gap to confidence"
     )
+    bar = Patch(facecolor="#BBBBBB", edgecolor="white", label="accuracy")
+    add_legend(figure, [bar, gap, *axes[0, 0].get_lines()], 3 if len(panels) > 1 else 1)
     save(figure, path)
     return figure
 

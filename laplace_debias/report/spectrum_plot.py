@@ -17,6 +17,7 @@ from laplace_debias.report.style import (
     OKABE_ITO,
     check_suffix,
     method_colours,
+    new_panels,
     save,
     style_axes,
 )
@@ -64,8 +65,8 @@ def plot_spectral_density(
         _draw(path_or_axes, named, scales.pop())
         return None
     check_suffix(path_or_axes)
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained", facecolor="white")
-    _draw(figure.subplots(), named, scales.pop())
+    figure, axes = new_panels(1, 1, (_WIDTH, _HEIGHT))
+    _draw(axes[0, 0], named, scales.pop())
     save(figure, path_or_axes)
     return figure
 

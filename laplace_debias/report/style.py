@@ -5,11 +5,15 @@ Neither this file nor the pictures use pyplot, so the user's state is untouched.
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from laplace_debias.system.atomic import written_atomically
 
@@ -89,6 +93,48 @@ def metric_label(metric: str) -> str:
         of_which = f" ({name})" if name else ""
         return f"{_METRIC_FAMILIES[family]}{of_which} {'↓' if family == 'fpr95' else '↑'}"
     return _METRIC_NAMES.get(metric, metric)
+
+
+def new_panels(
+    rows: int, columns: int, size: tuple[float, float], **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """A white picture with panels.
+
+    Args:
+        rows: Rows of panels.
+        columns: Columns of panels.
+        size: Width and height of the picture in inches.
+        **options: Of `Figure.subplots`.
+
+    Returns:
+        The picture and its axes, `[rows, columns]`.
+    """
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
+    """Adds a legend without a frame above the panels.
+
+    Args:
+        figure: The picture.
+        handles: What the legend explains, with labels.
+        columns: Entries beside each other.
+    """
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=columns,
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
+
+
+def log_ticks(axis: Axis, steps: Sequence[int] = (1, 2, 5)) -> None:
+    """Plain numbers at the steps of every decade of a logarithmic axis, none between."""
+    axis.set_major_locator(LogLocator(subs=tuple(steps)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def style_axes(ax: Axes) -> None:

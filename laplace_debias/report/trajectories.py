@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from laplace_debias.report.style import FONT_SIZE, INK, method_colours, metric_label, style_axes
+from laplace_debias.report.style import (
+    INK,
+    add_legend,
+    log_ticks,
+    method_colours,
+    metric_label,
+    new_panels,
+    style_axes,
+)
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 3.6, 2.9
 _DIVERGED, _SHOWN = 2, 100
@@ -49,13 +56,9 @@ def trajectory_figure(
         runs.setdefault((str(row["method"]), row["draw"]), []).append(row)
     colours = method_colours(method for method, _ in runs)
     lines = -(-len(metrics) // columns)
-    figure = Figure(
-        figsize=(_PANEL_WIDTH * columns, _PANEL_HEIGHT * lines + 0.4),
-        layout="constrained",
-        facecolor="white",
-    )
-    panels = figure.subplots(lines, columns, squeeze=False, sharex=True).flat
-    for ax, metric in zip(panels, metrics, strict=False):
+    size = (_PANEL_WIDTH * columns, _PANEL_HEIGHT * lines + 0.4)
+    figure, panels = new_panels(lines, columns, size, sharex=True)
+    for ax, metric in zip(panels.flat, metrics, strict=False):
         for (method, _), of_run in runs.items():
             x = np.array([_number(row[x_key]) for row in of_run])
             y = np.array([_number(row[metric]) for row in of_run])
@@ -67,14 +70,7 @@ def trajectory_figure(
     for ax in list(figure.axes)[len(metrics) :]:
         ax.set_axis_off()
     handles = dict(zip(*figure.axes[0].get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside upper center",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
+    add_legend(figure, list(handles.values()), len(handles))
     return figure
 
 
@@ -108,9 +104,7 @@ def _limit(ax: Axes, runs: list[np.ndarray], metric: str) -> None:
     start = max(starts)
     if finite.min() > 0 and finite.max() > _DIVERGED * start:
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        log_ticks(ax.yaxis)
         ax.set_ylim(0.9 * finite.min(), min(1.1 * finite.max(), _SHOWN * start))
 
 

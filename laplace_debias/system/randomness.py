@@ -5,7 +5,6 @@ even without any; a seed for `shuffle=True`; and what its data set draws to augm
 """
 
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,15 +49,10 @@ class _Stream:
         self._outer = torch.get_rng_state()
         torch.set_rng_state(self._state)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._state = torch.get_rng_state()
         torch.set_rng_state(self._outer)
-        _GLOBAL.__exit__(kind, error, traceback)
+        _GLOBAL.__exit__(*error)
 
 
 class SeededBatches:

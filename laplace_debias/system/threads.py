@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import Context, copy_context
-from types import TracebackType
 from typing import Any
 
 
@@ -42,12 +41,7 @@ class Lock:
         self._owner = threading.get_ident()
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._owner = None
@@ -98,12 +92,7 @@ class SharedSetting:
                 self._manager = manager
             self._holders[threading.get_ident()] += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with _SETTINGS:
             thread = threading.get_ident()
             self._holders[thread] -= 1

@@ -160,13 +160,6 @@ def test_entropy_equals_that_of_torch_distributions(generator):
     assert metrics.entropy(torch.eye(3)).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("shape", [(50,), (50, 3)])
-def test_rmse_equals_the_formula(generator, shape):
-    mean, targets = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    expected = torch.linalg.vector_norm(mean - targets) / math.sqrt(mean.numel())
-    torch.testing.assert_close(metrics.rmse(mean, targets), expected)
-
-
 @pytest.mark.parametrize("digits", [0, 1, 6])
 def test_ood_metrics_equal_scikit_learn_with_and_without_ties(generator, digits):
     scores_id, scores_ood = (part.round(decimals=digits) for part in scores(generator))
@@ -341,22 +334,6 @@ def test_evaluate_refuses_ood_sets_of_other_classes_by_name():
         metrics.evaluate(HALVES, LABELS, {"noise": torch.full((3, 4), 0.25)})
     with pytest.raises(ValueError, match=r"ood\['noise'\]` is empty"):
         metrics.evaluate(HALVES, LABELS, {"noise": torch.empty(0, 2)})
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("mean", "targets", "message"),
-    [
-        (torch.zeros(3), torch.zeros(3, 1), "broadcasting"),
-        (torch.full((3,), math.inf), torch.zeros(3), "`mean` holds NaN or Inf"),
-        (torch.zeros(3), torch.zeros(3).long(), "`targets` has dtype"),
-        (torch.empty(0), torch.empty(0), "`mean` is empty"),
-        (torch.tensor(0.0), torch.tensor(0.0), "scalar"),
-    ],
-)
-def test_bad_predictions_of_real_targets_are_refused(mean, targets, message):
-    with pytest.raises(ValueError, match=message):
-        metrics.rmse(mean, targets)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -54,15 +54,11 @@ def test_slopes_and_curvatures_are_derivatives_along_unit_vectors():
             (q.position, q.slope(D)),
             (X[:, 0], q.slope(D, at=X[:, 0])),
             (X[:, j], q.slope(D, at=X)),
-            (X[:, j], q.slope_and_curvature(D, at=X)[0]),
-            (X[:, 0], q.slope_and_curvature(D, at=X[:, 0])[0]),
-            (q.position, q.slope_and_curvature(D)[0]),
         ):
             first = torch.func.grad(along)(zero, origin)
             second = torch.func.grad(torch.func.grad(along))(zero, origin)
             assert_close(slopes[j], first, **EXACT)
             assert_close(q.curvature(D)[j], second, **EXACT)
-            assert_close(q.slope_and_curvature(D, at=X)[1][j], second, **EXACT)
         assert_close(q.slope(D[:, j], at=X[:, j]), q.slope(D, at=X)[j], **EXACT)
         assert_close(q.curvature(D[:, j]), q.curvature(D)[j], **EXACT)
 
@@ -74,7 +70,6 @@ def test_products_are_as_few_as_promised():
         (lambda: q.slope(D), 0),
         (lambda: q.slope(D, at=X[:, 0]), 1),
         (lambda: q.slope(D, at=X), 5),
-        (lambda: q.slope_and_curvature(D, at=X), 5),
         (lambda: q.curvature(D), 5),
         (lambda: q.cut(D[:, :2])(torch.linspace(-1, 1, 50).double(), torch.zeros(50)), 2),
         (lambda: q.cut(D[:, :2], at=X[:, 0]), 3),

@@ -4,31 +4,49 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from laplace_debias.experiments.bias.bias_rows import FULL, OTHER, PERCENTILES, SAME
-from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
+from laplace_debias.report.style import OKABE_ITO, add_legend, new_panels, style_axes
 
 COLOURS = {SAME: OKABE_ITO["orange"], OTHER: OKABE_ITO["sky blue"], FULL: OKABE_ITO["black"]}
 """By what a slope or curvature was measured on."""
 
 _MARKERS = {SAME: "o", OTHER: ".", FULL: "x"}
+_AREAS = {SAME: 26, OTHER: 22, FULL: 34}
 _DODGE = 0.06
 
 
 def add_marker_legend(figure: Figure) -> None:
     """Adds a legend above the panels: what the markers stand for."""
-    figure.legend(
-        handles=[
-            Line2D([], [], linestyle="", marker=_MARKERS[name], color=colour, label=name)
-            for name, colour in COLOURS.items()
-        ],
-        loc="outside upper center",
-        ncols=3,
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
+    handles = [
+        Line2D([], [], linestyle="", marker=_MARKERS[name], color=colour, label=name)
+        for name, colour in COLOURS.items()
+    ]
+    add_legend(figure, handles, columns=3)
+
+
+def add_points(ax: Axes, rows: Sequence[dict[str, Any]], column: str, area: float = 1.0) -> None:
+    """Adds a marker for each row at its `index`, by what it was measured on.
+
+    Args:
+        ax: The axes.
+        rows: Rows with `index`, `measured_on` and the column.
+        column: What is drawn.
+        area: Of the markers, relative to the usual ones.
+    """
+    for name in (OTHER, FULL, SAME):
+        chosen = [row for row in rows if row["measured_on"] == name]
+        ax.scatter(
+            [row["index"] for row in chosen],
+            [row[column] for row in chosen],
+            s=area * _AREAS[name],
+            marker=_MARKERS[name],
+            color=COLOURS[name],
+            zorder=2.5,
+        )
 
 
 def trend_figure(
@@ -42,8 +60,7 @@ def trend_figure(
         label: Label of its axis.
         quantities: `slope`, `curvature` or both, a panel each.
     """
-    figure = Figure(figsize=(4.2 * len(quantities), 3.3), layout="constrained", facecolor="white")
-    panels = figure.subplots(1, len(quantities), squeeze=False)[0]
+    figure, (panels,) = new_panels(1, len(quantities), (4.2 * len(quantities), 3.3))
     draws = sorted({row["draw"] for row in summary})
     for ax, quantity in zip(panels, quantities, strict=True):
         for place, draw in enumerate(draws):

@@ -139,14 +139,9 @@ def measure_bias(
         draws: On how many mini-batches directions are computed; the settings' number if None.
         number: How many directions; the settings' number if None.
     """
-    count = settings.num_batches(batch_size)
-    batches = trained.batches(trained.data.train, batch_size, count, settings.seed)
-    directions = [
-        stored_directions(
-            store, f"{name}-directions-{d}", trained, batches[d], kind, settings, number
-        )
-        for d in range(settings.draws if draws is None else draws)
-    ]
+    batches, directions = stored_directions(
+        store, f"{name}-directions", trained, batch_size, kind, settings, draws, number
+    )
     cuts = stored_cuts(store, f"{name}-cuts", trained, batches, directions, settings)
     cpu = [Directions(d.vectors.cpu(), d.coefficients.cpu().double()) for d in directions]
     return [

@@ -16,11 +16,17 @@ from laplace_debias.experiments.bias.cuts import (
     stored_directions,
 )
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.store import Rows, open_store
+from laplace_debias.experiments.shared.setup import begin
+from laplace_debias.experiments.shared.store import Rows
 from laplace_debias.operators.eigh import eigvalsh
 from laplace_debias.quadratic import Cut
-from laplace_debias.report.style import FONT_SIZE, method_colours, style_axes
+from laplace_debias.report.style import (
+    FONT_SIZE,
+    add_legend,
+    method_colours,
+    new_panels,
+    style_axes,
+)
 from laplace_debias.report.tables import print_table
 
 _LEVELS = 6
@@ -33,13 +39,8 @@ class ContoursSettings(BiasSettings):
     """What is drawn.
 
     Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
         batch_size: Examples of a mini-batch.
         draws: How many mini-batches, a panel each.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/contours")
@@ -59,30 +60,17 @@ class ContoursSettings(BiasSettings):
 def run_contours(settings: ContoursSettings, console: Console | None = None) -> Rows:
     """Find each mini-batch's plane, measure all batches in it, draw, and print the numbers.
 
-    Args:
-        settings: What to draw.
-        console: Where to print; the standard output if None.
-
     Returns:
         The table: for each plane the coefficients of both quadratics and their Newton steps.
 
     Raises:
-        ValueError: If data, checkpoint or output folder are not as expected; nothing is
-            overwritten.
-        FileExistsError: If the output folder holds other results.
+        As `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
-    store = open_store("contours", settings)
-    trained = load_trained(settings, store, console)
+    console, store, trained = begin("contours", settings, console)
     size = settings.batch_size
-    number = settings.num_batches(size)
-    batches = trained.batches(trained.data.train, size, number, settings.seed)
-    directions = [
-        stored_directions(
-            store, f"directions-{draw}", trained, batches[draw], "eigenvectors", settings
-        )
-        for draw in range(settings.draws)
-    ]
+    batches, directions = stored_directions(
+        store, "directions", trained, size, "eigenvectors", settings
+    )
     by_draw = stored_cuts(store, "cuts", trained, batches, directions, settings)
     pairs = [(cuts[draw], mean_cut(cuts)) for draw, cuts in enumerate(by_draw)]
     rows = [
@@ -149,8 +137,7 @@ def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
         batch_size: For the title.
     """
     colours = method_colours(("mini-batch", "full-batch"))
-    figure = Figure(figsize=(2.6 * len(pairs), 3.1), layout="constrained", facecolor="white")
-    panels = figure.subplots(1, len(pairs), squeeze=False)[0]
+    figure, (panels,) = new_panels(1, len(pairs), (2.6 * len(pairs), 3.1))
     for number, (ax, pair) in enumerate(zip(panels, pairs, strict=True), start=1):
         minimizers = [_minimizer(cut) for cut in pair]
         steps = [step for step in minimizers if step is not None]
@@ -173,9 +160,7 @@ def contour_figure(pairs: list[tuple[Cut, Cut]], batch_size: int) -> Figure:
         ax.set_ylabel("along u₂")
         style_axes(ax)
     handles = [panels[0].plot([], [], color=colours[name], label=name)[0] for name in colours]
-    figure.legend(
-        handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=FONT_SIZE
-    )
+    add_legend(figure, handles, columns=2)
     return figure
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from laplace_debias.curvature import ggn_spectrum
@@ -23,7 +23,7 @@ from laplace_debias.linalg import (
 )
 from laplace_debias.operators import Diagonal, LinearOperator, LowRankPlusDiagonal
 from laplace_debias.report.spectrum_plot import plot_spectral_density
-from laplace_debias.report.style import OKABE_ITO, style_axes
+from laplace_debias.report.style import OKABE_ITO, log_ticks, new_panels, style_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,15 +225,12 @@ def draw(result: SpectrumResult, matrix: str) -> Figure:
         result: What was measured.
         matrix: Name of the matrix.
     """
-    figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
-    by_rank, by_value = figure.subplots(1, 2)
+    figure, ((by_rank, by_value),) = new_panels(1, 2, (9.6, 3.8))
     values = result.eigenpairs.values.cpu()
     by_rank.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=OKABE_ITO["blue"])
     if bool((values > 0).all()):
         by_rank.set_yscale("log")
-        by_rank.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        by_rank.yaxis.set_major_formatter("{x:g}")
-        by_rank.yaxis.set_minor_formatter(NullFormatter())
+        log_ticks(by_rank.yaxis)
     by_rank.xaxis.set_major_locator(MaxNLocator(integer=True))
     by_rank.set_xlabel("Rank")
     by_rank.set_ylabel("Eigenvalue")

@@ -5,9 +5,9 @@ determine it at θ₀ and anywhere in the span of V. By Eq. 5 the full set's qua
 the quadratics of a partition into equal batches.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,7 +18,8 @@ from tqdm import tqdm
 from laplace_debias.curvature import Jacobian
 from laplace_debias.curvature.network.weight_decay import decay_mask
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained
+from laplace_debias.experiments.shared.settings import QuadraticSettings
+from laplace_debias.experiments.shared.setup import Batch, Trained
 from laplace_debias.experiments.shared.store import Store
 from laplace_debias.linalg import cg, eigsh
 from laplace_debias.quadratic import Cut, Quadratic
@@ -27,42 +28,25 @@ Kind = Literal["eigenvectors", "cg"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasSettings(ExperimentSettings):
+class BiasSettings(QuadraticSettings):
     """Settings of the experiments on the bias of mini-batches.
 
     Attributes:
         full_examples: How many training images, chosen at random, are the full set.
         draws: On how many mini-batches directions are computed, the first ones of the full set.
         num_directions: How many directions each.
-        curvature: `ggn` or `hessian`.
-        weight_decay: β of the regulariser, which acts on weights alone, as in training; the
-            training's β if None (see `Trained`).
         tol: Greatest residual of an eigenpair, relative to the largest eigenvalue.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     full_examples: int = 2048
-    draws: int = 1
     num_directions: int = 10
-    curvature: Literal["ggn", "hessian"] = "ggn"
-    weight_decay: float | None = None
     tol: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "full_examples", "draws", "num_directions")
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ValueError(
-                f"weight_decay is {self.weight_decay}; expected a finite number of at least 0"
-            )
+        check_at_least(self, 1, "full_examples", "num_directions")
         if not 0 < self.tol < 1:
             raise ValueError(f"tol is {self.tol}; expected a number between 0 and 1")
-
-    def decay(self, trained: Trained) -> float:
-        """β: the given one, or that of the training."""
-        return trained.weight_decay if self.weight_decay is None else self.weight_decay
 
     def num_batches(self, batch_size: int) -> int:
         """Number of batches of the full set.
@@ -191,26 +175,31 @@ def stored_directions(
     store: Store,
     name: str,
     trained: Trained,
-    batch: Batch,
+    batch_size: int,
     kind: Kind,
     settings: BiasSettings,
+    draws: int | None = None,
     number: int | None = None,
-) -> Directions:
-    """Directions of a mini-batch's quadratic, computed once per run.
+) -> tuple[list[Batch], list[Directions]]:
+    """The full set's batches, and directions of the first ones' quadratics, computed once per run.
 
     Args:
         store: The run's store.
-        name: Name of the part under which they are stored.
+        name: Name of the parts under which they are stored, to which the draw is added.
         trained: The network.
-        batch: The mini-batch.
+        batch_size: Examples of a mini-batch.
         kind: Which directions.
-        settings: Curvature, weight decay, tolerance and number.
-        number: How many; the settings' `num_directions` if None.
+        settings: Curvature, weight decay, tolerance and so on.
+        draws: On how many batches; the settings' number if None.
+        number: How many directions; the settings' number if None.
     """
+    count = settings.num_batches(batch_size)
+    batches = trained.batches(trained.data.train, batch_size, count, settings.seed)
+    decay = settings.decay(trained.weight_decay)
 
-    def compute() -> dict[str, Tensor]:
+    def compute(batch: Batch) -> dict[str, Tensor]:
         found = find_directions(
-            quadratic_on(trained, batch, settings.curvature, settings.decay(trained)),
+            quadratic_on(trained, batch, settings.curvature, decay),
             kind,
             settings.num_directions if number is None else number,
             settings.tol,
@@ -219,8 +208,11 @@ def stored_directions(
         )
         return {"vectors": found.vectors, "coefficients": found.coefficients}
 
-    found = store.tensors(name, compute)
-    return Directions(found["vectors"].to(trained.device), found["coefficients"].to(trained.device))
+    directions = []
+    for draw, batch in enumerate(batches[: settings.draws if draws is None else draws]):
+        found = store.tensors(f"{name}-{draw}", partial(compute, batch))
+        directions.append(Directions(**{k: v.to(trained.device) for k, v in found.items()}))
+    return batches, directions
 
 
 def stored_cuts(
@@ -246,12 +238,13 @@ def stored_cuts(
     """
     sizes = [found.vectors.shape[1] for found in directions]
     together = torch.cat([found.vectors for found in directions], dim=1)
+    decay = settings.decay(trained.weight_decay)
     cuts: list[list[Cut]] = [[] for _ in directions]
     bar = tqdm(batches, desc=f"measuring {name}", unit="batch", disable=not settings.progress)
     for index, batch in enumerate(bar):
 
         def compute(batch: Batch = batch) -> dict[str, Tensor]:
-            cut = cut_along(trained, batch, settings.curvature, settings.decay(trained), together)
+            cut = cut_along(trained, batch, settings.curvature, decay, together)
             return {"value": cut.value, "slopes": cut.slopes, "curvatures": cut.curvatures}
 
         found = {k: v.double() for k, v in store.tensors(f"{name}-{index}", compute).items()}

@@ -9,22 +9,18 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from laplace_debias.experiments.bias.bias_figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.bias_figures import add_marker_legend, add_points
 from laplace_debias.experiments.bias.bias_rows import (
-    FULL,
-    OTHER,
     QUANTITIES,
-    SAME,
     measure_bias,
     summary_of,
-    values_of,
 )
 from laplace_debias.experiments.bias.cuts import BiasSettings, Kind
 from laplace_debias.experiments.shared.checks import check_different
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.store import Rows, open_store
-from laplace_debias.report.style import FONT_SIZE, style_axes
+from laplace_debias.experiments.shared.setup import begin
+from laplace_debias.experiments.shared.store import Rows
+from laplace_debias.report.style import FONT_SIZE, new_panels, style_axes
 from laplace_debias.report.tables import print_table
 
 _X_LABEL = {"eigenvectors": "Index of eigenvector", "cg": "CG iteration"}
@@ -35,14 +31,9 @@ class DirectionalCurvatureSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
         batch_sizes: Examples of a mini-batch, one picture for each.
         directions: `eigenvectors`, the top ones of the mini-batch's curvature matrix, or `cg`, the
             search directions of CG on its quadratic, at whose iterates slopes are measured.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/directional_curvature")
@@ -58,16 +49,7 @@ class DirectionalCurvatureSettings(BiasSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WideResNetSettings(DirectionalCurvatureSettings):
-    """What is measured on a WideResNet.
-
-    Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
-        problem: Name of the test problem, or its letter in the paper.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """What is measured on a WideResNet."""
 
     output: Path = Path("results/wide_resnet")
     problem: str = "wrn404-cifar100"
@@ -81,21 +63,17 @@ def run_directional_curvature(
     """Find directions, measure them on every mini-batch and the full set, draw and summarise.
 
     Args:
-        settings: What to measure.
-        console: Where to print; the standard output if None.
+        settings: As `Experiment`, as the console is.
+        console: See there.
         name: The experiment's name.
 
     Returns:
         The table: a row for each batch size, draw, direction and batch, and for the full set.
 
     Raises:
-        ValueError: If data, checkpoint or output folder are not as expected; nothing is
-            overwritten.
-        FileExistsError: If the output folder holds other results.
+        As `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
-    store = open_store(name, settings)
-    trained = load_trained(settings, store, console)
+    console, store, trained = begin(name, settings, console)
     table: Rows = []
     summary: Rows = []
     paths: list[Path] = []
@@ -144,20 +122,14 @@ def bias_figure(rows: Sequence[dict[str, Any]], batch_size: int, directions: str
         directions: Kind of the directions.
     """
     draws = sorted({row["draw"] for row in rows})
-    figure = Figure(
-        figsize=(max(5.6, 3.4 * len(draws)), 5.4), layout="constrained", facecolor="white"
-    )
     # The panels of a row share their axis, so one negative curvature makes all of them linear.
     is_log = min(row["curvature"] for row in rows) > 0
-    panels = figure.subplots(len(QUANTITIES), len(draws), squeeze=False, sharex=True, sharey="row")
+    size = (max(5.6, 3.4 * len(draws)), 5.4)
+    figure, panels = new_panels(len(QUANTITIES), len(draws), size, sharex=True, sharey="row")
     for column, draw in enumerate(draws):
         of_draw = [row for row in rows if row["draw"] == draw]
         for ax, quantity in zip(panels[:, column], QUANTITIES, strict=True):
-            for name, marker, size in ((OTHER, ".", 22), (FULL, "x", 34), (SAME, "o", 26)):
-                values = values_of(of_draw, name, quantity).reshape(-1)
-                count = max(row["index"] for row in of_draw)
-                x = [1 + i % count for i in range(len(values))]
-                ax.scatter(x, values, s=size, marker=marker, color=COLOURS[name], zorder=2.5)
+            add_points(ax, of_draw, quantity)
             if quantity == "curvature" and is_log:
                 ax.set_yscale("log")
             style_axes(ax)

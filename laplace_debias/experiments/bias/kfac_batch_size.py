@@ -12,15 +12,16 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.experiments.bias.bias_figures import COLOURS, add_marker_legend
+from laplace_debias.experiments.bias.bias_figures import add_marker_legend, add_points
 from laplace_debias.experiments.bias.bias_rows import FULL, OTHER, SAME
 from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.store import Rows, open_store
+from laplace_debias.experiments.shared.settings import ExperimentSettings
+from laplace_debias.experiments.shared.setup import Batch, Trained, begin
+from laplace_debias.experiments.shared.store import Rows
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import EigenKronecker
-from laplace_debias.report.style import FONT_SIZE, style_axes
+from laplace_debias.report.style import FONT_SIZE, new_panels, style_axes
 from laplace_debias.report.tables import print_table
 
 
@@ -29,16 +30,11 @@ class KFACBatchSizeSettings(ExperimentSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
         full_examples: How many training images, chosen at random, are the full set.
         batch_sizes: Examples of a mini-batch, a panel each.
         draws: On how many mini-batches of each size K-FAC's eigenvectors are computed.
         others: On how many other mini-batches they are measured.
         num_directions: How many of the largest eigenvalues' eigenvectors.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/kfac_batch_size")
@@ -64,22 +60,14 @@ class KFACBatchSizeSettings(ExperimentSettings):
 def run_kfac_batch_size(settings: KFACBatchSizeSettings, console: Console | None = None) -> Rows:
     """Measure K-FAC along one mini-batch's eigenvectors on it, on others and on the full set.
 
-    Args:
-        settings: What to measure.
-        console: Where to print; the standard output if None.
-
     Returns:
         The table: a row for each batch size, draw, eigenvector and data it was measured on.
 
     Raises:
-        ValueError: If data, checkpoint or output folder are not as expected; nothing is
-            overwritten.
-        FileExistsError: If the output folder holds other results.
-        NotImplementedError: If the network has a layer that K-FAC has no block for.
+        NotImplementedError: If the network has a layer that K-FAC has no block for; else as
+            `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
-    store = open_store("kfac_batch_size", settings)
-    trained = load_trained(settings, store, console)
+    console, store, trained = begin("kfac_batch_size", settings, console)
     everything = [(size, draw) for size in settings.batch_sizes for draw in range(settings.draws)]
     bar = tqdm(everything, desc="K-FAC", unit="fit", disable=not settings.progress)
     table: Rows = []
@@ -169,23 +157,10 @@ def kfac_figure(table: Sequence[dict[str, Any]]) -> Figure:
         table: Rows of all batch sizes.
     """
     sizes = sorted({row["batch_size"] for row in table})
-    figure = Figure(figsize=(2.7 * len(sizes) + 0.8, 3.3), layout="constrained", facecolor="white")
-    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
+    figure, (panels,) = new_panels(1, len(sizes), (2.7 * len(sizes) + 0.8, 3.3), sharey=True)
     for ax, size in zip(panels, sizes, strict=True):
-        for name, marker, area in ((OTHER, ".", 14), (FULL, "x", 20), (SAME, "o", 12)):
-            chosen = [
-                row
-                for row in table
-                if row["batch_size"] == size and row["measured_on"] == name and row["draw"] == 0
-            ]
-            ax.scatter(
-                [row["index"] for row in chosen],
-                [row["curvature"] for row in chosen],
-                s=area,
-                marker=marker,
-                color=COLOURS[name],
-                zorder=2.5,
-            )
+        chosen = [row for row in table if (row["batch_size"], row["draw"]) == (size, 0)]
+        add_points(ax, chosen, "curvature", area=0.6)
         ax.set_yscale("log")
         ax.set_title(f"mini-batch of {size} images", fontsize=FONT_SIZE)
         ax.set_xlabel("Index of eigenvector")

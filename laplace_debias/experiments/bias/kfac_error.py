@@ -26,11 +26,12 @@ from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.confidence import half_width
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import Batch, ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.store import Rows, open_store
+from laplace_debias.experiments.shared.settings import ExperimentSettings
+from laplace_debias.experiments.shared.setup import Batch, Trained, begin
+from laplace_debias.experiments.shared.store import Rows
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import EigenKronecker
-from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
+from laplace_debias.report.style import OKABE_ITO, add_legend, new_panels, style_axes
 from laplace_debias.report.tables import print_table
 
 # A fit of one mini-batch: its curvature, and how it uses the batch.
@@ -50,7 +51,6 @@ class KfacErrorSettings(ExperimentSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the picture and the parts that a resumed run reads.
         batch_size: Examples of a mini-batch, even: all of them for mini-batch and cross-fitted
             fits, halves for debiased ones.
         draws: How many mini-batches are fitted, each in every way.
@@ -58,9 +58,6 @@ class KfacErrorSettings(ExperimentSettings):
             fitted, as a mini-batch's own share in the full set is small.
         folds: Folds of the cross-fitted fits.
         probes: Random vectors for the norm of the full-batch blocks.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/kfac_error")
@@ -96,21 +93,14 @@ def run_kfac_error(settings: KfacErrorSettings, console: Console | None = None) 
     $M_i = u_i^\top C u_i$ of the full batch along its directions; only $\|C\|_F^2$ is estimated
     (Hutchinson, from products with Gaussian vectors), and it is common to all.
 
-    Args:
-        settings: What to measure.
-        console: Where to print; the standard output if None.
-
     Returns:
         For every draw, fit and block the relative error, `‖C' − C‖ / ‖C‖`; NaN where the estimated
         norm is too small to tell.
 
     Raises:
-        ValueError: If data, checkpoint or output folder are not as expected.
-        FileExistsError: If the output folder holds other results.
+        As `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
-    store = open_store("kfac_error", settings)
-    trained = load_trained(settings, store, console)
+    console, store, trained = begin("kfac_error", settings, console)
     number = settings.draws + settings.num_batches
     batches = trained.batches(trained.data.train, settings.batch_size, number, settings.seed)
     fitted, full = batches[: settings.draws], batches[settings.draws :]
@@ -294,8 +284,7 @@ def _summary(rows: Rows) -> Rows:
 def kfac_error_figure(summary: Rows) -> Figure:
     """The relative error of every block: a colour for the data's use, a line style for EKFAC."""
     blocks = list(dict.fromkeys(row["block"] for row in summary))
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, ((axes,),) = new_panels(1, 1, (6.4, 3.6))
     for fit, (curvature, mode) in _FITS.items():
         values = [float(row["relative_error"]) for row in summary if row["fit"] == fit]
         colour = OKABE_ITO[{"mini": "orange", "debiased": "blue", "crossfit": "green"}[mode]]
@@ -304,7 +293,7 @@ def kfac_error_figure(summary: Rows) -> Figure:
     axes.set_xticks(range(len(blocks)), blocks, rotation=45, ha="right")
     axes.set_ylabel("Relative error of the block ↓")
     axes.set_ylim(bottom=0)
-    figure.legend(fontsize=FONT_SIZE - 1, frameon=False, ncols=3, loc="outside upper center")
+    add_legend(figure, axes.get_legend_handles_labels()[0], columns=3)
     style_axes(axes)
     return figure
 

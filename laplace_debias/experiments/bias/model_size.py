@@ -12,7 +12,12 @@ from laplace_debias.experiments.bias.cuts import BiasSettings
 from laplace_debias.experiments.shared.checks import check_different
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import Trained, check_data, trained_model
+from laplace_debias.experiments.shared.setup import (
+    Trained,
+    check_data,
+    plain_console,
+    trained_model,
+)
 from laplace_debias.experiments.shared.store import Rows, open_store
 from laplace_debias.problems import (
     CONVNET_DEPTHS,
@@ -31,16 +36,10 @@ class ModelSizeSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
         problem: A test problem, whose data and recipe serve ConvNets of all sizes.
         checkpoint: None: every network is trained first.
         models: (depth, width) of each ConvNet.
         batch_size: Examples of a mini-batch.
-        draws: How many mini-batches.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/model_size")
@@ -64,19 +63,13 @@ class ModelSizeSettings(BiasSettings):
 def run_model_size(settings: ModelSizeSettings, console: Console | None = None) -> Rows:
     """Train ConvNets of several sizes and measure the bias on each.
 
-    Args:
-        settings: What to measure.
-        console: Where to print; the standard output if None.
-
     Returns:
         The summary: a row for each network, draw and quantity.
 
     Raises:
-        ValueError: If data or output folder are not as expected; nothing is overwritten.
-        FileExistsError: If the output folder holds other results.
-        FloatingPointError: If training diverges.
+        As `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     device = device_from(settings.device)
     store = open_store("model_size", settings)
     base = get_problem(settings.problem)

@@ -12,7 +12,12 @@ from laplace_debias.experiments.bias.cuts import BiasSettings
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import Trained, check_data, trained_model
+from laplace_debias.experiments.shared.setup import (
+    Trained,
+    check_data,
+    plain_console,
+    trained_model,
+)
 from laplace_debias.experiments.shared.store import Rows, Store, file_digest, open_store
 from laplace_debias.problems import ProblemData, get_problem, load_checkpoint, log_epochs
 from laplace_debias.report.tables import print_table
@@ -25,18 +30,12 @@ class OverTrainingSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
         checkpoint: None; see `checkpoints`.
         checkpoints: Folder of `epoch-<number>.safetensors`, as `laplace-debias train` writes it;
             the network is trained first where none is given.
         num_checkpoints: At how many log-equidistant epochs the bias is measured, where the network
             is trained here.
         batch_size: Examples of a mini-batch.
-        draws: How many mini-batches.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/over_training")
@@ -59,20 +58,13 @@ class OverTrainingSettings(BiasSettings):
 def run_over_training(settings: OverTrainingSettings, console: Console | None = None) -> Rows:
     """Measure the bias at several epochs of one training.
 
-    Args:
-        settings: What to measure.
-        console: Where to print; the standard output if None.
-
     Returns:
         The summary: a row for each epoch, draw and quantity.
 
     Raises:
-        ValueError: If data, checkpoints or output folder are not as expected; nothing is
-            overwritten.
-        FileExistsError: If the output folder holds other results.
-        FloatingPointError: If training diverges.
+        As `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     given = None if settings.checkpoints is None else checkpoints_in(settings.checkpoints)
     device = device_from(settings.device)
     store = open_store("over_training", settings)

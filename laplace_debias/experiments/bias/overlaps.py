@@ -11,15 +11,15 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from laplace_debias.experiments.bias.bias_figures import COLOURS, add_marker_legend
-from laplace_debias.experiments.bias.bias_rows import FULL, OTHER, SAME, measure_bias
+from laplace_debias.experiments.bias.bias_figures import add_marker_legend, add_points
+from laplace_debias.experiments.bias.bias_rows import OTHER, SAME, measure_bias
 from laplace_debias.experiments.bias.cuts import BiasSettings, stored_directions
 from laplace_debias.experiments.shared.checks import check_at_least, check_different
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import load_trained
-from laplace_debias.experiments.shared.store import Rows, open_store
+from laplace_debias.experiments.shared.setup import begin
+from laplace_debias.experiments.shared.store import Rows
 from laplace_debias.linalg import overlaps
-from laplace_debias.report.style import FONT_SIZE, style_axes
+from laplace_debias.report.style import FONT_SIZE, new_panels, style_axes
 from laplace_debias.report.tables import print_table
 
 _DARKEST = 1e-4
@@ -31,16 +31,11 @@ class OverlapsSettings(BiasSettings):
     """What is measured.
 
     Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
         batch_sizes: Examples of a mini-batch.
         draws: How many mini-batches. All pairs' overlaps are written, the first pair's are drawn.
         num_directions: How many eigenvectors.
         cg_steps: How many iterations of CG on the first mini-batch of the first size, whose step
             sizes are compared with those that other mini-batches ask for; 0 for none.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/overlaps")
@@ -60,34 +55,21 @@ class OverlapsSettings(BiasSettings):
 def run_overlaps(settings: OverlapsSettings, console: Console | None = None) -> Rows:
     """Find the eigenspaces of several mini-batches, compare them in pairs, and CG's step sizes.
 
-    Args:
-        settings: What to measure.
-        console: Where to print; the standard output if None.
-
     Returns:
         The table of overlaps: a row for each batch size, pair of batches, i and j.
 
     Raises:
-        ValueError: If data, checkpoint or output folder are not as expected; nothing is
-            overwritten.
-        FileExistsError: If the output folder holds other results.
+        As `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
-    store = open_store("overlaps", settings)
-    trained = load_trained(settings, store, console)
+    console, store, trained = begin("overlaps", settings, console)
     table: Rows = []
     summary: Rows = []
     drawn: dict[int, torch.Tensor] = {}
     for size in settings.batch_sizes:
-        batches = trained.batches(
-            trained.data.train, size, settings.num_batches(size), settings.seed
+        _, directions = stored_directions(
+            store, f"{size}-directions", trained, size, "eigenvectors", settings
         )
-        bases = [
-            stored_directions(
-                store, f"{size}-directions-{d}", trained, batches[d], "eigenvectors", settings
-            ).vectors
-            for d in range(settings.draws)
-        ]
+        bases = [found.vectors for found in directions]
         for first, second in combinations(range(settings.draws), 2):
             weights = overlaps(bases[first], bases[second]).cpu().double()
             drawn.setdefault(size, weights)
@@ -157,10 +139,7 @@ def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
     Args:
         by_size: Overlaps `[k, k]` by batch size.
     """
-    figure = Figure(
-        figsize=(3.4 * len(by_size) + 0.8, 3.4), layout="constrained", facecolor="white"
-    )
-    panels = figure.subplots(1, len(by_size), squeeze=False)[0]
+    figure, (panels,) = new_panels(1, len(by_size), (3.4 * len(by_size) + 0.8, 3.4))
     for ax, (size, weights) in zip(panels, by_size.items(), strict=True):
         count = len(weights)
         image = ax.imshow(
@@ -184,19 +163,9 @@ def step_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     Args:
         rows: Step sizes; None is left out.
     """
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained", facecolor="white")
-    ax = figure.subplots()
+    figure, ((ax,),) = new_panels(1, 1, (5.6, 3.4))
     rows = [row for row in rows if row["step_size"] is not None]
-    for name, marker, size in ((OTHER, ".", 22), (FULL, "x", 34), (SAME, "o", 26)):
-        chosen = [row for row in rows if row["measured_on"] == name]
-        ax.scatter(
-            [row["index"] for row in chosen],
-            [row["step_size"] for row in chosen],
-            s=size,
-            marker=marker,
-            color=COLOURS[name],
-            zorder=2.5,
-        )
+    add_points(ax, rows, "step_size")
     ax.axhline(0, color="black", linewidth=0.8)
     scale = max([abs(row["step_size"]) for row in rows if row["measured_on"] == SAME], default=0.0)
     ax.set_yscale("symlog", linthresh=scale or 1.0)

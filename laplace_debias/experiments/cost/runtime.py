@@ -23,7 +23,8 @@ from laplace_debias.experiments.shared.checks import check_at_least, check_even_
 from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.methods import CROSSFIT, DEBIASED, FULL, MINI
-from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
+from laplace_debias.experiments.shared.settings import ExperimentSettings
+from laplace_debias.experiments.shared.setup import Trained, load_trained, plain_console
 from laplace_debias.experiments.shared.store import Row, open_store
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -42,16 +43,12 @@ class RuntimeSettings(ExperimentSettings):
     """Which fits are timed.
 
     Attributes:
-        output: Folder of the tables, the picture and the parts that a resumed run reads.
         batch_size: Examples of a mini-batch; debiased has two batches of half as many.
         folds: Folds of the cross-fitted posterior; 0 for none.
         repeats: How many times each fit is timed, in turn.
         full_examples: Training examples of a full-batch fit, in mini-batches; 0 for none.
         params: Which parameters are Bayesian.
         fisher: How the curvature is found.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/runtime")
@@ -73,24 +70,19 @@ class RuntimeSettings(ExperimentSettings):
 def run_runtime(settings: RuntimeSettings, console: Console | None = None) -> list[Row]:
     """Time every fit and measure its memory; write `results.csv`, `summary.csv` and the picture.
 
-    Args:
-        settings: What to time.
-        console: Where to print; the standard output if None.
-
     Returns:
         A row per fit and repeat: `seconds`, and `peak` memory above what was held before (MB; None
         where it cannot be measured), the posterior it returns included.
 
     Raises:
-        ValueError: If there are too few examples, or the run that is resumed was timed on another
-            device or with another number of threads; as `load_trained` and `open_store`.
-        FileExistsError: If the output holds results and `resume` is false.
+        ValueError: If the run that is resumed was timed on another device or with another number of
+            threads; else as `Experiment`.
 
     Reference:
         Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning,
         Sections 4.2.3 and B.6.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     store = open_store(NAME, settings)
     machine = machine_of(device_from(settings.device))
     if not store.matches("machine", [machine]):

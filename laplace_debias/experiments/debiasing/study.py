@@ -20,7 +20,7 @@ from laplace_debias.experiments.debiasing.study_fits import MEMORY_BOUND, StudyF
 from laplace_debias.experiments.debiasing.study_report import StudyResult, report
 from laplace_debias.experiments.debiasing.study_settings import DebiasingSettings
 from laplace_debias.experiments.shared.experiment import Experiment
-from laplace_debias.experiments.shared.setup import load_trained
+from laplace_debias.experiments.shared.setup import load_trained, plain_console
 from laplace_debias.experiments.shared.store import Row, Store, open_store
 from laplace_debias.problems import Images
 
@@ -28,19 +28,13 @@ from laplace_debias.problems import Images
 def run_debiasing(settings: DebiasingSettings, console: Console | None = None) -> StudyResult:
     """Fit, predict, print a table, write results and a picture.
 
-    Args:
-        settings: What to study.
-        console: Where to print; the standard output if None.
-
     Returns:
         What was measured.
 
     Raises:
-        ValueError: If data, checkpoint or output folder are not as expected, or there is too little
-            data.
-        FileExistsError: If the output folder holds other results.
+        As `Experiment`.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     store = open_store("debiasing", settings, growing=("draws", "ekfac_draws"))
     trained = load_trained(settings, store, console)
     rows = study(trained.model, trained.data.train, trained.data.test, settings, store)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -126,7 +126,7 @@ def _summary(
     grid = sorted(gaps[draws[0]])
 
     def nll(of_method: dict[int, dict[float, tuple[float, float]]], draw: int) -> float:
-        return _mean([abs(of_method[draw][delta][0]) for delta in grid])
+        return fmean([abs(of_method[draw][delta][0]) for delta in grid])
 
     def ratio(chosen: Sequence[int], deltas: Sequence[float] = grid) -> float:
         own, others = (
@@ -140,16 +140,14 @@ def _summary(
     return Summary(
         method=method,
         draws=len(draws),
-        nll=_mean([nll(gaps, draw) for draw in draws]),
-        nll_error=half_width(draws, lambda chosen: _mean([nll(gaps, d) for d in chosen])),
-        signed_nll=_mean([gaps[draw][delta][0] for draw in draws for delta in grid]),
+        nll=fmean([nll(gaps, draw) for draw in draws]),
+        nll_error=half_width(draws, lambda chosen: fmean([nll(gaps, d) for d in chosen])),
+        signed_nll=fmean([gaps[draw][delta][0] for draw in draws for delta in grid]),
         ratio=ratio(draws),
         ratio_error=half_width(draws, ratio),
         worst_ratio=max(ratio(draws, [delta]) for delta in grid),
-        log_variance=tuple(map(_mean, variances)),
-        log_variance_error=tuple(
-            half_width(list(range(len(draws))), partial(_mean_of, values)) for values in variances
-        ),
+        log_variance=tuple(map(fmean, variances)),
+        log_variance_error=tuple(half_width(values, fmean) for values in variances),
     )
 
 
@@ -179,11 +177,3 @@ def _told(summary: Summary) -> Row:
 def _with_error(value: float, error: float | None, digits: int = 4) -> str:
     text = f"{value:.{digits}f}"
     return text if error is None else f"{text} ± {error:.{digits}f}"
-
-
-def _mean_of(values: Sequence[float], chosen: Sequence[int]) -> float:
-    return _mean([values[i] for i in chosen])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from laplace_debias.experiments.debiasing.schemes import USUAL_FOLDS, Plan
 from laplace_debias.experiments.shared.checks import check_at_least, check_prior_precisions
-from laplace_debias.experiments.shared.setup import ExperimentSettings
+from laplace_debias.experiments.shared.settings import ExperimentSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +14,9 @@ class DebiasingSettings(ExperimentSettings):
     """What is studied, and on how much data.
 
     Attributes:
-        output: Folder of the tables, the picture and the parts that a resumed run reads. Draws may
-            be added later.
         batch_size: b: every method sees 2b examples.
         draws: How many times these are drawn. No example is drawn twice or is in the reference.
+            A resumed run takes more.
         ekfac_draws: In how many of the draws EKFAC is fitted too.
         groups: Number of groups of the 2b examples; the largest number of folds.
         folds: Numbers of folds to cross-fit with, divisors of `groups`.

@@ -5,10 +5,8 @@ debiased CG two of half the size: directions from the first, step sizes from the
 network's real loss and accuracy, on training and test images, show the quality of the steps.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from jaxtyping import Int64
@@ -23,8 +21,9 @@ from laplace_debias.experiments.optimisation.conjugate_gradients_report import (
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.judge import METRICS, Judge
-from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.store import Row, open_store
+from laplace_debias.experiments.shared.settings import QuadraticSettings
+from laplace_debias.experiments.shared.setup import Trained, begin
+from laplace_debias.experiments.shared.store import Row
 from laplace_debias.linalg import Iterate, cg, debiased_cg
 from laplace_debias.problems import ImageBatches
 from laplace_debias.quadratic import Quadratic
@@ -38,36 +37,27 @@ NAME = "conjugate_gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConjugateGradientsSettings(ExperimentSettings):
+class ConjugateGradientsSettings(QuadraticSettings):
     """Which trajectories there are, and what they are measured on.
 
     Attributes:
-        output: Folder of the tables, the pictures and the parts that a resumed run reads. Draws may
-            be added later.
         batch_size: Examples of single-batch CG; debiased CG has two batches of half as many.
         draws: How many times the batches are drawn; both methods share the examples of a draw.
+            A resumed run takes more.
         iterations: Steps of each run.
         evaluate_every: Steps from one measurement of the network to the next. Start and end are
             always measured, also the end of a run that stops early.
-        curvature: The quadratic's matrix.
-        weight_decay: β of ½ β ‖weights‖²; the training's β if None (see `Trained`).
         full_examples: Training examples of the full-batch runs: 0 for no such runs, None for all
             examples.
         train_examples: Training images that loss and accuracy are measured on; all if None.
         test_examples: Test images, likewise.
         chunk_size: Images per forward pass.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     output: Path = Path("results/conjugate_gradients")
     batch_size: int = 512
-    draws: int = 1
     iterations: int = 30
     evaluate_every: int = 1
-    curvature: Literal["ggn", "hessian"] = "ggn"
-    weight_decay: float | None = None
     full_examples: int | None = 0
     train_examples: int | None = None
     test_examples: int | None = None
@@ -75,7 +65,7 @@ class ConjugateGradientsSettings(ExperimentSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "draws", "iterations", "evaluate_every")
+        check_at_least(self, 1, "iterations", "evaluate_every")
         check_at_least(self, 1, "train_examples", "test_examples", "chunk_size")
         check_even_batch(self.batch_size)
         if self.full_examples is not None and (self.full_examples % 2 or self.full_examples < 0):
@@ -83,8 +73,6 @@ class ConjugateGradientsSettings(ExperimentSettings):
                 f"full_examples is {self.full_examples}; expected an even number, because debiased "
                 "CG splits the examples into two halves"
             )
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay is {self.weight_decay}; expected at least 0")
 
 
 @dataclass(frozen=True)
@@ -242,27 +230,20 @@ def run_conjugate_gradients(
 ) -> list[Row]:
     """Compute all trajectories; write `results.csv`, `stability.csv` and the picture.
 
-    Args:
-        settings: What to run.
-        console: Where to print; the standard output if None.
-
     Returns:
         The rows of all trajectories; see `trajectory`.
 
     Raises:
-        ValueError: If there are too few examples; as `load_trained` and `open_store`.
-        FileExistsError: If the output holds results and `resume` is false.
+        As `Experiment`.
 
     Reference:
         Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning,
         Sections 6.1 and B.5.
     """
-    console = console or Console(highlight=False, markup=False)
-    store = open_store(NAME, settings, growing=("draws",))
-    trained = load_trained(settings, store, console)
+    console, store, trained = begin(NAME, settings, console, growing=("draws",))
     data = trained.data
     chosen = plan(settings, len(data.train), len(data.test))
-    decay = trained.weight_decay if settings.weight_decay is None else settings.weight_decay
+    decay = settings.decay(trained.weight_decay)
     judge = Judge(
         trained.model,
         data.train.subset(chosen.train),

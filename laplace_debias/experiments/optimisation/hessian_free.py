@@ -23,7 +23,8 @@ from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.recipe import RecipeChanges
-from laplace_debias.experiments.shared.setup import ExperimentSettings, check_data
+from laplace_debias.experiments.shared.settings import ExperimentSettings
+from laplace_debias.experiments.shared.setup import check_data, plain_console
 from laplace_debias.experiments.shared.store import Row, open_store
 from laplace_debias.optim import DebiasedHessianFree, StepReport
 from laplace_debias.problems import (
@@ -46,8 +47,6 @@ class HessianFreeSettings(ExperimentSettings):
     """How the network is trained, and on what.
 
     Attributes:
-        output: Folder of the tables, the pictures and the parts that a resumed run reads.
-        problem: Name of the test problem, or its letter in the paper.
         checkpoint: The network that training starts from; one with random weights if None.
         recipe: What differs from the problem's recipe: here the weight decay alone.
         batch_size: Examples per step; debiased computes its directions on half of them.
@@ -90,21 +89,16 @@ class HessianFreeSettings(ExperimentSettings):
 def run_hessian_free(settings: HessianFreeSettings, console: Console | None = None) -> list[Row]:
     """Train; write `results.csv`, `ends.csv` and the pictures.
 
-    Args:
-        settings: What to train.
-        console: Where to print; the standard output if None.
-
     Returns:
         A row per measured step of a run; see `train_run`.
 
     Raises:
-        ValueError: If a batch asks for more examples than there are; as `open_store`.
-        FileExistsError: If the output holds results and `resume` is false.
+        As `Experiment`.
 
     Reference:
         Martens (2010), Deep learning via Hessian-free optimization.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or plain_console()
     device_from(settings.device)
     store = open_store(NAME, settings)
     problem = get_problem(settings.problem)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from laplace_debias.experiments.posteriors.predictions import METRICS
@@ -60,7 +61,7 @@ def distances_by_precision(
 
     def over_draws(gaps: Gaps, deltas: Sequence[float]) -> list[float]:
         draws = dict.fromkeys(draw for draw, _ in gaps)
-        return [_mean([gaps[draw, delta] for delta in deltas]) for draw in draws]
+        return [fmean([gaps[draw, delta] for delta in deltas]) for draw in draws]
 
     return [
         _distance(delta, *(over_draws(gaps, deltas) for gaps in both))
@@ -114,10 +115,10 @@ def _distance(delta: float | None, mini: list[float], debiased: list[float]) -> 
     pairs = list(zip(mini, debiased, strict=True))
     return Distance(
         prior_precision=delta,
-        mini=_mean(mini),
-        mini_se=jackknife_error(mini, _mean),
-        debiased=_mean(debiased),
-        debiased_se=jackknife_error(debiased, _mean),
+        mini=fmean(mini),
+        mini_se=jackknife_error(mini, fmean),
+        debiased=fmean(debiased),
+        debiased_se=jackknife_error(debiased, fmean),
         ratio=_ratio(pairs),
         ratio_se=jackknife_error(pairs, _ratio),
     )
@@ -126,7 +127,3 @@ def _distance(delta: float | None, mini: list[float], debiased: list[float]) -> 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
     mini, debiased = (math.fsum(values) for values in zip(*pairs, strict=True))
     return debiased / mini if mini > 0 else (1.0 if debiased == 0 else math.inf)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

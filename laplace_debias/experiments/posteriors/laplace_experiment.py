@@ -34,8 +34,9 @@ from laplace_debias.experiments.shared.checks import (
 )
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.methods import CROSSFIT, DEBIASED
-from laplace_debias.experiments.shared.setup import ExperimentSettings, Trained, load_trained
-from laplace_debias.experiments.shared.store import Row, open_store
+from laplace_debias.experiments.shared.settings import ExperimentSettings
+from laplace_debias.experiments.shared.setup import Trained, begin
+from laplace_debias.experiments.shared.store import Row
 from laplace_debias.laplace import Laplace
 from laplace_debias.problems import ImageBatches, ImageDataset, Images, random_corruption
 from laplace_debias.report.figures import prior_precision_grid
@@ -49,7 +50,6 @@ class LaplaceSettings(ExperimentSettings):
     """Which posteriors there are, and what they are measured on.
 
     Attributes:
-        output: Folder of the tables, the pictures and the parts that a resumed run reads.
         batch_size: Examples of a mini-batch; debiased has two batches of half as many.
         draws: How many times these examples are drawn.
         folds: Folds of the cross-fitted posterior; 0 for none.
@@ -108,26 +108,18 @@ class LaplaceSettings(ExperimentSettings):
 def run_laplace(settings: LaplaceSettings, console: Console | None = None) -> list[Row]:
     """Fit, predict and measure; write `results.csv`, `distances.csv` and the pictures.
 
-    Args:
-        settings: What to run.
-        console: Where to print; the standard output if None.
-
     Returns:
         A row per data set, method, draw and prior precision, with accuracy, NLL (nats), ECE, Brier
         score and, on corrupted images, the AUROC of the entropy between them and clean ones.
 
     Raises:
-        ValueError: If there are too few images, or images to corrupt are not in memory; as
-            `load_trained` and `open_store`.
-        FileExistsError: If the output holds results and `resume` is false.
+        ValueError: If images to corrupt are not in memory; else as `Experiment`.
 
     Reference:
         Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning,
         Sections 6.2 and B.6.
     """
-    console = console or Console(highlight=False, markup=False)
-    store = open_store(NAME, settings)
-    trained = load_trained(settings, store, console)
+    console, store, trained = begin(NAME, settings, console)
     chosen = choose(settings, len(trained.data.train), len(trained.data.test))
     data = _data_sets(trained, settings, chosen)
 

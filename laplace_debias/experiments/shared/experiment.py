@@ -14,7 +14,10 @@ class Experiment:
         figure: The figures of the paper that it repeats.
         help: What it measures, in one line.
         settings: The dataclass of its settings, an `ExperimentSettings`.
-        run: Runs it with an instance of these, and perhaps a console to print on.
+        run: Runs it with an instance of these, and perhaps a console to print on (the standard
+            output if None). Refuses data, checkpoints or an output folder that are not as expected
+            by a ValueError, other results in the folder by a FileExistsError, before any work;
+            raises a FloatingPointError if a training diverges. Nothing is overwritten.
     """
 
     name: str

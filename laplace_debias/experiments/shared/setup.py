@@ -1,18 +1,16 @@
-"""What the paper's experiments share: settings, the trained network, its mini-batches."""
+"""What the paper's experiments share: the trained network and its mini-batches."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 from laplace_debias.experiments.shared.device import device_from
-from laplace_debias.experiments.shared.recipe import RecipeChanges
-from laplace_debias.experiments.shared.store import Store, tensor_digest
+from laplace_debias.experiments.shared.settings import ExperimentSettings
+from laplace_debias.experiments.shared.store import Store, open_store, tensor_digest
 from laplace_debias.problems import (
-    DataSource,
     Images,
     ProblemData,
     TestProblem,
@@ -27,72 +25,6 @@ Batch = tuple[Tensor, Tensor]
 
 _COMPARED = 64
 """How many images of a data set are compared with those of an earlier run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExperimentSettings:
-    """Settings that every experiment of the paper has.
-
-    Attributes:
-        output: Folder of the table, the pictures and the parts that a resumed run reads. Results of
-            other settings there are never overwritten.
-        problem: Name of the test problem, or its letter in the paper.
-        data: Its data: for CIFAR an image folder, an archive of one, or a torchvision root; for
-            ImageNet a folder with `train/` and `val/`; nothing for the digits.
-        checkpoint: The trained network, a file of `laplace-debias train`. If None, the published
-            network; where there is none, the network is trained first and kept in `output`.
-        recipe: What differs from the problem's recipe, where the network is trained.
-        cache: Folder for decoded images; see `problems.cifar10`.
-        download: Whether CIFAR may be downloaded to `data` where nothing is there.
-        seed: Seed of the choice of mini-batches, and of the training.
-        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        resume: Whether to continue an interrupted run of the same settings.
-        progress: Whether to show progress bars.
-
-    Raises:
-        ValueError: If the problem is unknown or the changed recipe makes no sense.
-    """
-
-    output: Path
-    problem: str = "allcnnc-cifar10-one-cycle"
-    data: Path | None = None
-    checkpoint: Path | None = None
-    recipe: RecipeChanges = field(default_factory=RecipeChanges)
-    cache: Path | None = None
-    download: bool = False
-    seed: int = 0
-    device: str = "auto"
-    resume: bool = False
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        self.recipe.applied_to(get_problem(self.problem).recipe)
-
-    def check_counts(self, num_train: int, num_test: int) -> None:
-        """Refuse settings that ask for more images than there are, before any work.
-
-        Settings with numbers of their own override this.
-
-        Args:
-            num_train: How many training images there are.
-            num_test: How many test images.
-
-        Raises:
-            ValueError: If there are too few.
-        """
-        training = dict.fromkeys(("batch_size", "full_examples", "train_examples"), num_train)
-        for name, there in {**training, "test_examples": num_test}.items():
-            wanted = getattr(self, name, None)
-            if wanted is not None and wanted > there:
-                kind = "test" if name == "test_examples" else "training"
-                raise ValueError(f"{name} is {wanted}; there are {there} {kind} images: lower it")
-
-    @property
-    def source(self) -> DataSource:
-        """Where the problem's data is."""
-        return DataSource(
-            root=self.data, cache=self.cache, download=self.download, progress=self.progress
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +71,34 @@ class Trained:
         return [
             (x.to(self.device), y.to(self.device)) for x, y in (images.batch(i) for i in chosen)
         ]
+
+
+def begin(
+    name: str,
+    settings: ExperimentSettings,
+    console: Console | None,
+    *,
+    growing: Sequence[str] = (),
+) -> tuple[Console, Store, Trained]:
+    """What most experiments begin with: a console, the run's store and the trained network.
+
+    Args:
+        name: Name of the experiment.
+        settings: Its settings.
+        console: Where to print; the standard output if None.
+        growing: As for `open_store`.
+
+    Raises:
+        FileExistsError, ValueError: As `open_store` and `load_trained`.
+    """
+    console = console or plain_console()
+    store = open_store(name, settings, growing=growing)
+    return console, store, load_trained(settings, store, console)
+
+
+def plain_console() -> Console:
+    """The standard output, for plain text."""
+    return Console(highlight=False, markup=False)
 
 
 def load_trained(

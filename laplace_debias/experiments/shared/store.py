@@ -84,10 +84,6 @@ class Store:
         """
         return self.rows(name, lambda: found) == found
 
-    def has(self, name: str) -> bool:
-        """Whether a part, rows or tensors, is stored."""
-        return any(self.part(name + suffix).exists() for suffix in (".csv", ".safetensors"))
-
     def table(self, rows: Sequence[Mapping[str, object]], name: str = "results") -> Path:
         """Writes a table of results; returns its path."""
         path = self.folder / f"{name}.csv"

@@ -98,7 +98,7 @@ def quadrature_error(
     error = torch.maximum(local, squares).sqrt()
     total = float(error.sum() * spacing)
     if total > _TOLERATED:
-        _warn(total, width, steps, grid, density, distance)
+        _warn(total, width, steps, density, distance)
     return error
 
 
@@ -113,9 +113,7 @@ def _distance(grid: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return total / len(places)
 
 
-def _warn(
-    error: float, width: float, steps: int, grid: Tensor, density: Tensor, distance: Tensor
-) -> None:
+def _warn(error: float, width: float, steps: int, density: Tensor, distance: Tensor) -> None:
     order = distance.sort()
     shares = density[order.indices].cumsum(0) / density.sum()
     usual = float(order.values[int((shares < 0.9).sum())])

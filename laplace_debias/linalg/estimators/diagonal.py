@@ -125,14 +125,11 @@ class _Hutchinson:
 class _XDiag:
     def __init__(self, products: Products, draw_probes: Callable[[int], Tensor]) -> None:
         self._products, self._draw = products, draw_probes
-        self._sketch: RangeSketch | None = None
+        self._images = draw_probes(0)
+        self._sketch = RangeSketch(self._images)
 
     def advance(self, total: int) -> Estimate:
-        multiply = self._products
-        if self._sketch is None:
-            empty = self._draw(0)
-            self._sketch, self._images = RangeSketch(empty), empty
-        sketch = self._sketch
+        multiply, sketch = self._products, self._sketch
         probes = self._draw(total // 2 - sketch.Q.shape[1])
         new = sketch.extend(probes, multiply(probes))
         self._images = torch.cat([self._images, multiply.adjoint(new)], dim=1)

@@ -145,15 +145,12 @@ class _Hutchinson:
 class _HutchPlusPlus:
     def __init__(self, products: Products, draw_probes: Draw, distribution: str) -> None:
         self._products, self._draw, self._distribution = products, draw_probes, distribution
-        self._sketch: RangeSketch | None = None
+        empty = draw_probes(0)
+        self._sketch = RangeSketch(empty)
+        self._images = self._probes = self._rest_images = empty
 
     def advance(self, total: int) -> Estimate:
-        multiply = self._products
-        if self._sketch is None:
-            empty = self._draw(0)
-            self._sketch, self._images = RangeSketch(empty), empty
-            self._probes, self._rest_images = empty, empty
-        sketch = self._sketch
+        multiply, sketch = self._products, self._sketch
         more = total // 3 - sketch.Q.shape[1]
         if more > 0:
             probes = self._draw(more)
@@ -177,14 +174,11 @@ class _HutchPlusPlus:
 class _XTrace:
     def __init__(self, products: Products, draw_probes: Draw, rescale: bool) -> None:
         self._products, self._draw, self._rescale = products, draw_probes, rescale
-        self._sketch: RangeSketch | None = None
+        self._images = draw_probes(0)
+        self._sketch = RangeSketch(self._images)
 
     def advance(self, total: int) -> Estimate:
-        multiply = self._products
-        if self._sketch is None:
-            empty = self._draw(0)
-            self._sketch, self._images = RangeSketch(empty), empty
-        sketch = self._sketch
+        multiply, sketch = self._products, self._sketch
         probes = self._draw(total // 2 - sketch.Q.shape[1])
         new = sketch.extend(probes, multiply(probes))
         self._images = torch.cat([self._images, multiply(new)], dim=1)

@@ -37,15 +37,9 @@ class LanczosFunction(Wrapper):
     tol: float
     max_iter: int
 
-    @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
+    is_symmetric = True
 
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True."""
-        return True
+    is_positive_semidefinite = True
 
     @property
     def T(self) -> "LanczosFunction":  # noqa: N802

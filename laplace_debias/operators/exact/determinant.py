@@ -17,6 +17,7 @@ from laplace_debias.operators.exact.eigendecomposition import (
     shown,
     whitened_eigenvalues,
 )
+from laplace_debias.operators.exact.known import known, or_none, pass_on, squares
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -37,10 +38,10 @@ def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
             to be positive, or if the determinant is not.
     """
     check_square(operator)
-    value = _symmetric(operator) if operator.is_symmetric else None
+    value = or_none(_symmetric, operator) if operator.is_symmetric else None
     if value is not None:
         return value
-    found = _slogdet(operator)
+    found = or_none(_slogdet, operator)
     if found is None:
         return None
     sign, log = found
@@ -53,14 +54,13 @@ def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
 
 
 @singledispatch
-def _symmetric(operator: LinearOperator) -> Tensor | None:
+def _symmetric(operator: LinearOperator) -> Tensor:
     """The log-determinant of a symmetric operator, which must be positive definite."""
-    values = eigenvalues(operator)
-    return None if values is None else _checked_log(values).sum()
+    return _checked_log(known(eigenvalues(operator))).sum()
 
 
 @_symmetric.register
-def _(operator: Dense) -> Tensor | None:
+def _(operator: Dense) -> Tensor:
     root, info = torch.linalg.cholesky_ex(operator.matrix)
     if bool(info != 0):
         # The factorisation stops at the first minor that is not positive.
@@ -69,79 +69,65 @@ def _(operator: Dense) -> Tensor | None:
 
 
 @_symmetric.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor | None:
-    values = []
-    for block in operator.blocks.values():
-        value = exact_logdet(block)
-        if value is None:
-            return None
-        values.append(value)
-    return torch.stack(values).sum()
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.stack([known(exact_logdet(block)) for block in operator.blocks.values()]).sum()
 
 
 @_symmetric.register
-def _(operator: LowRankPlusDiagonal) -> Tensor | None:
+def _(operator: LowRankPlusDiagonal) -> Tensor:
     ratios = whitened_eigenvalues(operator)
     if ratios is None:
-        values = eigenvalues(operator)
-        return None if values is None else _checked_log(values).sum()
+        return _checked_log(known(eigenvalues(operator))).sum()
     # The matrix determinant lemma: A and I + D^-½UMUᵀD^-½ are positive definite together.
     diagonal = operator.diagonal.expand(len(operator.U))
     return diagonal.log().sum() + _checked_log(1 + ratios).sum()
 
 
 @_symmetric.register
-def _(operator: Assumed) -> Tensor | None:
-    return exact_logdet(shown(operator))
+def _(operator: Assumed) -> Tensor:
+    return known(exact_logdet(shown(operator)))
 
 
 @_symmetric.register
-def _(operator: Permuted) -> Tensor | None:
-    return exact_logdet(operator.operator)
+def _(operator: Permuted) -> Tensor:
+    return known(exact_logdet(operator.operator))
 
 
 @singledispatch
-def _slogdet(operator: LinearOperator) -> SignLog | None:
-    values = eigenvalues(operator)
-    return None if values is None else (values.sign().prod(), values.abs().log().sum())
+def _slogdet(operator: LinearOperator) -> SignLog:
+    return _sign_log(known(eigenvalues(operator)))
 
 
 @_slogdet.register
-def _(operator: Dense) -> SignLog | None:
+def _(operator: Dense) -> SignLog:
     sign, log = torch.linalg.slogdet(operator.matrix)
     return sign, log
 
 
 @_slogdet.register
-def _(operator: Kronecker) -> SignLog | None:
+def _(operator: Kronecker) -> SignLog:
     n = operator.shape[0]
-    if any(factor.shape[0] != factor.shape[1] for factor in operator.factors):
-        return None
-    found = [_slogdet(factor) for factor in operator.factors]
-    powers = [n // factor.shape[0] for factor in operator.factors]
-    return _joined(
-        None if one is None else (one[0] ** power, one[1] * power)
-        for one, power in zip(found, powers, strict=True)
-    )
+    powers = [n // factor.shape[0] for factor in squares(operator.factors)]
+    found = zip(map(_slogdet, operator.factors), powers, strict=True)
+    return _joined((sign**power, log * power) for (sign, log), power in found)
 
 
 @_slogdet.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> SignLog | None:
+def _(operator: BlockDiagonal[Any]) -> SignLog:
     return _joined(_slogdet(block) for block in operator.blocks.values())
 
 
 @_slogdet.register
-def _(operator: LowRankPlusDiagonal) -> SignLog | None:
+def _(operator: LowRankPlusDiagonal) -> SignLog:
     ratios = whitened_eigenvalues(operator)
     if ratios is None:
-        values = eigenvalues(operator)
-        return None if values is None else (values.sign().prod(), values.abs().log().sum())
-    diagonal = operator.diagonal.expand(len(operator.U))
-    return (1 + ratios).sign().prod(), diagonal.log().sum() + (1 + ratios).abs().log().sum()
+        return _sign_log(known(eigenvalues(operator)))
+    sign, log = _sign_log(1 + ratios)
+    return sign, operator.diagonal.expand(len(operator.U)).log().sum() + log
 
 
 @_slogdet.register
-def _(operator: Permutation) -> SignLog | None:
+def _(operator: Permutation) -> SignLog:
     # Slow to import, and few need it.
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -155,38 +141,28 @@ def _(operator: Permutation) -> SignLog | None:
 
 
 @_slogdet.register
-def _(operator: Product) -> SignLog | None:
-    if any(factor.shape[0] != factor.shape[1] for factor in operator.factors):
-        return None
-    return _joined(_slogdet(factor) for factor in operator.factors)
+def _(operator: Product) -> SignLog:
+    return _joined(_slogdet(factor) for factor in squares(operator.factors))
 
 
 @_slogdet.register
-def _(operator: Scaled) -> SignLog | None:
-    found = _slogdet(operator.operator)
-    if found is None:
-        return None
-    scalar = torch.as_tensor(operator.scalar).to(found[1])
+def _(operator: Scaled) -> SignLog:
+    sign, log = _slogdet(operator.operator)
+    scalar = torch.as_tensor(operator.scalar).to(log)
     n = operator.shape[0]
-    return found[0] * scalar.sign() ** n, found[1] + n * scalar.abs().log()
+    return sign * scalar.sign() ** n, log + n * scalar.abs().log()
 
 
-@_slogdet.register
-def _(operator: Assumed) -> SignLog | None:
-    return _slogdet(shown(operator))
+pass_on(_slogdet, Assumed, shown)
+pass_on(_slogdet, Permuted)
 
 
-@_slogdet.register
-def _(operator: Permuted) -> SignLog | None:
-    return _slogdet(operator.operator)
+def _sign_log(values: Tensor) -> SignLog:
+    return values.sign().prod(), values.abs().log().sum()
 
 
-def _joined(parts: Iterable[SignLog | None]) -> SignLog | None:
-    found = list(parts)
-    known = [part for part in found if part is not None]
-    if len(known) < len(found):
-        return None
-    signs, logs = zip(*known, strict=True)
+def _joined(parts: Iterable[SignLog]) -> SignLog:
+    signs, logs = zip(*parts, strict=True)
     return torch.stack(signs).prod(), torch.stack(logs).sum()
 
 

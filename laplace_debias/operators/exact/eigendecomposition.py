@@ -1,6 +1,5 @@
 """Eigenvalues and eigenvectors of symmetric operators."""
 
-from collections.abc import Sequence
 from functools import reduce, singledispatch
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.dispatch import identity_multiple
 from laplace_debias.operators.eigh import eigh, eigvalsh
-from laplace_debias.operators.exact.entries import of_all
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -45,7 +44,7 @@ def exact_eigh(operator: LinearOperator) -> Eigendecomposition | None:
         ValueError: If the operator is not square.
     """
     check_square(operator)
-    pairs = _eigh(operator) if operator.is_symmetric else None
+    pairs = or_none(_eigh, operator) if operator.is_symmetric else None
     if pairs is None:
         return None
     values, vectors = pairs
@@ -57,7 +56,7 @@ def exact_eigh(operator: LinearOperator) -> Eigendecomposition | None:
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
     """All eigenvalues of a symmetric operator in any order, None without a closed form."""
-    return _eigenvalues(operator) if operator.is_symmetric else None
+    return or_none(_eigenvalues, operator) if operator.is_symmetric else None
 
 
 def low_rank_eigh(
@@ -92,28 +91,28 @@ def shown(operator: Assumed) -> LinearOperator:
 
 
 @singledispatch
-def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator] | None:
-    return None
+def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
+    raise NoClosedFormError
 
 
 @_eigh.register
-def _(operator: Identity) -> tuple[Tensor, LinearOperator] | None:
+def _(operator: Identity) -> tuple[Tensor, LinearOperator]:
     return torch.ones(operator.n, dtype=operator.dtype, device=operator.device), operator
 
 
 @_eigh.register
-def _(operator: Diagonal) -> tuple[Tensor, LinearOperator] | None:
+def _(operator: Diagonal) -> tuple[Tensor, LinearOperator]:
     return operator.values, _identity(len(operator.values), operator)
 
 
 @_eigh.register
-def _(operator: Dense) -> tuple[Tensor, LinearOperator] | None:
+def _(operator: Dense) -> tuple[Tensor, LinearOperator]:
     values, vectors = eigh(operator.matrix, "a dense operator")
     return values.flip(0), Dense(vectors.flip(1))
 
 
 @_eigh.register
-def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator] | None:
+def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator]:
     *groups, d_out, d_in = operator.magnitudes.shape
 
     def vectors(at: tuple[int, ...]) -> Kronecker:
@@ -127,27 +126,23 @@ def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator] | None:
 
 
 @_eigh.register
-def _(operator: Kronecker) -> tuple[Tensor, LinearOperator] | None:
-    pairs = _all_pairs(operator.factors)
-    if pairs is None:
-        return None
+def _(operator: Kronecker) -> tuple[Tensor, LinearOperator]:
+    pairs = [known(exact_eigh(factor)) for factor in operator.factors]
     values = reduce(torch.kron, [pair.values for pair in pairs])
     return values, Kronecker(*(pair.vectors for pair in pairs))
 
 
 @_eigh.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> tuple[Tensor, LinearOperator] | None:
-    pairs = _all_pairs(list(operator.blocks.values()))
-    if pairs is None:
-        return None
+def _(operator: BlockDiagonal[Any]) -> tuple[Tensor, LinearOperator]:
+    pairs = [known(exact_eigh(block)) for block in operator.blocks.values()]
     vectors = {name: pair.vectors for name, pair in zip(operator.blocks, pairs, strict=True)}
     return torch.cat([pair.values for pair in pairs]), BlockDiagonal(vectors)
 
 
 @_eigh.register
-def _(operator: LowRankPlusDiagonal) -> tuple[Tensor, LinearOperator] | None:
+def _(operator: LowRankPlusDiagonal) -> tuple[Tensor, LinearOperator]:
     if operator.diagonal.ndim != 0:
-        return None
+        raise NoClosedFormError
     reflections = Reflections(*torch.geqrf(operator.U))
     n, rank = len(operator.U), len(reflections.coefficients)
     R = reflections.vectors[:rank].triu()
@@ -160,91 +155,72 @@ def _(operator: LowRankPlusDiagonal) -> tuple[Tensor, LinearOperator] | None:
 
 
 @_eigh.register
-def _(operator: Scaled) -> tuple[Tensor, LinearOperator] | None:
-    pairs = _eigh(operator.operator)
-    return None if pairs is None else (operator.scalar * pairs[0], pairs[1])
+def _(operator: Scaled) -> tuple[Tensor, LinearOperator]:
+    values, vectors = _eigh(operator.operator)
+    return operator.scalar * values, vectors
 
 
 @_eigh.register
-def _(operator: Sum) -> tuple[Tensor, LinearOperator] | None:
-    split = _split_shift(operator)
-    pairs = None if split is None else exact_eigh(split[0])
-    return None if split is None or pairs is None else (pairs.values + split[1], pairs.vectors)
+def _(operator: Sum) -> tuple[Tensor, LinearOperator]:
+    rest, shift = _split_shift(operator)
+    values, vectors = known(exact_eigh(rest))
+    return values + shift, vectors
+
+
+pass_on(_eigh, Assumed, shown)
 
 
 @_eigh.register
-def _(operator: Assumed) -> tuple[Tensor, LinearOperator] | None:
-    return _eigh(shown(operator))
-
-
-@_eigh.register
-def _(operator: Permuted) -> tuple[Tensor, LinearOperator] | None:
-    pairs = _eigh(operator.operator)
-    if pairs is None or operator.order is None:
-        return pairs
-    return pairs[0], Permutation(operator.order, operator.dtype).T @ pairs[1]
+def _(operator: Permuted) -> tuple[Tensor, LinearOperator]:
+    values, vectors = _eigh(operator.operator)
+    if operator.order is None:
+        return values, vectors
+    return values, Permutation(operator.order, operator.dtype).T @ vectors
 
 
 @singledispatch
-def _eigenvalues(operator: LinearOperator) -> Tensor | None:
-    pairs = _eigh(operator)
-    return None if pairs is None else pairs[0]
+def _eigenvalues(operator: LinearOperator) -> Tensor:
+    return _eigh(operator)[0]
 
 
 @_eigenvalues.register
-def _(operator: Dense) -> Tensor | None:
+def _(operator: Dense) -> Tensor:
     return eigvalsh(operator.matrix, "a dense operator")
 
 
 @_eigenvalues.register
-def _(operator: Kronecker) -> Tensor | None:
-    values = of_all(eigenvalues, operator.factors)
-    return None if values is None else reduce(torch.kron, values)
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.kron, [known(eigenvalues(factor)) for factor in operator.factors])
 
 
 @_eigenvalues.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor | None:
-    values = of_all(eigenvalues, operator.blocks.values())
-    return None if values is None else torch.cat(values)
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.cat([known(eigenvalues(block)) for block in operator.blocks.values()])
 
 
 @_eigenvalues.register
-def _(operator: Scaled) -> Tensor | None:
-    values = eigenvalues(operator.operator)
-    return None if values is None else operator.scalar * values
+def _(operator: Scaled) -> Tensor:
+    return operator.scalar * known(eigenvalues(operator.operator))
 
 
 @_eigenvalues.register
-def _(operator: Sum) -> Tensor | None:
-    split = _split_shift(operator)
-    values = None if split is None else eigenvalues(split[0])
-    return None if split is None or values is None else values + split[1]
+def _(operator: Sum) -> Tensor:
+    rest, shift = _split_shift(operator)
+    return known(eigenvalues(rest)) + shift
 
 
-@_eigenvalues.register
-def _(operator: Assumed) -> Tensor | None:
-    return _eigenvalues(shown(operator))
-
-
-@_eigenvalues.register
-def _(operator: Permuted) -> Tensor | None:
-    return eigenvalues(operator.operator)
-
-
-def _all_pairs(operators: Sequence[LinearOperator]) -> list[Eigendecomposition] | None:
-    pairs = [exact_eigh(operator) for operator in operators]
-    found = [pair for pair in pairs if pair is not None]
-    return found if len(found) == len(pairs) else None
+pass_on(_eigenvalues, Assumed, shown)
+pass_on(_eigenvalues, Permuted)
 
 
 def _identity(size: int, like: LinearOperator) -> Identity:
     return Identity(size, like.dtype, like.device)
 
 
-def _split_shift(operator: Sum) -> tuple[LinearOperator, Any] | None:
-    """A and c if the sum is A + c·I, else None."""
+def _split_shift(operator: Sum) -> tuple[LinearOperator, Any]:
+    """A and c if the sum is A + c·I."""
     multiples = [identity_multiple(term) for term in operator.terms]
     rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
     if len(rest) != 1:
-        return None
+        raise NoClosedFormError
     return rest[0], sum(multiple for multiple in multiples if multiple is not None)

@@ -1,6 +1,5 @@
 """Trace and diagonal."""
 
-from collections.abc import Callable
 from functools import reduce, singledispatch
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from laplace_debias.operators.algebra import Product, Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
+from laplace_debias.operators.exact.known import NoClosedFormError, or_none, pass_on, squares
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -29,7 +29,7 @@ def exact_trace(operator: LinearOperator) -> Float[Tensor, ""] | None:
         ValueError: If the operator is not square.
     """
     check_square(operator)
-    return _trace(operator)
+    return or_none(_trace, operator)
 
 
 def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
@@ -39,91 +39,65 @@ def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
         ValueError: If the operator is not square.
     """
     check_square(operator)
-    return _diagonal(operator)
-
-
-def of_all(
-    function: Callable[[Any], Tensor | None], operators: Any, square: bool = False
-) -> list[Tensor] | None:
-    """`function` of every operator, None if it is None for one, or one is not square if it must."""
-    if square and any(operator.shape[0] != operator.shape[1] for operator in operators):
-        return None
-    values = []
-    for operator in operators:
-        value = function(operator)
-        if value is None:
-            return None
-        values.append(value)
-    return values
+    return or_none(_diagonal, operator)
 
 
 @singledispatch
-def _trace(operator: LinearOperator) -> Tensor | None:
-    diagonal = _diagonal(operator)
-    return None if diagonal is None else diagonal.sum()
+def _trace(operator: LinearOperator) -> Tensor:
+    return _diagonal(operator).sum()
 
 
 @_trace.register
-def _(operator: EigenKronecker) -> Tensor | None:
+def _(operator: EigenKronecker) -> Tensor:
     return operator.magnitudes.sum()
 
 
 @_trace.register
-def _(operator: Kronecker) -> Tensor | None:
-    traces = of_all(_trace, operator.factors, square=True)
-    return None if traces is None else reduce(torch.mul, traces)
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.mul, map(_trace, squares(operator.factors)))
 
 
 @_trace.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor | None:
-    traces = of_all(_trace, operator.blocks.values())
-    return None if traces is None else torch.stack(traces).sum()
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.stack([_trace(block) for block in operator.blocks.values()]).sum()
 
 
 @_trace.register
-def _(operator: Sum) -> Tensor | None:
-    traces = of_all(_trace, operator.terms)
-    return None if traces is None else torch.stack(traces).sum()
+def _(operator: Sum) -> Tensor:
+    return torch.stack([_trace(term) for term in operator.terms]).sum()
 
 
 @_trace.register
-def _(operator: Scaled) -> Tensor | None:
-    trace = _trace(operator.operator)
-    return None if trace is None else operator.scalar * trace
+def _(operator: Scaled) -> Tensor:
+    return operator.scalar * _trace(operator.operator)
 
 
-@_trace.register
-def _(operator: Assumed) -> Tensor | None:
-    return _trace(operator.operator)
-
-
-@_trace.register
-def _(operator: Permuted) -> Tensor | None:
-    return _trace(operator.operator)
+pass_on(_trace, Assumed)
+pass_on(_trace, Permuted)
 
 
 @singledispatch
-def _diagonal(operator: LinearOperator) -> Tensor | None:
-    return None
+def _diagonal(operator: LinearOperator) -> Tensor:
+    raise NoClosedFormError
 
 
 @_diagonal.register
-def _(operator: Identity) -> Tensor | None:
+def _(operator: Identity) -> Tensor:
     return torch.ones(operator.n, dtype=operator.dtype, device=operator.device)
 
 
 @_diagonal.register
-def _(operator: Diagonal) -> Tensor | None:
+def _(operator: Diagonal) -> Tensor:
     return operator.values.clone()
 
 
 @_diagonal.register
-def _(operator: Dense) -> Tensor | None:
+def _(operator: Dense) -> Tensor:
     return operator.matrix.diagonal().clone()
 
 
 @_diagonal.register
-def _(operator: EigenKronecker) -> Tensor | None:
+def _(operator: EigenKronecker) -> Tensor:
     squares = operator.magnitudes
     if operator.U_G is not None:
         squares = operator.U_G.square() @ squares
@@ -133,56 +107,47 @@ def _(operator: EigenKronecker) -> Tensor | None:
 
 
 @_diagonal.register
-def _(operator: Kronecker) -> Tensor | None:
-    diagonals = of_all(_diagonal, operator.factors, square=True)
-    return None if diagonals is None else reduce(torch.kron, diagonals)
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.kron, map(_diagonal, squares(operator.factors)))
 
 
 @_diagonal.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor | None:
-    diagonals = of_all(_diagonal, operator.blocks.values())
-    return None if diagonals is None else torch.cat(diagonals)
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.cat([_diagonal(block) for block in operator.blocks.values()])
 
 
 @_diagonal.register
-def _(operator: LowRankPlusDiagonal) -> Tensor | None:
+def _(operator: LowRankPlusDiagonal) -> Tensor:
     return operator.U.square() @ operator.magnitudes + operator.diagonal
 
 
 @_diagonal.register
-def _(operator: Permutation) -> Tensor | None:
+def _(operator: Permutation) -> Tensor:
     axes = torch.arange(len(operator.index), device=operator.device)
     return (operator.index == axes).to(operator.dtype)
 
 
 @_diagonal.register
-def _(operator: Product) -> Tensor | None:
-    if len(operator.factors) != 2:
-        return None
-    left, right = operator.factors
-    if not (isinstance(left, Dense) and isinstance(right, Dense)):
-        return None
-    return (left.matrix * right.matrix.T).sum(1)
+def _(operator: Product) -> Tensor:
+    match operator.factors:
+        case (Dense(left), Dense(right)):
+            return (left * right.T).sum(1)
+    raise NoClosedFormError
 
 
 @_diagonal.register
-def _(operator: Sum) -> Tensor | None:
-    diagonals = of_all(_diagonal, operator.terms)
-    return None if diagonals is None else reduce(torch.add, diagonals)
+def _(operator: Sum) -> Tensor:
+    return reduce(torch.add, map(_diagonal, operator.terms))
 
 
 @_diagonal.register
-def _(operator: Scaled) -> Tensor | None:
-    diagonal = _diagonal(operator.operator)
-    return None if diagonal is None else operator.scalar * diagonal
+def _(operator: Scaled) -> Tensor:
+    return operator.scalar * _diagonal(operator.operator)
+
+
+pass_on(_diagonal, Assumed)
 
 
 @_diagonal.register
-def _(operator: Assumed) -> Tensor | None:
-    return _diagonal(operator.operator)
-
-
-@_diagonal.register
-def _(operator: Permuted) -> Tensor | None:
-    diagonal = _diagonal(operator.operator)
-    return None if diagonal is None else operator.permuted(diagonal)
+def _(operator: Permuted) -> Tensor:
+    return operator.permuted(_diagonal(operator.operator))

@@ -1,6 +1,5 @@
 """Functions of symmetric operators: the same eigenvectors, functions of the eigenvalues."""
 
-from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
@@ -12,7 +11,8 @@ from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.dispatch import identity_multiple, scale
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact.eigendecomposition import exact_eigh, low_rank_eigh, shown
-from laplace_debias.operators.exact.entries import exact_trace, of_all
+from laplace_debias.operators.exact.entries import exact_trace
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
 from laplace_debias.operators.structures.assume import Assumed, assume
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -38,7 +38,7 @@ def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
         ValueError: If the operator is not square.
     """
     check_square(operator)
-    return _function(operator, function) if operator.is_symmetric else None
+    return or_none(_function, operator, function) if operator.is_symmetric else None
 
 
 def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
@@ -50,44 +50,41 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
         ValueError: If the operator is not square, or has a negative eigenvalue.
     """
     check_square(operator)
-    return _sqrt(operator) if operator.is_symmetric else None
+    return or_none(_sqrt, operator) if operator.is_symmetric else None
 
 
 @singledispatch
-def _function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
-    pairs = exact_eigh(operator)
-    if pairs is None:
-        return None
-    product = pairs.vectors @ Diagonal(function(pairs.values)) @ pairs.vectors.T
-    return assume(product, symmetric=True)
+def _function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
+    values, vectors = known(exact_eigh(operator))
+    return assume(vectors @ Diagonal(function(values)) @ vectors.T, symmetric=True)
 
 
 @_function.register
-def _(operator: Diagonal, function: Spectrum) -> LinearOperator | None:
+def _(operator: Diagonal, function: Spectrum) -> LinearOperator:
     return Diagonal(function(operator.values))
 
 
 @_function.register
-def _(operator: EigenKronecker, function: Spectrum) -> LinearOperator | None:
+def _(operator: EigenKronecker, function: Spectrum) -> LinearOperator:
     return operator.apply(function)
 
 
 @_function.register
-def _(operator: Dense, function: Spectrum) -> LinearOperator | None:
+def _(operator: Dense, function: Spectrum) -> LinearOperator:
     values, vectors = eigh(operator.matrix, "a dense operator")
     matrix = vectors * function(values) @ vectors.T
     return Dense((matrix + matrix.T) / 2)
 
 
 @_function.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any], function: Spectrum) -> LinearOperator | None:
-    return blockwise(operator, lambda block: exact_function(block, function))
+def _(operator: BlockDiagonal[Any], function: Spectrum) -> LinearOperator:
+    return operator.map(lambda _, block: known(exact_function(block, function)))
 
 
 @_function.register
-def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator | None:
+def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator:
     if operator.diagonal.ndim != 0:
-        return None
+        raise NoClosedFormError
     values, vectors = low_rank_eigh(operator)
     # All eigenvalues at once: what a function takes for zero depends on the largest one.
     everywhere = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
@@ -96,76 +93,53 @@ def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator | Non
 
 
 @_function.register
-def _(operator: Scaled, function: Spectrum) -> LinearOperator | None:
+def _(operator: Scaled, function: Spectrum) -> LinearOperator:
     multiple = identity_multiple(operator)
     if multiple is None:
-        return exact_function(operator.operator, lambda values: function(operator.scalar * values))
+        of_multiple = exact_function(operator.operator, lambda x: function(operator.scalar * x))
+        return known(of_multiple)
     one = torch.ones(1, dtype=operator.dtype, device=operator.device)
     return scale(operator.operator, function(multiple * one)[0])
 
 
 @_function.register
-def _(operator: Identity, function: Spectrum) -> LinearOperator | None:
+def _(operator: Identity, function: Spectrum) -> LinearOperator:
     one = torch.ones(1, dtype=operator.dtype, device=operator.device)
     return scale(operator, function(one)[0])
 
 
-@_function.register
-def _(operator: Assumed, function: Spectrum) -> LinearOperator | None:
-    return _function(shown(operator), function)
+pass_on(_function, Assumed, shown)
 
 
 @_function.register
-def _(operator: Permuted, function: Spectrum) -> LinearOperator | None:
-    result = exact_function(operator.operator, function)
-    return None if result is None else operator.replaced(result)
+def _(operator: Permuted, function: Spectrum) -> LinearOperator:
+    return operator.replaced(known(exact_function(operator.operator, function)))
 
 
 @singledispatch
-def _sqrt(operator: LinearOperator) -> LinearOperator | None:
+def _sqrt(operator: LinearOperator) -> LinearOperator:
     return _function(operator, _checked_sqrt)
 
 
 @_sqrt.register
-def _(operator: Kronecker) -> LinearOperator | None:
+def _(operator: Kronecker) -> LinearOperator:
     # Two negative factors make a positive product.
-    traces = of_all(exact_trace, operator.factors)
-    if traces is None:
-        return None
+    traces = [known(exact_trace(factor)) for factor in operator.factors]
     signs = [-1.0 if bool(trace < 0) else 1.0 for trace in traces]
     if signs.count(-1.0) % 2 == 1:
         raise ValueError(_no_root("a factor with negative trace"))
-    roots = []
-    for sign, factor in zip(signs, operator.factors, strict=True):
-        root = exact_sqrt(scale(factor, sign))
-        if root is None:
-            return None
-        roots.append(root)
-    return Kronecker(*roots)
+    signed = map(scale, operator.factors, signs)
+    return Kronecker(*(known(exact_sqrt(factor)) for factor in signed))
 
 
 @_sqrt.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> LinearOperator | None:
-    return blockwise(operator, exact_sqrt)
+def _(operator: BlockDiagonal[Any]) -> LinearOperator:
+    return operator.map(lambda _, block: known(exact_sqrt(block)))
 
 
 @_sqrt.register
-def _(operator: Permuted) -> LinearOperator | None:
-    root = exact_sqrt(operator.operator)
-    return None if root is None else operator.replaced(root)
-
-
-def blockwise(
-    operator: BlockDiagonal[Any], function: Callable[[Any], LinearOperator | None]
-) -> BlockDiagonal[Any] | None:
-    """`function` of every block, None if it is None for one."""
-    blocks = {}
-    for name, block in operator.blocks.items():
-        result = function(block)
-        if result is None:
-            return None
-        blocks[name] = result
-    return BlockDiagonal(blocks, operator.layout)
+def _(operator: Permuted) -> LinearOperator:
+    return operator.replaced(known(exact_sqrt(operator.operator)))
 
 
 def _checked_sqrt(values: Tensor) -> Tensor:

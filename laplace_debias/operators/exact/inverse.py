@@ -1,6 +1,5 @@
 """Inverses and solutions of linear systems."""
 
-from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any
 
@@ -13,7 +12,8 @@ from laplace_debias.operators.base import LinearOperator, check_operand, check_s
 from laplace_debias.operators.dispatch import scale
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact.eigendecomposition import low_rank_eigh
-from laplace_debias.operators.exact.functions import blockwise, exact_function
+from laplace_debias.operators.exact.functions import exact_function
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on, squares
 from laplace_debias.operators.structures.assume import Assumed, assume
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -33,7 +33,7 @@ def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
         ValueError: If the operator is not square, or singular.
     """
     check_square(operator)
-    return _inverse(operator)
+    return or_none(_inverse, operator)
 
 
 def exact_solve(
@@ -53,28 +53,28 @@ def exact_solve(
     """
     check_square(operator)
     check_operand(operator, right)
-    solution = _solve(operator, right if right.ndim == 2 else right[:, None])
+    solution = or_none(_solve, operator, right if right.ndim == 2 else right[:, None])
     return None if solution is None else solution.reshape(right.shape)
 
 
 @singledispatch
-def _inverse(operator: LinearOperator) -> LinearOperator | None:
-    return exact_function(operator, _resolved_reciprocal)
+def _inverse(operator: LinearOperator) -> LinearOperator:
+    return known(exact_function(operator, _resolved_reciprocal))
 
 
 @_inverse.register
-def _(operator: Identity) -> LinearOperator | None:
+def _(operator: Identity) -> LinearOperator:
     return operator
 
 
 @_inverse.register
-def _(operator: Diagonal) -> LinearOperator | None:
+def _(operator: Diagonal) -> LinearOperator:
     # These eigenvalues are given, not computed: each is as precise as any.
     return Diagonal(_checked_reciprocal(operator.values))
 
 
 @_inverse.register
-def _(operator: EigenKronecker) -> LinearOperator | None:
+def _(operator: EigenKronecker) -> LinearOperator:
     # Curvature plus a weak prior: as small as the prior, and as precise.
     added = operator.added
     is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
@@ -82,40 +82,38 @@ def _(operator: EigenKronecker) -> LinearOperator | None:
 
 
 @_inverse.register
-def _(operator: Dense) -> LinearOperator | None:
+def _(operator: Dense) -> LinearOperator:
     eye = torch.eye(len(operator.matrix), dtype=operator.dtype, device=operator.device)
     inverse = torch.linalg.lu_solve(*_factorised(operator), eye)
     return Dense((inverse + inverse.T) / 2 if operator.is_symmetric else inverse)
 
 
 @_inverse.register
-def _(operator: Kronecker) -> LinearOperator | None:
-    factors = _all_inverses(operator.factors)
-    return None if factors is None else Kronecker(*factors)
+def _(operator: Kronecker) -> LinearOperator:
+    return Kronecker(*map(_inverse, squares(operator.factors)))
 
 
 @_inverse.register
-def _(operator: Product) -> LinearOperator | None:
-    factors = _all_inverses(operator.factors[::-1])
-    return None if factors is None else Product(tuple(factors))
+def _(operator: Product) -> LinearOperator:
+    return Product(tuple(map(_inverse, squares(operator.factors[::-1]))))
 
 
 @_inverse.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> LinearOperator | None:
-    return blockwise(operator, exact_inverse)
+def _(operator: BlockDiagonal[Any]) -> LinearOperator:
+    return operator.map(lambda _, block: _inverse(block))
 
 
 @_inverse.register
-def _(operator: LowRankPlusDiagonal) -> LinearOperator | None:
+def _(operator: LowRankPlusDiagonal) -> LinearOperator:
     U, magnitudes, diagonal = operator.U, operator.magnitudes, operator.diagonal
     # What is not negative cannot cancel the diagonal.
     is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
     reciprocal = _checked_reciprocal if is_positive else _resolved_reciprocal
     if diagonal.ndim == 0:
-        return exact_function(operator, reciprocal)
+        return known(exact_function(operator, reciprocal))
     if bool((diagonal == 0).any()):
         # The formula divides by the diagonal, though the operator itself may be invertible.
-        return None
+        raise NoClosedFormError
     if bool((diagonal > 0).all()):
         # Woodbury between D^-½ and D^-½, where it is a function of eigenvalues: accurate however
         # far apart the two parts are.
@@ -134,79 +132,50 @@ def _(operator: LowRankPlusDiagonal) -> LinearOperator | None:
 
 
 @_inverse.register
-def _(operator: Permutation) -> LinearOperator | None:
+def _(operator: Permutation) -> LinearOperator:
     return operator.T
 
 
 @_inverse.register
-def _(operator: Scaled) -> LinearOperator | None:
+def _(operator: Scaled) -> LinearOperator:
     _checked_reciprocal(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
-    inverse = exact_inverse(operator.operator)
-    return None if inverse is None else scale(inverse, 1 / operator.scalar)
+    return scale(_inverse(operator.operator), 1 / operator.scalar)
 
 
 @_inverse.register
-def _(operator: Assumed) -> LinearOperator | None:
-    inverse = exact_inverse(operator.operator)
-    if inverse is None:
-        return None
-    return assume(inverse, True, operator.positive_semidefinite)
+def _(operator: Assumed) -> LinearOperator:
+    return assume(_inverse(operator.operator), True, operator.positive_semidefinite)
 
 
 @_inverse.register
-def _(operator: Permuted) -> LinearOperator | None:
-    inverse = exact_inverse(operator.operator)
-    return None if inverse is None else operator.replaced(inverse)
+def _(operator: Permuted) -> LinearOperator:
+    return operator.replaced(_inverse(operator.operator))
 
 
 @singledispatch
-def _solve(operator: LinearOperator, right: Tensor) -> Tensor | None:
-    inverse = exact_inverse(operator)
-    return None if inverse is None else inverse @ right
+def _solve(operator: LinearOperator, right: Tensor) -> Tensor:
+    return _inverse(operator) @ right
 
 
 @_solve.register
-def _(operator: Dense, right: Tensor) -> Tensor | None:
+def _(operator: Dense, right: Tensor) -> Tensor:
     return torch.linalg.lu_solve(*_factorised(operator), right)
 
 
 @_solve.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any], right: Tensor) -> Tensor | None:
-    solutions = []
-    for block, part in zip(operator.blocks.values(), right.split(operator.sizes), strict=True):
-        solution = exact_solve(block, part)
-        if solution is None:
-            return None
-        solutions.append(solution)
-    return torch.cat(solutions)
+def _(operator: BlockDiagonal[Any], right: Tensor) -> Tensor:
+    parts = zip(operator.blocks.values(), right.split(operator.sizes), strict=True)
+    return torch.cat([_solve(block, part) for block, part in parts])
 
 
 @_solve.register
-def _(operator: Product, right: Tensor) -> Tensor | None:
-    for factor in operator.factors:
-        solution = exact_solve(factor, right) if factor.shape[0] == factor.shape[1] else None
-        if solution is None:
-            return None
-        right = solution
+def _(operator: Product, right: Tensor) -> Tensor:
+    for factor in squares(operator.factors):
+        right = _solve(factor, right)
     return right
 
 
-@_solve.register
-def _(operator: Assumed, right: Tensor) -> Tensor | None:
-    return _solve(operator.operator, right)
-
-
-def _all_inverses(operators: Sequence[LinearOperator]) -> list[LinearOperator] | None:
-    """The inverses of square operators, None if one is not square or has no closed form."""
-    if any(operator.shape[0] != operator.shape[1] for operator in operators):
-        return None
-    inverses = []
-    for operator in operators:
-        inverse = exact_inverse(operator)
-        if inverse is None:
-            return None
-        inverses.append(inverse)
-    return inverses
+pass_on(_solve, Assumed)
 
 
 def _checked_reciprocal(values: Tensor) -> Tensor:

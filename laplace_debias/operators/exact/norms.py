@@ -10,7 +10,7 @@ from torch import Tensor
 from laplace_debias.operators.algebra import Scaled
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact.eigendecomposition import eigenvalues, low_rank_eigh
-from laplace_debias.operators.exact.entries import of_all
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
 from laplace_debias.operators.structures.assume import Assumed
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -25,55 +25,53 @@ from laplace_debias.operators.structures.permuted import Permuted
 
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """The root of the sum of all squared entries, None without a closed form."""
-    return _frobenius_norm(operator)
+    return or_none(_frobenius_norm, operator)
 
 
 def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """The largest singular value of an operator `[m, n]`, None without a closed form."""
-    return _spectral_norm(operator)
+    return or_none(_spectral_norm, operator)
 
 
 @singledispatch
-def _frobenius_norm(operator: LinearOperator) -> Tensor | None:
-    return None
+def _frobenius_norm(operator: LinearOperator) -> Tensor:
+    raise NoClosedFormError
 
 
 @_frobenius_norm.register(Identity)
 @_frobenius_norm.register(Permutation)
-def _(operator: Identity | Permutation) -> Tensor | None:
+def _(operator: Identity | Permutation) -> Tensor:
     squared = torch.tensor(operator.shape[0], dtype=operator.dtype, device=operator.device)
     return squared.sqrt()
 
 
 @_frobenius_norm.register
-def _(operator: Diagonal) -> Tensor | None:
+def _(operator: Diagonal) -> Tensor:
     return operator.values.norm()
 
 
 @_frobenius_norm.register
-def _(operator: Dense) -> Tensor | None:
+def _(operator: Dense) -> Tensor:
     return operator.matrix.norm()
 
 
 @_frobenius_norm.register
-def _(operator: EigenKronecker) -> Tensor | None:
+def _(operator: EigenKronecker) -> Tensor:
     return operator.magnitudes.norm()
 
 
 @_frobenius_norm.register
-def _(operator: Kronecker) -> Tensor | None:
-    norms = of_all(_frobenius_norm, operator.factors)
-    return None if norms is None else reduce(torch.mul, norms)
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.mul, map(_frobenius_norm, operator.factors))
 
 
 @_frobenius_norm.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor | None:
-    norms = of_all(_frobenius_norm, operator.blocks.values())
-    return None if norms is None else torch.stack(norms).norm()
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.stack([_frobenius_norm(block) for block in operator.blocks.values()]).norm()
 
 
 @_frobenius_norm.register
-def _(operator: LowRankPlusDiagonal) -> Tensor | None:
+def _(operator: LowRankPlusDiagonal) -> Tensor:
     U, magnitudes = operator.U, operator.magnitudes
     # ‖UMUᵀ + D‖² with R of U = QR in the place of U wherever UᵀU occurs.
     R = torch.linalg.qr(U, mode="r").R
@@ -85,48 +83,38 @@ def _(operator: LowRankPlusDiagonal) -> Tensor | None:
 
 
 @_frobenius_norm.register
-def _(operator: Scaled) -> Tensor | None:
-    norm = _frobenius_norm(operator.operator)
-    return None if norm is None else (operator.scalar * norm).abs()
+def _(operator: Scaled) -> Tensor:
+    return (operator.scalar * _frobenius_norm(operator.operator)).abs()
 
 
-@_frobenius_norm.register
-def _(operator: Assumed) -> Tensor | None:
-    return _frobenius_norm(operator.operator)
-
-
-@_frobenius_norm.register
-def _(operator: Permuted) -> Tensor | None:
-    return _frobenius_norm(operator.operator)
+pass_on(_frobenius_norm, Assumed)
+pass_on(_frobenius_norm, Permuted)
 
 
 @singledispatch
-def _spectral_norm(operator: LinearOperator) -> Tensor | None:
-    values = eigenvalues(operator)
-    return None if values is None else values.abs().amax()
+def _spectral_norm(operator: LinearOperator) -> Tensor:
+    return known(eigenvalues(operator)).abs().amax()
 
 
 @_spectral_norm.register
-def _(operator: Dense) -> Tensor | None:
+def _(operator: Dense) -> Tensor:
     return torch.linalg.matrix_norm(operator.matrix, 2)
 
 
 @_spectral_norm.register
-def _(operator: Kronecker) -> Tensor | None:
-    norms = of_all(exact_spectral_norm, operator.factors)
-    return None if norms is None else reduce(torch.mul, norms)
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.mul, map(_spectral_norm, operator.factors))
 
 
 @_spectral_norm.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor | None:
-    norms = of_all(exact_spectral_norm, operator.blocks.values())
-    return None if norms is None else torch.stack(norms).amax()
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.stack([_spectral_norm(block) for block in operator.blocks.values()]).amax()
 
 
 @_spectral_norm.register
-def _(operator: LowRankPlusDiagonal) -> Tensor | None:
+def _(operator: LowRankPlusDiagonal) -> Tensor:
     if operator.diagonal.ndim != 0:
-        return None
+        raise NoClosedFormError
     values, vectors = low_rank_eigh(operator)
     norm = (values + operator.diagonal).abs().amax() if len(values) else operator.diagonal.abs()
     full = vectors.shape[0] == vectors.shape[1]
@@ -134,16 +122,13 @@ def _(operator: LowRankPlusDiagonal) -> Tensor | None:
 
 
 @_spectral_norm.register
-def _(operator: Permutation) -> Tensor | None:
+def _(operator: Permutation) -> Tensor:
     return torch.ones((), dtype=operator.dtype, device=operator.device)
 
 
 @_spectral_norm.register
-def _(operator: Scaled) -> Tensor | None:
-    norm = exact_spectral_norm(operator.operator)
-    return None if norm is None else (operator.scalar * norm).abs()
+def _(operator: Scaled) -> Tensor:
+    return (operator.scalar * _spectral_norm(operator.operator)).abs()
 
 
-@_spectral_norm.register
-def _(operator: Permuted) -> Tensor | None:
-    return exact_spectral_norm(operator.operator)
+pass_on(_spectral_norm, Permuted)

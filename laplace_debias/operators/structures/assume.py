@@ -19,10 +19,7 @@ class Assumed(Wrapper):
 
     positive_semidefinite: bool
 
-    @property
-    def is_symmetric(self) -> bool:
-        """True: it is assumed."""
-        return True
+    is_symmetric = True
 
     @property
     def is_positive_semidefinite(self) -> bool:

@@ -20,6 +20,7 @@ from laplace_debias.operators.dispatch import (
     unify,
 )
 from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.diagonal import Diagonal
 from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.submatrix import SubMatrix
@@ -28,7 +29,7 @@ Block = TypeVar("Block", bound=LinearOperator)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockDiagonal(LinearOperator, Generic[Block]):
+class BlockDiagonal(Composed, Generic[Block]):
     """Named square blocks along the diagonal, in order.
 
     `A.blocks[name]` is a block; as indices names stand for the blocks' rows and columns. Blocks
@@ -68,16 +69,6 @@ class BlockDiagonal(LinearOperator, Generic[Block]):
     def sizes(self) -> list[int]:
         """The number of rows of every block, in order."""
         return [block.shape[0] for block in self.blocks.values()]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all blocks."""
-        return next(iter(self.blocks.values())).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all blocks."""
-        return next(iter(self.blocks.values())).device
 
     @property
     def is_symmetric(self) -> bool:

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
+from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.diagonal import Diagonal
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(LinearOperator):
+class Dense(Composed):
     """A matrix that is held in full.
 
     It claims to be symmetric if it is so to the last bit, and leaves every other claim to `assume`.
@@ -38,16 +39,6 @@ class Dense(LinearOperator):
     def shape(self) -> tuple[int, int]:
         """That of the matrix."""
         return self.matrix.shape[0], self.matrix.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrix."""
-        return self.matrix.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the matrix."""
-        return self.matrix.device
 
     @property
     def is_symmetric(self) -> bool:

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
+from laplace_debias.operators.structures.composed import Symmetric
 from laplace_debias.operators.structures.submatrix import SubMatrix
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Diagonal(LinearOperator):
+class Diagonal(Symmetric):
     """A diagonal matrix.
 
     Args:
@@ -37,29 +37,9 @@ class Diagonal(LinearOperator):
         return len(self.values), len(self.values)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the values."""
-        return self.values.device
-
-    @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
-
-    @property
     def is_positive_semidefinite(self) -> bool:
         """Whether no value is negative."""
         return bool((self.values >= 0).all())
-
-    @property
-    def T(self) -> "Diagonal":  # noqa: N802
-        """The operator itself."""
-        return self
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         return self.values[:, None] * matrix

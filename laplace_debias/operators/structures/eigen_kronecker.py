@@ -10,6 +10,7 @@ from torch import Tensor
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift
 from laplace_debias.operators.parts import same
+from laplace_debias.operators.structures.composed import Symmetric
 from laplace_debias.operators.structures.diagonal import Diagonal
 
 Spectrum = Callable[[Tensor], Tensor]
@@ -17,7 +18,7 @@ Spectrum = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class EigenKronecker(LinearOperator):
+class EigenKronecker(Symmetric):
     r"""Symmetric operator with Kronecker-structured directions and free magnitudes.
 
     $$(U_G \otimes U_A)\,\mathrm{diag}(\mathrm{vec}\,\Lambda)\,(U_G \otimes U_A)^\top$$
@@ -81,19 +82,9 @@ class EigenKronecker(LinearOperator):
         return self.magnitudes.device
 
     @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
-
-    @property
     def is_positive_semidefinite(self) -> bool:
         """Whether no magnitude is negative."""
         return bool((self.magnitudes >= 0).all())
-
-    @property
-    def T(self) -> "EigenKronecker":  # noqa: N802
-        """The operator itself: it is symmetric."""
-        return self
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         columns = matrix.T.unflatten(1, self.magnitudes.shape)

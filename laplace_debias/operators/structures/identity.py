@@ -16,10 +16,11 @@ from laplace_debias.operators.dispatch import (
     scale,
     shift,
 )
+from laplace_debias.operators.structures.composed import Symmetric
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class Identity(LinearOperator):
+class Identity(Symmetric):
     """The identity.
 
     Without a dtype or device it takes those of the first operator or tensor that it meets, so that
@@ -70,20 +71,7 @@ class Identity(LinearOperator):
         """The given one, or torch's default."""
         return self._device or torch.empty(0).device
 
-    @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def T(self) -> "Identity":  # noqa: N802
-        """The operator itself."""
-        return self
+    is_positive_semidefinite = True
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         # A copy: a change of the product must not change what was multiplied.

@@ -3,16 +3,16 @@
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, multiply, scale, unify
+from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.dense import Dense
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class Kronecker(LinearOperator):
+class Kronecker(Composed):
     r"""The Kronecker product $A \otimes B \otimes \cdots$.
 
     On a matrix $V$ flattened row-major $(A \otimes B)\,\mathrm{vec}\,V$ is
@@ -38,16 +38,6 @@ class Kronecker(LinearOperator):
         """The products of the factors' rows and columns."""
         rows, columns = zip(*(factor.shape for factor in self.factors), strict=True)
         return math.prod(rows), math.prod(columns)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all factors."""
-        return self.factors[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all factors."""
-        return self.factors[0].device
 
     @property
     def is_symmetric(self) -> bool:

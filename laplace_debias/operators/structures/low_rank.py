@@ -8,11 +8,12 @@ from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, scale, shift
+from laplace_debias.operators.structures.composed import Composed, Symmetric
 from laplace_debias.operators.structures.diagonal import Diagonal
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class LowRankPlusDiagonal(LinearOperator):
+class LowRankPlusDiagonal(Symmetric):
     r"""Symmetric operator $U \mathrm{diag}(m) U^\top + \mathrm{diag}(d)$.
 
     Args:
@@ -55,29 +56,9 @@ class LowRankPlusDiagonal(LinearOperator):
         return len(self.U), len(self.U)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all parts."""
-        return self.U.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all parts."""
-        return self.U.device
-
-    @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
-
-    @property
     def is_positive_semidefinite(self) -> bool:
         """Whether neither a magnitude nor the diagonal is negative."""
         return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
-
-    @property
-    def T(self) -> "LowRankPlusDiagonal":  # noqa: N802
-        """The operator itself: it is symmetric."""
-        return self
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         coordinates = self.magnitudes[:, None] * (self.U.T @ matrix)
@@ -109,7 +90,7 @@ def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator | None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Reflections(LinearOperator):
+class Reflections(Composed):
     """An orthogonal matrix `[n, n]` as a product of k Householder reflections.
 
     The first k columns of the Q of a QR decomposition and an orthonormal basis of the rest, in the
@@ -129,16 +110,6 @@ class Reflections(LinearOperator):
     def shape(self) -> tuple[int, int]:
         """Both n."""
         return len(self.vectors), len(self.vectors)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the vectors."""
-        return self.vectors.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the vectors."""
-        return self.vectors.device
 
     @property
     def T(self) -> "Reflections":  # noqa: N802

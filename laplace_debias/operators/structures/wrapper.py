@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.structures.composed import Composed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Wrapper(LinearOperator):
+class Wrapper(Composed):
     """An operator that wraps another one and has its properties, unless a subclass overrides them.
 
     A subclass gives `_matmat` and `T`.
@@ -24,16 +23,6 @@ class Wrapper(LinearOperator):
     def shape(self) -> tuple[int, int]:
         """That of the operator."""
         return self.operator.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the operator."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the operator."""
-        return self.operator.device
 
     @property
     def is_symmetric(self) -> bool:
