@@ -710,7 +710,12 @@ class Laplace:
         return mean, covariances[0, 0]
 
     def predict_grid(
-        self, x: Inputs | Record, prior_precisions: Grid, link: str = "probit"
+        self,
+        x: Inputs | Record,
+        prior_precisions: Grid,
+        link: str = "probit",
+        *,
+        positions: Positions | None = None,
     ) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
@@ -719,6 +724,7 @@ class Laplace:
             prior_precisions: One δ per grid point, `[P]`, or one for each block, `[P, blocks]`; a
                 tensor or a list.
             link: As `predict`.
+            positions: As `predict`.
 
         Returns:
             P predictives of batch shape `[B]`; the posterior's own prior precision stays.
@@ -727,7 +733,8 @@ class Laplace:
             ValueError: If there is no prior precision, or one that is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
-        return grids.predictives([self._unchanged_state], x, [prior_precisions], link)[0]
+        state = self._unchanged_state
+        return grids.predictives([state], x, [prior_precisions], link, positions)[0]
 
     def predict(
         self,

@@ -100,15 +100,15 @@ def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
         asked = torch.as_tensor(positions)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"positions must be integers, got {_shown(positions)}.") from error
-    if asked.is_floating_point() or asked.is_complex() or asked.dtype == torch.bool:
-        raise TypeError(
-            f"positions must be integers, got {asked.dtype}: where a mask is True is "
-            "mask.nonzero()."
-        )
     if asked.ndim > 2 or asked.numel() == 0:
         raise ValueError(
             "positions must be one integer, some for all examples [p] or some for each [batch, p], "
             f"got shape {tuple(asked.shape)}."
+        )
+    if asked.is_floating_point() or asked.is_complex() or asked.dtype == torch.bool:
+        raise TypeError(
+            f"positions must be integers, got {asked.dtype}: where a mask is True is "
+            "mask.nonzero()."
         )
     return asked.long()
 

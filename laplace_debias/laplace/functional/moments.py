@@ -206,15 +206,32 @@ def unit_columns(
 
 
 def columns_at_once(
-    request: OutputRequest, num_columns: int, gradients: int, blocks: Sequence[Block], like: Tensor
+    request: OutputRequest,
+    num_columns: int,
+    gradients: int,
+    blocks: Sequence[Block],
+    like: Tensor,
+    remedy: str = "",
 ) -> tuple[int, int]:
     """How many outputs are differentiated together, and the bytes for it.
+
+    Args:
+        request: What is asked for.
+        num_columns: How many outputs.
+        gradients: Bytes of the output gradients of one of them.
+        blocks: The blocks that are differentiated.
+        like: Has the outputs' dtype.
+        remedy: What to do where there is no room.
 
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
     """
     each = bytes_of_a_column(gradients, blocks, like)
-    remedy = "" if request.diagonal else ", ask for variances (diagonal=True) or for some outputs"
+    remedy = (
+        remedy
+        if remedy or request.diagonal
+        else ", ask for variances (diagonal=True) or for some outputs"
+    )
     bound = granted(
         request.memory_bound,
         (1 if request.diagonal else num_columns) * each,

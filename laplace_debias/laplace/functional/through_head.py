@@ -165,7 +165,9 @@ class _Below:
         num_columns = wanted.h[0].numel() if wanted.by_inputs else wanted.num_outputs
         sized = [block for i, block in enumerate(self.blocks) if i not in self.in_head]
         gradients = self.tap.output_bytes()
-        at_once, bound = columns_at_once(of_h, num_columns, gradients, sized, wanted.h)
+        at_once, bound = columns_at_once(
+            of_h, num_columns, gradients, sized, wanted.h, ", or ask for fewer outputs"
+        )
         moments = BlockMoments(self.blocks, self.posteriors, self.prior_precisions, of_h.diagonal)
         for begin in range(0, num_columns, at_once):
             some = slice(begin, min(begin + at_once, num_columns))
