@@ -7,12 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
+from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.laplace import links, predictive
+from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
+from laplace_debias.laplace.functional.through_head import can_go_through, moments_through_head
 
 # One δ per grid point, [P], or one for each block, [P, blocks].
 Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
@@ -23,6 +26,7 @@ def predictives(
     x: Inputs | Record,
     prior_precisions: Sequence[Grid],
     link: str = "probit",
+    positions: Positions | None = None,
 ) -> list[list[Distribution]]:
     """The closed-form `"glm"` predictives of several fits of one model, in one pass.
 
@@ -31,6 +35,7 @@ def predictives(
         x: Inputs | Record, `[B, ...]`.
         prior_precisions: A grid for each of them, all of one length.
         link: From Gaussian logits to class probabilities, as `Laplace.predict` takes it.
+        positions: Which positions, as `Laplace.predict` takes them.
 
     Returns:
         For each fit its predictives at the grid's points.
@@ -44,7 +49,7 @@ def predictives(
     grids = [torch.as_tensor(grid, dtype=torch.float64) for grid in prior_precisions]
     if any(grid.ndim == 0 or len(grid) == 0 for grid in grids):
         raise ValueError("The grid holds no prior precision: pass at least one, [δ].")
-    mean, covariances = moments(fits, x, grids, variances_suffice)
+    mean, covariances = moments(fits, x, grids, variances_suffice, positions=positions)
     if mean.ndim > 2 and not variances_suffice:
         covariances = predictive.within_positions(covariances, mean.shape)
     return [
@@ -58,7 +63,8 @@ def moments(
     x: Inputs | Record,
     prior_precisions: Sequence[Tensor],
     diagonal: bool = False,
-    outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
+    outputs: OutputChoice | None = None,
+    positions: Positions | None = None,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "fits grid batch *covariance"]]:
     """Mean and covariances of the linearised network's outputs, exact.
 
@@ -68,6 +74,7 @@ def moments(
         prior_precisions: A grid for each of them, `[P]` or `[P, blocks]`.
         diagonal: Whether variances will do.
         outputs: Which outputs, as `Laplace.functional` takes them.
+        positions: Which positions, as `Laplace.functional` takes them.
 
     Raises:
         ValueError: If the fits are not of one model; for a prior precision out of range; as
@@ -92,22 +99,32 @@ def moments(
     with torch.inference_mode(False):
         x, network = first.moved(x), first.network
         with explaining_unbatched(network, x):
-            if outputs is not None:
-                outputs = predictive.chosen_outputs(predictive.map_outputs(network, x), outputs)
-            return functional_moments(
-                network,
+            posterior, blocks = first.posterior, first.parameters.blocks
+            asked = Asked.of(
+                network, x, positions, lambda head: can_go_through(network, head, blocks, posterior)
+            )
+            chosen = asked.chosen(outputs)
+            arguments = (
                 first.parameters.blocks,
                 [fitted.posterior for fitted in fits],
-                x,
+                asked.x,
                 torch.stack(grids).to(first.posterior.mean),
-                OutputRequest(diagonal, outputs, first.settings.memory_bound),
+                OutputRequest(diagonal, chosen, first.settings.memory_bound),
             )
+            if asked.head is None:
+                mean, covariances = functional_moments(asked.network, *arguments)
+            else:
+                mean, covariances = moments_through_head(asked.network, asked.head, *arguments)
+    num_chosen = None if chosen is None else chosen.shape[1]
+    covariances = asked.shaped(covariances, num_chosen) if diagonal else covariances
+    return asked.shaped(mean, num_chosen), covariances
 
 
 def joint(
     fitted: Fitted,
     x: Inputs | Record,
-    outputs: Tensor | Sequence[Sequence[int]] | int | None = None,
+    outputs: OutputChoice | None = None,
+    positions: Positions | None = None,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch m batch m"]]:
     """Mean and covariance of the linearised network's outputs for all inputs together, exact.
 
@@ -115,6 +132,7 @@ def joint(
         fitted: A fit.
         x: Inputs | Record, `[B, ...]`.
         outputs: Which outputs, as `Laplace.functional` takes them.
+        positions: Which positions, as `Laplace.functional` takes them.
 
     Raises:
         ValueError: As `joint_moments`.
@@ -123,13 +141,14 @@ def joint(
     with torch.inference_mode(False):
         x, network = fitted.moved(x), fitted.network
         with explaining_unbatched(network, x):
-            if outputs is not None:
-                outputs = predictive.chosen_outputs(predictive.map_outputs(network, x), outputs)
-            return joint_moments(
-                network,
+            asked = Asked.of(network, x, positions, lambda _: False)
+            chosen = asked.chosen(outputs)
+            mean, covariance = joint_moments(
+                asked.network,
                 fitted.parameters.blocks,
                 posterior,
-                x,
+                asked.x,
                 posterior.prior_precision.expand(num_blocks).to(posterior.mean),
-                OutputRequest(False, outputs, fitted.settings.memory_bound),
+                OutputRequest(False, chosen, fitted.settings.memory_bound),
             )
+    return asked.shaped(mean, None if chosen is None else chosen.shape[1]), covariance

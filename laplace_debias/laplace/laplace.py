@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import SupportsIndex
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
@@ -26,6 +26,7 @@ from laplace_debias.curvature.network.batches import (
     Pairs,
     with_progress,
 )
+from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -42,6 +43,7 @@ from laplace_debias.curvature.network.shadow import (
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace import grids, links, noise, predictive, tuning
+from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.data_size import (
     Expected,
     data_size,
@@ -663,9 +665,10 @@ class Laplace:
         self,
         x: Inputs | Record,
         diagonal: bool = False,
-        outputs: Int[Tensor, "batch k"] | Sequence[Sequence[int]] | int | None = None,
+        outputs: OutputChoice | None = None,
         *,
         joint: bool = False,
+        positions: Positions | None = None,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
 
@@ -682,10 +685,16 @@ class Laplace:
                 `[B, C, B, C]` (`[B, T·C, B, T·C]`, `[B, k, B, k]`), entry `[n, i, m, j]` that of
                 output i at input n with output j at input m. Inputs that do not fit into the
                 memory bound together take a pass for every two groups of them.
+            positions: Look at some positions of outputs `[B, T, C]` only, as `predict`. The mean is
+                `[B, p, C]` (`[B, C]` for one position), the covariance as of a network with these
+                outputs. `outputs` are those at each position then: a number k for the k largest,
+                `[B, p, k]`, or indices `[B, p, k]` below C.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
-                has no such indices; if the memory bound is too small; for `joint` with `diagonal`.
+                or `positions` are not there; if the memory bound is too small, or the outputs are
+                too many; for `joint` with `diagonal`.
+            TypeError: As `predict`.
             RuntimeError: As `predict`.
         """
         if joint and diagonal:
@@ -695,13 +704,18 @@ class Laplace:
             )
         state = self._unchanged_state
         if joint:
-            return grids.joint(state, x, outputs)
+            return grids.joint(state, x, outputs, positions)
         deltas = [state.posterior.prior_precision.unsqueeze(0)]
-        mean, covariances = grids.moments([state], x, deltas, diagonal, outputs)
+        mean, covariances = grids.moments([state], x, deltas, diagonal, outputs, positions)
         return mean, covariances[0, 0]
 
     def predict_grid(
-        self, x: Inputs | Record, prior_precisions: Grid, link: str = "probit"
+        self,
+        x: Inputs | Record,
+        prior_precisions: Grid,
+        link: str = "probit",
+        *,
+        positions: Positions | None = None,
     ) -> list[Distribution]:
         """The closed-form `"glm"` predictive at several prior precisions, in one pass.
 
@@ -710,6 +724,7 @@ class Laplace:
             prior_precisions: One δ per grid point, `[P]`, or one for each block, `[P, blocks]`; a
                 tensor or a list.
             link: As `predict`.
+            positions: As `predict`.
 
         Returns:
             P predictives of batch shape `[B]`; the posterior's own prior precision stays.
@@ -718,7 +733,8 @@ class Laplace:
             ValueError: If there is no prior precision, or one that is not positive; as `predict`.
             RuntimeError: As `predict`.
         """
-        return grids.predictives([self._unchanged_state], x, [prior_precisions], link)[0]
+        state = self._unchanged_state
+        return grids.predictives([state], x, [prior_precisions], link, positions)[0]
 
     def predict(
         self,
@@ -728,6 +744,7 @@ class Laplace:
         generator: torch.Generator | None = None,
         *,
         link: str = "probit",
+        positions: Positions | None = None,
     ) -> Distribution:
         """The predictive distribution p(y | x), batch shape `[B]`.
 
@@ -746,6 +763,12 @@ class Laplace:
                 `"bridge"`, for `"classification"`: the mean of the Dirichlet distribution that the
                 Laplace bridge makes of them (Hobbhahn et al., 2022). It needs the logits' full
                 covariance, and approximates best where their variances are of order 1.
+            positions: Which positions of outputs `[B, T, C]`, all if None: one, for batch shape
+                `[B]` (a language model's last token is -1), or several, `[p]` for all examples or
+                `[B, p]`, for batch shape `[B, p]`. They count along T from 0. Negative ones count
+                from the end: where the inputs hold an `attention_mask` `[B, T]`, from the last
+                position that is not padding, on whichever side padding is. A head that is an
+                `nn.Linear` sees these positions alone: nothing of size T·C is made.
 
         Returns:
             `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
@@ -753,7 +776,9 @@ class Laplace:
 
         Raises:
             ValueError: For an unknown method or link, samples below 1, samples of a method that
-                has none, or a link where there is no closed form; outputs that are not finite.
+                has none, or a link where there is no closed form; outputs that are not finite, or
+                too many to differentiate; positions that the outputs do not have, or of padding.
+            TypeError: If positions are not integers.
             RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
                 since, or under autocast.
         """
@@ -767,11 +792,12 @@ class Laplace:
         state = self._unchanged_state
         if method == "glm" and samples is None:
             deltas = state.posterior.prior_precision.unsqueeze(0)
-            return grids.predictives([state], x, [deltas], link)[0][0]
+            return grids.predictives([state], x, [deltas], link, positions)[0][0]
         with torch.inference_mode(False):
             if method == "map":
-                return state.likelihood.predictive(self._map_outputs(state, x), None)
-            return state.likelihood.mixture(self._draws(state, x, method, samples, generator))
+                return state.likelihood.predictive(self._map_outputs(state, x, positions), None)
+            draws = self._draws(state, x, method, samples, generator, positions)
+            return state.likelihood.mixture(draws)
 
     def marginals(
         self,
@@ -779,6 +805,8 @@ class Laplace:
         method: str = "glm",
         samples: int | None = None,
         generator: torch.Generator | None = None,
+        *,
+        positions: Positions | None = None,
     ) -> Distribution:
         """The predictive distribution of each target of a regression on its own, with quantiles.
 
@@ -797,9 +825,10 @@ class Laplace:
             method: As `predict`.
             samples: As `predict`.
             generator: As `predict`.
+            positions: As `predict`.
 
         Raises:
-            TypeError: If the likelihood is none of a regression.
+            TypeError: If the likelihood is none of a regression; as `predict`.
             ValueError: As `predict`.
             RuntimeError: As `predict`.
         """
@@ -807,20 +836,25 @@ class Laplace:
         state = self._unchanged_state
         if method == "glm" and samples is None:
             deltas = state.posterior.prior_precision.unsqueeze(0)
-            mean, variances = grids.moments([state], x, [deltas], diagonal=True)
+            mean, variances = grids.moments(
+                [state], x, [deltas], diagonal=True, positions=positions
+            )
             return state.likelihood.marginals(mean, variances[0, 0])
         with torch.inference_mode(False):
             if method == "map":
-                mean = self._map_outputs(state, x)
+                mean = self._map_outputs(state, x, positions)
                 return state.likelihood.marginals(mean, torch.zeros_like(mean))
-            draws = self._draws(state, x, method, samples, generator)
+            draws = self._draws(state, x, method, samples, generator, positions)
             return state.likelihood.marginal_mixture(draws)
 
     @staticmethod
-    def _map_outputs(state: Fitted, x: Inputs | Record) -> Float[Tensor, "batch *outputs"]:
+    def _map_outputs(
+        state: Fitted, x: Inputs | Record, positions: Positions | None
+    ) -> Float[Tensor, "batch *outputs"]:
         x, network = state.moved(x), state.network
         with explaining_unbatched(network, x):
-            return predictive.map_outputs(network, x)
+            asked = Asked.of(network, x, positions, lambda _: True)
+            return asked.shaped(predictive.map_outputs(asked.network, asked.x), None)
 
     @staticmethod
     def _draws(
@@ -829,12 +863,13 @@ class Laplace:
         method: str,
         samples: int | None,
         generator: torch.Generator | None,
+        positions: Positions | None,
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Samples of the outputs, `[S, B, ..., C]`."""
         num_samples = _DEFAULT_SAMPLES if samples is None else samples
         if method == "glm":
             deltas = state.posterior.prior_precision.unsqueeze(0)
-            mean, covariances = grids.moments([state], x, [deltas])
+            mean, covariances = grids.moments([state], x, [deltas], positions=positions)
             outputs = predictive.sample_outputs(
                 mean.flatten(1), covariances[0, 0], num_samples, generator
             )
@@ -844,7 +879,9 @@ class Laplace:
             draws = state.posterior.sample(num_samples, generator)
             is_linear = method == "glm-mc"
             push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            return push(network, state.parameters.names, x, draws)
+            asked = Asked.of(network, x, positions, lambda _: True)
+            found = push(asked.network, state.parameters.names, asked.x, draws)
+            return asked.shaped(found, None)
 
     # ------------------------------------------------- tuning and evaluation
 

@@ -2,8 +2,8 @@
 
 MEMORY_BOUND = 2**27
 """Bytes, unless a user says otherwise."""
-# What one example needs is granted up to here without being asked for.
-_MOST = 2**32
+MOST_GRANTED = 2**32
+"""Bytes up to which what one example needs is granted without being asked for."""
 
 
 def check_memory_bound(bound: int | None) -> None:
@@ -31,7 +31,7 @@ def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
     """
     if needed <= (MEMORY_BOUND if bound is None else bound):
         return MEMORY_BOUND if bound is None else bound
-    if bound is None and needed <= _MOST:
+    if bound is None and needed <= MOST_GRANTED:
         return needed
     says = f"memory_bound={bound} is too small" if bound is not None else "That is a lot of memory"
     raise ValueError(f"{says}: {what} takes {needed} bytes. Pass memory_bound={needed}{remedy}.")

@@ -13,13 +13,15 @@ number, example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$.
 A bias is exact (and a scale, and the kernel of a depthwise convolution, each with its Jacobian rows
 in the place of `Σ_t g`): $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. The groups of
 a convolution have factors of their own, computed all at once. An embedding's activations are unit
-vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`.
+vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`. Of a factor
+wider than `blocks.WIDE` the diagonal is kept, as a vector too, and nothing else is computed.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
 network architectures".
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -66,7 +68,10 @@ def gradient_factor(
     """
     if block.is_exact:
         slices_of_rows = (rows.flatten(0, 1) for _, rows in exact_rows(layer, block, uses))
-        products = [r.square().sum(0) if block.is_diagonal else moments(r) for r in slices_of_rows]
+        if block.has_diagonal_G:
+            # One after the other: a slice of a large parameter may be a single example's.
+            return reduce(torch.add, map(_squares, slices_of_rows))
+        products = [moments(rows) for rows in slices_of_rows]
         return products[0] if len(products) == 1 else torch.stack(products).sum(0)
     assert not isinstance(uses, CallUses)
     if block.role == "table":
@@ -74,19 +79,26 @@ def gradient_factor(
     else:
         parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
     if block.sharing == "reduce" and block.role == "weight":
-        return moments(torch.stack([part.sum(-1) for part in parts]).sum(0))
+        rows = torch.stack([part.sum(-1) for part in parts]).sum(0)
+        return _squares(rows) if block.has_diagonal_G else moments(rows)
     masks = _counted(layer, block, [x for x, _ in uses], masks)
     if masks is not None:
         weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
-        G = parts[0].new_zeros(*block.groups, block.shape[0], block.shape[0])
+        of_G = [block.shape[0]] * (1 if block.has_diagonal_G else 2)
+        G = parts[0].new_zeros(*block.groups, *of_G)
         for part, mask in zip(parts, masks, strict=True):
             rows = part.unflatten(0, (-1, len(mask))).movedim(-1, 2)[:, mask]
             of_rows = weights[:, None].expand_as(mask)[mask]
             rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
             rows = rows.flatten(0, 1)
+            if block.has_diagonal_G:
+                G += _squares(rows)
+                continue
             G = G.addmm_(rows.T, rows) if rows.ndim == 2 else G + moments(rows)
         return G
     positions = sum(part.shape[-1] for part in parts)
+    if block.has_diagonal_G:
+        return torch.stack([part.square().sum((0, 2)) for part in parts]).sum(0) / positions
     return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
 
 
@@ -100,7 +112,7 @@ def few_gradient_rows(
     """
     d_out = block.shape[0]
     is_plain = masks is None and block.role == "weight" and block.sharing == "expand"
-    if block.groups or d_out < _WIDE or not (block.is_exact or is_plain):
+    if block.groups or block.has_diagonal_G or d_out < _WIDE or not (block.is_exact or is_plain):
         return None
     if isinstance(uses, CallUses):
         return None
@@ -141,7 +153,7 @@ def _gram(columns: Float[Tensor, "n *groups d positions"]) -> Float[Tensor, "*gr
 def input_factor(
     layer: Any, block: Block, inputs: Inputs, masks: Sequence[Masks | None] | None = None
 ) -> Float[Tensor, "*groups d_in d_in"] | Float[Tensor, " d_in"]:
-    """A of one weight block on one batch, summed over its examples; an embedding's as a vector.
+    """A of one weight block on one batch, summed over its examples; a diagonal one as a vector.
 
     Args:
         layer: The layer.
@@ -160,7 +172,8 @@ def input_factor(
                 ids = x.flatten() if counted is None else tokens(x)[counted[index]]
                 counts += torch.bincount(ids, minlength=block.shape[1])
         return counts.to(layer.weight.dtype)
-    A = layer.weight.new_zeros(*block.groups, block.shape[1], block.shape[1])
+    of_A = [block.shape[1]] * (1 if block.has_diagonal_A else 2)
+    A = layer.weight.new_zeros(*block.groups, *of_A)
     for part, counted in zip(inputs, masks, strict=True):
         if block.sharing == "reduce":
             A = _add_moments(A, _mean_activations(layer, block, part, counted))
@@ -171,19 +184,20 @@ def input_factor(
 
 
 def _add_positions(
-    A: Float[Tensor, "*groups d_in d_in"],
+    A: Tensor,
     layer: nn.Module,
     block: Block,
     x: Tensor,
     mask: Bool[Tensor, "batch positions"] | None,
-) -> Float[Tensor, "*groups d_in d_in"]:
+) -> Tensor:
     if mask is not None:
         for part in slices(layer, block, x):
             A = _add_moments(A, activations(layer, block, x[part])[mask[part]])
         return A
     is_convolution = isinstance(layer, CONVOLUTIONS)
     of_groups = x.chunk(block.num_groups, dim=1) if is_convolution else [x]
-    if not (is_convolution and has_fast_patches(layer, of_groups[0])):
+    is_fast = is_convolution and has_fast_patches(layer, of_groups[0])
+    if block.has_diagonal_A or not is_fast:
         for part in slices(layer, block, x):
             A = _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
         return A
@@ -224,6 +238,11 @@ def _mean_activations(
     return total / counts.view(-1, *[1] * (total.ndim - 1))
 
 
+def _squares(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    """The diagonal of `rowsᵀ rows`."""
+    return rows.square().sum(0)
+
+
 def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
     """`rowsᵀ rows`, in double precision where the rows are few.
 
@@ -237,12 +256,16 @@ def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
 
 
 def _add_moments(
-    total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]
-) -> Float[Tensor, "*groups d d"]:
-    """Add `rowsᵀ rows` to a sum; as in `moments`, in double precision where the rows are few.
+    total: Float[Tensor, "*groups d d"] | Float[Tensor, " d"], rows: Float[Tensor, "n *groups d"]
+) -> Float[Tensor, "*groups d d"] | Float[Tensor, " d"]:
+    """Add `rowsᵀ rows` to a sum, or its diagonal to a vector.
+
+    As in `moments`, in double precision where the rows are few.
 
     Of each two symmetric halves one is computed where that pays.
     """
+    if total.ndim == 1:
+        return total.add_(_squares(rows))
     if rows.ndim == 3:
         return total.add_(moments(rows))
     if may_be_low_rank(*rows.shape):

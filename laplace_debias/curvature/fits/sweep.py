@@ -18,7 +18,7 @@ from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.system.memory import granted
+from laplace_debias.system.memory import MOST_GRANTED, granted
 
 # From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
 ConsumeInputs = Callable[
@@ -185,6 +185,7 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
         problem.model, problem.blocks, problem.cotangents, network, tap.uses, outputs
     )
     columns = problem.cotangents.num_columns(outputs)
+    _check_columns(columns, outputs)
     size = tap.output_bytes() + extra_bytes
     bound = granted(problem.memory_bound, size, "one cotangent of one example")
     at_once = min(columns, bound // size)
@@ -192,3 +193,19 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
         at_once = 1
     examples = bound // (_SHARE * at_once * size)
     return _Pace(max(1, examples), at_once, positions)
+
+
+def _check_columns(columns: int, outputs: Tensor) -> None:
+    """Require the cotangents of one example to be few enough to be made.
+
+    Raises:
+        ValueError: Otherwise, as with the exact loss Hessian of a language model.
+    """
+    needed = columns * outputs[0].numel() * outputs.element_size()
+    if needed > MOST_GRANTED:
+        raise ValueError(
+            f"One example has {outputs[0].numel()} outputs of shape {tuple(outputs.shape[1:])}, "
+            f"and its exact loss Hessian has {columns} columns of as many numbers, {needed} bytes: "
+            'use fisher="mc", a column for each of mc_samples labels that are drawn from the '
+            'model, or fisher="empirical".'
+        )

@@ -21,6 +21,11 @@ from laplace_debias.curvature.network.layer_types import (
 SHARINGS = ("expand", "reduce")
 # The exact block of a parameter without layer is dense up to so many entries, and diagonal above.
 _DENSE_UP_TO = 1024
+WIDE = 8192
+"""Of more outputs (or inputs) than this a layer's factor on that side is diagonal.
+
+A dense factor of a vocabulary of 50,000 would be 10 GB in single precision.
+"""
 
 # How positions share a weight: one answer, or one for a layer's path.
 Sharing = str | Mapping[str, str]
@@ -84,9 +89,16 @@ class Block:
         return self.role in ("bias", "scale", "depthwise", "entries")
 
     @property
-    def is_diagonal(self) -> bool:
-        """Whether only the diagonal of an exact block is kept: it is a large one."""
-        return self.role == "entries" and self.size > _DENSE_UP_TO
+    def has_diagonal_G(self) -> bool:  # noqa: N802
+        """Whether only G's diagonal is kept, as a vector: it is wide, or a large exact block."""
+        if self.role == "entries":
+            return self.size > _DENSE_UP_TO
+        return not self.groups and self.shape[0] > WIDE
+
+    @property
+    def has_diagonal_A(self) -> bool:  # noqa: N802
+        """Whether A is a vector: that of an embedding is diagonal, of a wide one its diagonal."""
+        return self.role == "table" or (not self.groups and self.shape[1] > WIDE)
 
     @property
     def site(self) -> "Site":

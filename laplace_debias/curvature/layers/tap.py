@@ -87,6 +87,11 @@ class Tap:
             names.setdefault(block.site, []).extend(block.parameters)
         return cls(network, list(names), names)
 
+    @property
+    def network(self) -> nn.Module:
+        """What is run."""
+        return self._network
+
     def module(self, site: Site) -> nn.Module:
         """The module at a site."""
         return self._network.get_submodule(site.paths[0])

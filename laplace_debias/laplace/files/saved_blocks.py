@@ -72,9 +72,8 @@ def expected_blocks(blocks: Sequence[Block], curvature: str, rank: int | None) -
 
 def _axes(block: Block) -> tuple[str, ...]:
     """Which directions of a Kronecker-factored block are the coordinate axes."""
-    if block.role == "table":
-        return ("U_A",)
-    return ("U_G",) if block.is_diagonal else ()
+    are_diagonal = {"U_G": block.has_diagonal_G, "U_A": block.has_diagonal_A}
+    return tuple(part for part, is_diagonal in are_diagonal.items() if is_diagonal)
 
 
 def rank_of(header: Header, tensors: Mapping[str, Tensor]) -> int | None:

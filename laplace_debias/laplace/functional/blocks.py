@@ -1,13 +1,13 @@
 """Functional covariance of posteriors that are block-diagonal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import Jacobians, Rotated, rotated_jacobians
 from laplace_debias.curvature.layers.tap import Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.functional.weights import weighted_gram, weighted_squares
@@ -85,7 +85,19 @@ class BlockMoments:
             along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
             U_G = operator.U_G
             if U_G is None:
-                U_G = torch.eye(block.shape[0], dtype=phi.dtype, device=phi.device)
+                along = (
+                    along if chosen is None else along.gather(-1, chosen.expand(len(along), -1, -1))
+                )
+                if self._diagonal:
+                    into += along
+                    continue
+                products = torch.diag_embed(along)
+                if chosen is not None:
+                    # An output that is asked for twice.
+                    same = chosen.unsqueeze(-1) == chosen.unsqueeze(-2)
+                    products = along.unsqueeze(-1) * same
+                into += products
+                continue
             # [C, d_out] for every example alike, or its own choice of rows [B, k, d_out].
             rows = U_G if chosen is None else U_G[chosen]
             if self._diagonal:
@@ -115,16 +127,46 @@ class BlockMoments:
                     for member, operator in zip(members, operators, strict=True)
                 ]
             )
-            grids = self._prior_precisions[members, :, index]
             U_G, U_A = operators[0].U_G, operators[0].U_A
-            for part, J, columns in self._jacobians(layer, block, uses, U_G, U_A):
-                seen = curvature if columns is None else curvature[..., columns]
-                rows, seen = J.flatten(2), seen.flatten(1)
-                if self._diagonal:
-                    self._into[members, :, part] += weighted_squares(rows, seen, grids)
-                    continue
-                for member, of_member, grid in zip(members, seen, grids, strict=True):
-                    self._into[member, :, part] += weighted_gram(rows, of_member, grid)
+            parts = self._jacobians(layer, block, uses, U_G, U_A)
+            self._add_parts(members, index, curvature, parts)
+
+    def add_table(self, index: int, parts: Sequence[Rotated], shape: torch.Size) -> None:
+        """Take the Jacobian of a block of entries that are those of an embedding's table.
+
+        Args:
+            index: The block's number.
+            parts: Its Jacobian as that of a table, `[b, K, d, tokens]`.
+            shape: Of the table, `[tokens, d]`.
+        """
+        everyone = range(len(self._posteriors))
+        magnitudes = [
+            posterior.data_weight * posterior.curvature.blocks[self._blocks[index].name].magnitudes
+            for posterior in self._posteriors
+        ]
+        curvature = torch.stack(magnitudes).view(-1, *shape).mT
+        self._add_parts(list(everyone), index, curvature, parts)
+
+    def _add_parts(
+        self, members: list[int], index: int, curvature: Tensor, parts: Iterable[Rotated]
+    ) -> None:
+        """Add products of Jacobian rows, for posteriors with the same directions.
+
+        Args:
+            members: Numbers of the posteriors.
+            index: The block's.
+            curvature: N·Λ of each of them, `[posteriors, *groups, d_out, d_in]`.
+            parts: The block's Jacobian along the directions.
+        """
+        grids = self._prior_precisions[members, :, index]
+        for part, J, columns in parts:
+            seen = curvature if columns is None else curvature[..., columns]
+            rows, seen = J.flatten(2), seen.flatten(1)
+            if self._diagonal:
+                self._into[members, :, part] += weighted_squares(rows, seen, grids)
+                continue
+            for member, of_member, grid in zip(members, seen, grids, strict=True):
+                self._into[member, :, part] += weighted_gram(rows, of_member, grid)
 
     def end(self) -> None:
         """Nothing is left to add: every block was added as it came."""

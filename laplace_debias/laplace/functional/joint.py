@@ -174,9 +174,25 @@ def _add_linear(
     variances = (posterior.data_weight * operator.magnitudes + delta).reciprocal()
     rotated, U_G = rotate_rows(phi, operator.U_A), operator.U_G
     if U_G is None:
-        U_G = torch.eye(block.shape[0], dtype=phi.dtype, device=phi.device)
+        _add_axes(covariance, rotated, variances, chosen)
+        return
     # Every example has the same rows [C, d_out], or a choice of its own [k, d_out].
     rows = U_G.expand(len(phi), -1, -1) if chosen is None else U_G[chosen]
     for row, own, into in zip(rotated, rows, covariance, strict=True):
         along = (row * rotated) @ variances.mT  # [B, d_out]
         into += ((own * along.unsqueeze(1)) @ rows.mT).movedim(0, 1)
+
+
+def _add_axes(
+    covariance: Float[Tensor, "batch m batch m"],
+    rotated: Float[Tensor, "batch d_in"],
+    variances: Float[Tensor, "d_out d_in"],
+    chosen: Int[Tensor, "batch k"] | None,
+) -> None:
+    """As `_add_linear` where the output directions are the coordinate axes."""
+    if chosen is None:
+        everything = torch.arange(len(variances), device=rotated.device)
+        chosen = everything.expand(len(rotated), -1)
+    for row, own, into in zip(rotated, chosen, covariance, strict=True):
+        along = (row * variances[own]) @ rotated.mT  # [k, B]
+        into += along.unsqueeze(-1) * (own[:, None, None] == chosen)

@@ -16,11 +16,11 @@ from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.system.memory import MEMORY_BOUND, granted
+from laplace_debias.system.memory import MEMORY_BOUND, MOST_GRANTED, granted
 
 # A chunk's output gradients take this share of the memory bound: the Jacobians that are made of
 # them take more, and larger chunks are no faster.
-_SHARE = 8
+SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -85,40 +85,91 @@ def functional_moments(
         outputs = tap.forward(take(x, part))
         check_outputs(outputs, num_examples(x) if chunk == 1 else None)
         chosen = None if request.outputs is None else request.outputs[part]
-        columns = unit_columns(outputs, chosen)
+        check_size(outputs, chosen, request)
+        num_columns = outputs[0].numel() if chosen is None else chosen.shape[1]
         last = tap.last_layer(outputs)
-        size = [len(columns)] if request.diagonal else [len(columns)] * 2
+        size = [num_columns] if request.diagonal else [num_columns] * 2
         total = outputs.new_zeros(*prior_precisions.shape[:2], len(outputs), *size)
-        num_added, at_once = 0, len(columns)
+        num_added, at_once = 0, num_columns
         if last is not None:
             layer = network.get_submodule(last.layer)
             num_added = of_posteriors.add_last_layer(total, layer, last, outputs, chosen)
         gradients = tap.output_bytes()
         bound = request.memory_bound or MEMORY_BOUND
         if num_added < len(blocks):
-            at_once, bound = _columns_at_once(request, len(columns), gradients, blocks, outputs)
-        chunk = max(1, bound // (_SHARE * gradients * at_once))
+            at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
+        chunk = max(1, bound // (SHARE * gradients * at_once))
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
         skipped = Site((last.layer,)) if last is not None and num_added else None
-        for begin in range(0, len(columns), at_once):
-            some = slice(begin, min(begin + at_once, len(columns)))
-            more = some.stop < len(columns)
+        for begin in range(0, num_columns, at_once):
+            some = slice(begin, min(begin + at_once, num_columns))
+            more = some.stop < num_columns
+            columns = unit_columns(outputs, chosen, some)
             of_posteriors.begin(total[:, :, :, some])
-            for site, uses in tap.backward(outputs, columns[some], again=more, without=skipped):
+            for site, uses in tap.backward(outputs, columns, again=more, without=skipped):
                 for index, block in enumerate(blocks):
                     if block.site == site:
                         of_posteriors.add(index, tap.module(site), uses)
             of_posteriors.end()
         covariances.append(total)
         start += len(flat)
-    mean, covariance = torch.cat(means), torch.cat(covariances, dim=2)
+    shape = outputs.shape[1:] if request.outputs is None else None
+    return finished(means, covariances, prior_precisions, shape, request.diagonal)
+
+
+def finished(
+    means: Sequence[Tensor],
+    covariances: Sequence[Tensor],
+    prior_precisions: Float[Tensor, "posteriors grid blocks"],
+    shape: torch.Size | None,
+    diagonal: bool,
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "posteriors grid batch *covariance"]]:
+    """What chunks of examples gave in one, as `functional_moments` returns it.
+
+    Args:
+        means: Each `[b, M]`.
+        covariances: Each `[posteriors, P, b, M, M]`, or its diagonal.
+        prior_precisions: For the message of what is not finite.
+        shape: That of an example's outputs; None for some that were chosen.
+        diagonal: Whether there are variances alone.
+    """
+    mean, covariance = torch.cat(list(means)), torch.cat(list(covariances), dim=2)
     check_covariance(covariance, prior_precisions)
-    if request.outputs is None:
-        mean = mean.unflatten(1, outputs.shape[1:])
-    if request.diagonal:
+    if shape is not None:
+        mean = mean.unflatten(1, shape)
+    if diagonal:
         return mean, covariance.reshape(*covariance.shape[:2], *mean.shape)
     return mean, (covariance + covariance.mT) / 2
+
+
+def check_size(
+    outputs: Float[Tensor, "batch *outputs"],
+    chosen: Int[Tensor, "batch k"] | None,
+    request: OutputRequest,
+) -> None:
+    """Require what is asked for to be of a size that can be computed.
+
+    Raises:
+        ValueError: If an example's covariance does not fit into memory, or if it has so many
+            positions and outputs at each that differentiating them all takes hours.
+    """
+    size = outputs[0].numel() if chosen is None else chosen.shape[1]
+    needed = size**2 * outputs.element_size()
+    if needed <= MOST_GRANTED:
+        return
+    shape = tuple(outputs.shape[1:])
+    if outputs.ndim > 2 and outputs.shape[1] > 1 and chosen is None:
+        raise ValueError(
+            f"The model has {size} outputs an example, of shape {shape}, and each would be "
+            "differentiated by itself: ask for some positions (positions=-1 is the last token) or "
+            "for some outputs (functional(x, positions=-1, outputs=k) for the k largest)."
+        )
+    if not request.diagonal:
+        raise ValueError(
+            f"The covariance of {size} outputs takes {needed} bytes an example: ask for variances "
+            "(diagonal=True) or for some outputs (outputs=k for the k largest)."
+        )
 
 
 def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
@@ -138,28 +189,49 @@ def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
 
 
 def unit_columns(
-    outputs: Float[Tensor, "batch *outputs"], chosen: Int[Tensor, "batch k"] | None
+    outputs: Float[Tensor, "batch *outputs"],
+    chosen: Int[Tensor, "batch k"] | None,
+    some: slice = slice(None),
 ) -> Float[Tensor, "columns batch *outputs"]:
-    """Unit cotangents, one for each output that is asked for."""
-    size = outputs[0].numel()
-    units = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
+    """Unit cotangents, one for each of some of the outputs that are asked for."""
+    batch, size = len(outputs), outputs[0].numel()
     if chosen is None:
-        columns = units.unsqueeze(1).expand(-1, len(outputs), -1)
+        of_outputs = torch.arange(size, device=outputs.device)[some].unsqueeze(1)
+        units = outputs.new_zeros(len(of_outputs), size).scatter_(1, of_outputs, 1.0)
+        columns = units.unsqueeze(1).expand(-1, batch, -1)
     else:
-        columns = units[chosen].transpose(0, 1)
+        at = chosen.T[some].unsqueeze(2)
+        columns = outputs.new_zeros(len(at), batch, size).scatter_(2, at, 1.0)
     return columns.unflatten(2, outputs.shape[1:])
 
 
-def _columns_at_once(
-    request: OutputRequest, num_columns: int, gradients: int, blocks: Sequence[Block], like: Tensor
+def columns_at_once(
+    request: OutputRequest,
+    num_columns: int,
+    gradients: int,
+    blocks: Sequence[Block],
+    like: Tensor,
+    remedy: str = "",
 ) -> tuple[int, int]:
     """How many outputs are differentiated together, and the bytes for it.
+
+    Args:
+        request: What is asked for.
+        num_columns: How many outputs.
+        gradients: Bytes of the output gradients of one of them.
+        blocks: The blocks that are differentiated.
+        like: Has the outputs' dtype.
+        remedy: What to do where there is no room.
 
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
     """
     each = bytes_of_a_column(gradients, blocks, like)
-    remedy = "" if request.diagonal else ", ask for variances (diagonal=True) or for some outputs"
+    remedy = (
+        remedy
+        if remedy or request.diagonal
+        else ", ask for variances (diagonal=True) or for some outputs"
+    )
     bound = granted(
         request.memory_bound,
         (1 if request.diagonal else num_columns) * each,

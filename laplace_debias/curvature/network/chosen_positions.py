@@ -1,0 +1,281 @@
+"""Outputs at chosen positions alone, such as those of a language model's last token."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from laplace_debias.curvature.network.inputs import Inputs, call, like, take
+from laplace_debias.curvature.network.logits import logits_of
+from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.wrappers import unwrapped
+
+Positions = int | Sequence[int] | Tensor
+"""One position, the same ones for every example `[p]`, or a choice for each of them `[B, p]`."""
+
+# Under which the positions are among the inputs.
+_NAME = "_chosen_positions"
+
+
+@dataclass(frozen=True)
+class ChosenPositions:
+    """Which positions are asked for, and where they can be chosen.
+
+    Attributes:
+        columns: Where they lie among the outputs' positions, `[B, p]`.
+        is_single: Whether one position was asked for, which has no dimension in the results.
+        head: Path of the `nn.Linear` whose outputs, `[B, T, C]`, are the network's as they came: it
+            needs to see these positions alone. None if there is none.
+    """
+
+    columns: Int[Tensor, "batch p"]
+    is_single: bool
+    head: str | None
+
+    def inputs(self, x: Inputs) -> Inputs:
+        """The inputs with the positions among them, for what `network` gives."""
+        if isinstance(x, Tensor):
+            return (x, self.columns)
+        if isinstance(x, Mapping):
+            return like(x, {**x, _NAME: self.columns})
+        return (*x, self.columns)
+
+    def network(self, model: nn.Module, before_head: bool) -> nn.Module:
+        """A `shadow` of a model, with outputs `[B, p, C]` of inputs that `inputs` made.
+
+        Args:
+            model: The model, with outputs `[B, T, C]`.
+            before_head: Whether the head sees the chosen positions alone, so that nothing of size
+                T·C is made; else they are chosen from all outputs.
+        """
+        twin = shadow(model)
+        kept = _Kept()
+        twin.register_forward_pre_hook(_TakeOut(kept), prepend=True, with_kwargs=True)
+        if before_head:
+            assert self.head is not None
+            head = twin.get_submodule(self.head)
+            head.register_forward_pre_hook(_ChooseInputs(kept), with_kwargs=True)
+        else:
+            twin.register_forward_hook(_ChooseOutputs(kept))
+        return twin
+
+
+def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> ChosenPositions:
+    """Find the positions that are asked for, by running one example.
+
+    Args:
+        model: The model, with outputs `[B, T, C]`.
+        x: Inputs, `[B, ...]`, on the model's device.
+        positions: Which. Negative ones count from the end: where the inputs hold an
+            `attention_mask` `[B, T]`, from the last position that is not padding.
+
+    Raises:
+        ValueError: If the outputs have no positions, or not these; if one is padding.
+        TypeError: If the positions are not integers.
+    """
+    asked = _as_tensor(positions)
+    example = take(x, slice(0, 1))
+    head, outputs = _head_of(model, example)
+    if outputs.ndim != 3:
+        raise ValueError(
+            f"positions={_shown(positions)} asks for positions of outputs [batch, positions, "
+            f"outputs], the model's are [{', '.join(['batch', *map(str, outputs.shape[1:])])}]: "
+            "leave positions out."
+        )
+    batch = len(_first(x))
+    columns = _columns(asked.to(outputs.device), _mask_of(model, x), batch, outputs.shape[1])
+    chosen = ChosenPositions(columns, asked.ndim == 0, head)
+    if head is None or _takes_fewer(model, chosen, example, outputs):
+        return chosen
+    return ChosenPositions(columns, chosen.is_single, None)
+
+
+def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
+    try:
+        asked = torch.as_tensor(positions)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"positions must be integers, got {_shown(positions)}.") from error
+    if asked.ndim > 2 or asked.numel() == 0:
+        raise ValueError(
+            "positions must be one integer, some for all examples [p] or some for each [batch, p], "
+            f"got shape {tuple(asked.shape)}."
+        )
+    if asked.is_floating_point() or asked.is_complex() or asked.dtype == torch.bool:
+        raise TypeError(
+            f"positions must be integers, got {asked.dtype}: where a mask is True is "
+            "mask.nonzero()."
+        )
+    return asked.long()
+
+
+def _shown(positions: Positions) -> str:
+    return f"a tensor {tuple(positions.shape)}" if isinstance(positions, Tensor) else f"{positions}"
+
+
+def _columns(asked: Tensor, mask: Tensor | None, batch: int, length: int) -> Int[Tensor, "batch p"]:
+    """Where positions lie, from the start."""
+    if asked.ndim == 2 and len(asked) != batch:
+        raise ValueError(
+            f"positions of shape {tuple(asked.shape)} are of {len(asked)} examples, the inputs of "
+            f"{batch}: pass one row for each, or [p] for all."
+        )
+    asked = asked.reshape(-1, asked.shape[-1] if asked.ndim else 1).expand(batch, -1)
+    if mask is not None and mask.shape != (batch, length):
+        if bool((asked < 0).any()):
+            raise ValueError(
+                f"Negative positions count back from the last one that is not padding, and an "
+                f"attention_mask of shape {tuple(mask.shape)} does not tell which that is among "
+                f"the {length} positions of the outputs: pass positions from 0 to {length - 1}."
+            )
+        mask = None
+    real = asked.new_ones(batch, length) if mask is None else (mask != 0).long()
+    counts = real.sum(1, keepdim=True)
+    wrong = (asked >= length) | (asked < -counts)
+    if bool(wrong.any()):
+        example, which = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"Example {example} has no position {int(asked[example, which])}: it has "
+            f"{int(counts[example])} that are not padding, of {length}."
+        )
+    # Padding first, then what is not, each in its order.
+    in_order = real.argsort(dim=1, stable=True)
+    found = torch.where(asked < 0, in_order.gather(1, asked % length), asked)
+    padding = real.gather(1, found) == 0
+    if bool(padding.any()):
+        example, which = padding.nonzero()[0].tolist()
+        raise ValueError(
+            f"Position {int(found[example, which])} of example {example} is padding, as the "
+            "attention_mask says: ask for others, or count from the end (-1 is the last real one)."
+        )
+    return found
+
+
+def _mask_of(model: nn.Module, x: Inputs) -> Tensor | None:
+    """The mask of the positions among the inputs; of a decoder's where it has inputs of its own."""
+    if isinstance(x, Tensor):
+        return None
+    if isinstance(x, Mapping):
+        named = dict(x)
+    else:
+        named = dict(zip(inspect.signature(unwrapped(model).forward).parameters, x, strict=False))
+    of_decoder = named.get("decoder_input_ids", named.get("decoder_inputs_embeds"))
+    mask = named.get("attention_mask" if of_decoder is None else "decoder_attention_mask")
+    return mask if isinstance(mask, Tensor) else None
+
+
+def _first(x: Inputs) -> Tensor:
+    values = [x] if isinstance(x, Tensor) else x.values() if isinstance(x, Mapping) else x
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+class LinearCalls:
+    """The last call of a plain linear layer in a forward pass.
+
+    Args:
+        network: A `shadow` of the model: hooks are left on it.
+        head: The layer's path; None for all of them.
+
+    Attributes:
+        path: The layer's path.
+        x: What went in, with its past.
+        z: What came out.
+        counts: How often each layer was called.
+    """
+
+    def __init__(self, network: nn.Module, head: str | None = None) -> None:
+        self.path, self.x, self.z = "", torch.empty(0), torch.empty(0)
+        self.counts: dict[str, int] = {}
+        for path, layer in network.named_modules():
+            is_plain = type(layer).forward is nn.Linear.forward and not is_parametrized(layer)
+            if is_plain and head in (None, path):
+                layer.register_forward_hook(self._record(path), with_kwargs=True)
+
+    def _record(self, path: str) -> Any:
+        def record(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], z: Any) -> None:
+            self.path, self.z = path, z
+            self.x = args[0] if args else named["input"]
+            self.counts[path] = self.counts.get(path, 0) + 1
+
+        return record
+
+
+def _head_of(model: nn.Module, example: Inputs) -> tuple[str | None, Tensor]:
+    """The linear layer that the outputs come from as they are, if there is one; and the outputs."""
+    twin = shadow(model)
+    calls = LinearCalls(twin)
+    with torch.no_grad():
+        outputs = call(twin, example)
+    is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
+    return (calls.path if is_head and calls.x.ndim == 3 else None), outputs
+
+
+def _takes_fewer(
+    model: nn.Module, chosen: ChosenPositions, example: Inputs, outputs: Tensor
+) -> bool:
+    """Whether the forward pass lets the head see some positions alone."""
+    one = ChosenPositions(chosen.columns[:1], chosen.is_single, chosen.head)
+    try:
+        with torch.no_grad():
+            found = call(one.network(model, before_head=True), one.inputs(example))
+    # Whatever a forward pass raises.
+    except Exception:
+        return False
+    expected = _at(outputs, one.columns)
+    return found.shape == expected.shape and torch.allclose(found, expected, 1e-3, 1e-5)
+
+
+def _at(values: Tensor, columns: Int[Tensor, "batch p"]) -> Tensor:
+    """Values `[B, T, d]` at positions, `[B, p, d]`."""
+    return values.gather(1, columns.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
+
+
+class _Kept:
+    """The positions of the forward pass that runs."""
+
+    columns: Tensor
+
+
+@dataclass
+class _TakeOut:
+    """A forward pre-hook that takes the positions out of the inputs."""
+
+    kept: _Kept
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if _NAME in named:
+            rest = dict(named)
+            self.kept.columns = rest.pop(_NAME)
+            return args, rest
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            rest = dict(args[0])
+            self.kept.columns = rest.pop(_NAME)
+            return (rest,), named
+        self.kept.columns = args[-1]
+        return args[:-1], named
+
+
+@dataclass
+class _ChooseInputs:
+    """A forward pre-hook that lets a layer see the chosen positions alone."""
+
+    kept: _Kept
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if args:
+            return (_at(args[0], self.kept.columns), *args[1:]), named
+        return args, {**named, "input": _at(named["input"], self.kept.columns)}
+
+
+@dataclass
+class _ChooseOutputs:
+    """A forward hook that chooses from the outputs."""
+
+    kept: _Kept
+
+    def __call__(self, _: nn.Module, __: Any, outputs: Any) -> Tensor:
+        return _at(logits_of(outputs), self.kept.columns)

@@ -1,0 +1,242 @@
+r"""Products of a linear head's own Jacobian rows, $e_c \otimes h_t$, weighed by variances."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.jacobians import Rotated, rotate_rows
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.operators import EigenKronecker
+
+# Numbers in the rows of a weight that are looked at together.
+_SLICE = 2**22
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Outputs of a linear head that are asked for.
+
+    Attributes:
+        weight: The head's weight, `[C, d]`.
+        h: What goes into the head, `[B, p, d]`.
+        positions: At which position each output is, `[B, k]`.
+        classes: Which one it is there, `[B, k]`.
+    """
+
+    weight: Float[Tensor, "classes d"]
+    h: Float[Tensor, "batch p d"]
+    positions: Int[Tensor, "batch k"]
+    classes: Int[Tensor, "batch k"]
+
+    @classmethod
+    def of(cls, weight: Tensor, h: Tensor, chosen: Int[Tensor, "batch k"] | None) -> "Wanted":
+        """Those of indices into an example's flattened outputs `[p · C]`; all of them for None."""
+        size = len(weight)
+        if chosen is None:
+            chosen = torch.arange(h.shape[1] * size, device=h.device).expand(len(h), -1)
+        return cls(weight, h.detach(), chosen // size, chosen % size)
+
+    def of_columns(self, some: slice) -> "Wanted":
+        """Some of the outputs of every example."""
+        return replace(self, positions=self.positions[:, some], classes=self.classes[:, some])
+
+    @property
+    def num_outputs(self) -> int:
+        """How many of each example."""
+        return self.classes.shape[1]
+
+    @property
+    def by_inputs(self) -> bool:
+        """Whether there are more outputs than numbers that they are made of."""
+        return self.num_outputs > self.h[0].numel()
+
+    def columns(self, some: slice) -> Float[Tensor, "columns batch p d"]:
+        """Cotangents of h: units if `by_inputs`, else a row of the weight for every output."""
+        batch, p, d = self.h.shape
+        if self.by_inputs:
+            units = torch.eye(p * d, dtype=self.h.dtype, device=self.h.device)[some]
+            return units.unflatten(1, (p, d)).unsqueeze(1).expand(-1, batch, -1, -1)
+        rows = self.of_columns(some)
+        columns = self.h.new_zeros(rows.num_outputs, batch, p, d)
+        at = rows.positions.T[:, :, None, None].expand(-1, -1, 1, d)
+        return columns.scatter_(2, at, self.weight[rows.classes.T].unsqueeze(2))
+
+    def slices(self) -> Iterator[slice]:
+        """Parts of the outputs whose rows of the weight fit into a slice."""
+        step = max(1, _SLICE // self.weight.shape[1])
+        for start in range(0, self.num_outputs, step):
+            yield slice(start, min(start + step, self.num_outputs))
+
+    def rows_of(self, example: int, some: Tensor | slice) -> Float[Tensor, "some p_d"]:
+        """Rows $w_c$ at their positions, as they multiply an example's flattened h."""
+        at, classes = self.positions[example, some], self.classes[example, some]
+        rows = self.weight.new_zeros(len(at), *self.h.shape[1:])
+        rows[torch.arange(len(at), device=at.device), at] = self.weight[classes]
+        return rows.flatten(1)
+
+
+@dataclass(frozen=True)
+class OfHead:
+    """A block of the head's, in one of the posteriors, at one point of the grid.
+
+    Attributes:
+        block: The block: the head's weight, its bias, or a weight that an embedding shares.
+        operator: Its curvature.
+        data_weight: N.
+        delta: δ.
+    """
+
+    block: Block
+    operator: EigenKronecker
+    data_weight: float
+    delta: Tensor
+
+    @classmethod
+    def grid(
+        cls,
+        block: Block,
+        index: int,
+        posteriors: Sequence[GaussianPosterior],
+        prior_precisions: Float[Tensor, "posteriors grid blocks"],
+    ) -> list[list["OfHead"]]:
+        """For every posterior those at the grid's points."""
+        found = []
+        for posterior, deltas in zip(posteriors, prior_precisions[:, :, index], strict=True):
+            operator = posterior.curvature.blocks[block.name]
+            assert isinstance(operator, EigenKronecker)
+            found.append([cls(block, operator, posterior.data_weight, d) for d in deltas])
+        return found
+
+    def variances(
+        self, wanted: Wanted, classes: Int[Tensor, " some"] | slice
+    ) -> Float[Tensor, "some d"]:
+        """1/P of some rows of the magnitudes."""
+        magnitudes = self.operator.magnitudes
+        if self.block.calls:
+            magnitudes = magnitudes.view(wanted.weight.shape)
+        return (self.data_weight * magnitudes[classes] + self.delta).reciprocal()
+
+    def own(self, wanted: Wanted, example: int, diagonal: bool) -> Tensor:
+        """Products of the rows `e_c ⊗ h_t` of an example, `[k, k]`, or with themselves, `[k]`."""
+        h, at, classes = wanted.h[example], wanted.positions[example], wanted.classes[example]
+        if self.block.is_exact and not self.block.calls:
+            h = h.new_ones(len(h), 1)
+        if self.block.is_joint:
+            h = torch.nn.functional.pad(h, (0, 1), value=1.0)
+        a = h if self.block.calls else rotate_rows(h, self.operator.U_A)
+        U_G = None if self.block.calls else self.operator.U_G
+        if U_G is None and not diagonal:
+            rows = a[at]
+            products = (rows * self.variances(wanted, classes)) @ rows.mT
+            return products * (classes[:, None] == classes)
+        if U_G is None:
+            parts = [
+                (a[at[s]].square() * self.variances(wanted, classes[s])).sum(-1)
+                for s in wanted.slices()
+            ]
+            return torch.cat(parts)
+        variances = self.variances(wanted, slice(None))
+        if diagonal:
+            along = a.square() @ variances.mT
+            return (U_G[classes].square() * along[at]).sum(-1)
+        total = a.new_zeros(len(at), len(at))
+        rows = U_G[classes]
+        for t, s in torch.cartesian_prod(*[torch.arange(len(a), device=a.device)] * 2):
+            along = (a[t] * a[s]) @ variances.mT
+            total += ((rows * along) @ rows.mT) * ((at == t)[:, None] & (at == s))
+        return total
+
+    def crossed(self, wanted: Wanted, example: int, found: Rotated, diagonal: bool) -> Tensor:
+        """Products of the rows `e_c ⊗ h_t` with what is seen through the embedding, both ways.
+
+        Args:
+            wanted: The outputs.
+            example: Which example.
+            found: The Jacobian of the columns of `wanted` in the embedding's table.
+            diagonal: Whether to give those of equal outputs alone.
+        """
+        J = found.J[example - found.examples.start]
+        at, classes = wanted.positions[example], wanted.classes[example]
+        total = J.new_zeros([wanted.num_outputs] * (1 if diagonal else 2))
+        tokens = found.columns
+        assert tokens is not None
+        places = torch.searchsorted(tokens, classes.contiguous()).clamp_max(len(tokens) - 1)
+        (seen,) = (tokens[places] == classes).nonzero(as_tuple=True)
+        if not len(seen):
+            return total
+        weighed = wanted.h[example, at[seen]] * self.variances(wanted, classes[seen])
+        products = torch.einsum("sj,ljs->sl", weighed, J[:, :, places[seen]])
+        if diagonal and wanted.by_inputs:
+            total[seen] = 2 * (products * wanted.rows_of(example, seen)).sum(-1)
+        elif diagonal:
+            total[seen] = 2 * products.gather(1, seen.unsqueeze(1)).squeeze(1)
+        else:
+            if wanted.by_inputs:
+                products = products @ wanted.rows_of(example, slice(None)).mT
+            total[seen] += products
+            total[:, seen] += products.mT
+        return total
+
+
+def contracted(
+    found: Float[Tensor, "posteriors grid batch *columns"], wanted: Wanted, diagonal: bool
+) -> Float[Tensor, "posteriors grid batch *outputs"]:
+    r"""The outputs' covariance from that of h, $w_c^\top \Sigma_h w_{c'}$.
+
+    Args:
+        found: The covariance of `wanted.columns`.
+        wanted: The outputs.
+        diagonal: Whether to give variances alone.
+    """
+    if not wanted.by_inputs:
+        return found
+    p, d = wanted.h.shape[1:]
+    results = []
+    for example in range(len(wanted.h)):
+        covariance = found[:, :, example]
+        if not diagonal:
+            rows = wanted.rows_of(example, slice(None))
+            results.append(rows @ covariance @ rows.mT)
+            continue
+        of_positions = covariance.unflatten(-1, (p, d)).unflatten(-3, (p, d))
+        total = found.new_zeros(*found.shape[:2], wanted.num_outputs)
+        for t in range(p):
+            (here,) = (wanted.positions[example] == t).nonzero(as_tuple=True)
+            for some in here.split(max(1, _SLICE // d)):
+                rows = wanted.weight[wanted.classes[example, some]]
+                total[..., some] = ((rows @ of_positions[:, :, t, :, t]) * rows).sum(-1)
+        results.append(total)
+    return torch.stack(results, 2)
+
+
+def head_products(
+    grid: Sequence[Sequence[OfHead]], wanted: Wanted, diagonal: bool
+) -> Float[Tensor, "posteriors grid batch *outputs"]:
+    """Products of the head's own rows, for every posterior, point of the grid and example."""
+    examples = range(len(wanted.h))
+    return torch.stack(
+        [
+            torch.stack([torch.stack([p.own(wanted, n, diagonal) for n in examples]) for p in of])
+            for of in grid
+        ]
+    )
+
+
+def cross_products(
+    grid: Sequence[Sequence[OfHead]], parts: Sequence[Rotated], wanted: Wanted, diagonal: bool
+) -> Float[Tensor, "posteriors grid batch *outputs"]:
+    """As `head_products`, of the head's rows with what is seen through the embedding."""
+
+    def of(point: OfHead) -> Tensor:
+        rows = [
+            point.crossed(wanted, example, part, diagonal)
+            for part in parts
+            for example in range(part.examples.start, part.examples.stop)
+        ]
+        return torch.stack(rows)
+
+    return torch.stack([torch.stack([of(point) for point in points]) for points in grid])

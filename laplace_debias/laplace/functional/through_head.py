@@ -1,0 +1,220 @@
+r"""Mean and covariance of outputs that a linear head gives, by way of its inputs.
+
+With $f_{tc} = w_c^\top h_t + b_c$, parameters below the head act on the outputs through $h$
+`[B, p, d]` alone. So no cotangent of size T·C is pushed back: for k outputs those of $h$ are the
+rows $w_c$; where these are more than $p \cdot d$, the covariance $\Sigma_h$ is computed, and
+$w_c^\top \Sigma_h w_{c'}$ of it. The head's own parameters have the Jacobian rows
+$e_c \otimes h_t$.
+
+A weight that an embedding shares has a diagonal block. With $E_{tc}$ for what the output sees of it
+through the embedding, its Jacobian rows are $e_c \otimes h_t + E_{tc}$, and the four terms of their
+products are added one by one; $E$ is zero but for the tokens of the example.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.calls import CallUses
+from laplace_debias.curvature.layers.jacobians import Rotated, rotated_jacobians
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.network.chosen_positions import LinearCalls
+from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
+from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.laplace.functional.blocks import BlockMoments
+from laplace_debias.laplace.functional.head_products import (
+    OfHead,
+    Wanted,
+    contracted,
+    cross_products,
+    head_products,
+)
+from laplace_debias.laplace.functional.moments import (
+    SHARE,
+    OutputRequest,
+    check_size,
+    columns_at_once,
+    finished,
+)
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.operators import EigenKronecker
+
+
+def can_go_through(
+    network: nn.Module, head: str, blocks: Sequence[Block], posterior: GaussianPosterior
+) -> bool:
+    """Whether all parameters are the head's, or act on the outputs through what goes into it.
+
+    Args:
+        network: The network.
+        head: Path of the linear layer that gives the outputs.
+        blocks: The blocks of the parameters.
+        posterior: A posterior over them.
+    """
+    if DENSE_BLOCK in posterior.curvature.blocks:
+        return False
+    weight = network.get_submodule(head).weight
+    for block in blocks:
+        # Calls that are run once more give what comes behind the head.
+        if any(not path or head.startswith(f"{path}.") for path in block.calls):
+            return False
+        if head not in block.calls:
+            continue
+        operator = posterior.curvature.blocks[block.name]
+        assert isinstance(operator, EigenKronecker)
+        is_weight = network.get_parameter(block.parameters[0]) is weight
+        if not is_weight or operator.U_G is not None:
+            return False
+    return True
+
+
+def moments_through_head(
+    model: nn.Module,
+    head: str,
+    blocks: Sequence[Block],
+    posteriors: Sequence[GaussianPosterior],
+    x: Inputs,
+    prior_precisions: Float[Tensor, "posteriors grid blocks"],
+    request: OutputRequest,
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "posteriors grid batch *covariance"]]:
+    """As `functional_moments`, for parameters that `can_go_through` a head.
+
+    Args:
+        model: The trained network, with outputs `[B, p, C]`.
+        head: Path of the linear layer that gives them.
+        blocks: This and all else as `functional_moments` takes it.
+        posteriors: As there.
+        x: As there.
+        prior_precisions: As there.
+        request: As there.
+
+    Raises:
+        ValueError: As `functional_moments`.
+    """
+    network = shadow(model)
+    calls = LinearCalls(network, head)
+    tap = Tap.on(network, blocks)
+    below = _Below(tap, calls, head, blocks, posteriors, prior_precisions)
+    means, covariances = [], []
+    start, chunk = 0, 1  # The first example shows how much memory one takes.
+    while start < num_examples(x):
+        part = slice(start, start + chunk)
+        outputs = tap.forward(take(x, part))
+        check_outputs(outputs, num_examples(x) if chunk == 1 else None)
+        chosen = None if request.outputs is None else request.outputs[part]
+        check_size(outputs, chosen, request)
+        flat = outputs.detach().flatten(1)
+        means.append(flat if chosen is None else flat.gather(1, chosen))
+        wanted = Wanted.of(below.weight, calls.x, chosen)
+        size = [wanted.num_outputs] * (1 if request.diagonal else 2)
+        total = flat.new_zeros(*prior_precisions.shape[:2], len(flat), *size)
+        start += len(flat)
+        if calls.x.requires_grad:
+            chunk = below.add(total, wanted, request)
+        tap.forget()
+        for index in below.in_head:
+            grid = OfHead.grid(blocks[index], index, posteriors, prior_precisions)
+            total += head_products(grid, wanted, request.diagonal)
+        covariances.append(total)
+    shape = outputs.shape[1:] if request.outputs is None else None
+    return finished(means, covariances, prior_precisions, shape, request.diagonal)
+
+
+@dataclass
+class _Below:
+    """What parameters below a head, and an embedding that shares its weight, do to h.
+
+    Args:
+        tap: Where the blocks are measured.
+        calls: The head's.
+        head: Its path.
+        blocks: All blocks.
+        posteriors: Posteriors over them.
+        prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
+    """
+
+    tap: Tap
+    calls: LinearCalls
+    head: str
+    blocks: Sequence[Block]
+    posteriors: Sequence[GaussianPosterior]
+    prior_precisions: Float[Tensor, "posteriors grid blocks"]
+
+    def __post_init__(self) -> None:
+        self.weight = self.tap.network.get_parameter(f"{self.head}.weight".lstrip(".")).detach()
+        self._own = [i for i, b in enumerate(self.blocks) if b.layer == self.head and not b.calls]
+        self._tied = [i for i, b in enumerate(self.blocks) if self.head in b.calls]
+        self.in_head = [*self._own, *self._tied]
+
+    def add(self, total: Tensor, wanted: Wanted, request: OutputRequest) -> int:
+        """Add the covariance or variances of some examples, and say how many to take next.
+
+        Args:
+            total: What to add to, `[posteriors, P, b, k, k]`, or variances `[..., k]`.
+            wanted: The outputs, of which the last forward pass gave h.
+            request: As `functional_moments` takes it.
+        """
+        of_h = replace(request, diagonal=request.diagonal and not wanted.by_inputs)
+        num_columns = wanted.h[0].numel() if wanted.by_inputs else wanted.num_outputs
+        sized = [block for i, block in enumerate(self.blocks) if i not in self.in_head]
+        gradients = self.tap.output_bytes()
+        at_once, bound = columns_at_once(
+            of_h, num_columns, gradients, sized, wanted.h, ", or ask for fewer outputs"
+        )
+        moments = BlockMoments(self.blocks, self.posteriors, self.prior_precisions, of_h.diagonal)
+        for begin in range(0, num_columns, at_once):
+            some = slice(begin, min(begin + at_once, num_columns))
+            size = [some.stop - begin] * (1 if of_h.diagonal else 2)
+            found = total.new_zeros(*total.shape[:3], *size)
+            moments.begin(found)
+            seen = self._add_columns(moments, wanted.columns(some), some.stop < num_columns)
+            # Without the diagonal alone all columns are one part.
+            outputs = wanted.of_columns(some) if of_h.diagonal else wanted
+            into = total[..., some] if of_h.diagonal else total
+            into += contracted(found, outputs, request.diagonal)
+            for index, parts in seen:
+                grid = OfHead.grid(
+                    self.blocks[index], index, self.posteriors, self.prior_precisions
+                )
+                into += cross_products(grid, parts, outputs, request.diagonal)
+        return max(1, bound // (SHARE * gradients * at_once))
+
+    def _add_columns(
+        self, moments: BlockMoments, columns: Tensor, more: bool
+    ) -> list[tuple[int, list[Rotated]]]:
+        """Add what columns tell of every block; and the Jacobians of embeddings with the head's."""
+        seen = []
+        without = self.blocks[self._own[0]].site if self._own else None
+        for site, uses in self.tap.backward(self.calls.x, columns, again=more, without=without):
+            for index, block in enumerate(self.blocks):
+                if block.site != site:
+                    continue
+                if index not in self._tied:
+                    moments.add(index, self.tap.module(site), uses)
+                    continue
+                parts = list(self._of_table(block, uses))
+                moments.add_table(index, parts, self.weight.shape)
+                seen.append((index, parts))
+        return seen
+
+    def _of_table(self, block: Block, uses: Uses) -> Iterator[Rotated]:
+        """The Jacobian in a table `[C, d]`, as that of an embedding, `[b, K, d, tokens]`."""
+        assert isinstance(uses, CallUses)
+        found = uses.lookups()
+        if found is not None:
+            layer, of_table = found
+            num_tokens, width = self.weight.shape
+            table = replace(block, role="table", shape=(width, num_tokens), calls=())
+            yield from rotated_jacobians(layer, table, of_table, None, None)
+            return
+        everything = torch.arange(len(self.weight), device=self.weight.device)
+        for part, rows in uses.rows(block):
+            J = rows.unflatten(2, self.weight.shape).mT.transpose(0, 1)
+            yield Rotated(part, J, everything)
