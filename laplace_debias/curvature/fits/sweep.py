@@ -15,6 +15,7 @@ from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
@@ -68,8 +69,11 @@ def sweep(
     stream = problem.backend(network, problem.blocks)
     kept = None if consume_inputs is None else _KeptInputs(network, problem.blocks, consume_inputs)
     num_seen, num_outputs, pace = 0, 0, None
-    nll = torch.zeros((), dtype=torch.float64)
-    for all_x, all_y in batches:
+    nll: Tensor | float = 0.0
+    faults = Faults()
+    # The batches of a list are folds, and not those of the user.
+    are_folds = isinstance(batches, list)
+    for number, (all_x, all_y) in enumerate(batches, start=1):
         if pace is None:
             pace = _pace(problem, all_x, additive, extra_bytes)
         for start in range(0, len(all_y), pace.examples):
@@ -80,22 +84,24 @@ def sweep(
                 nonlocal nll, num_outputs
                 check_outputs(outputs)
                 cotangents, value = problem.cotangents(outputs, y, key)
-                nll = nll.to(outputs.device) + value
+                nll = nll + value
                 num_outputs += outputs.numel()
                 return cotangents
 
-            if kept is None:
-                stream(x, columns, measure, consume, pace.columns)
-            else:
-                masks = pace.positions.find(x, y, first + num_seen)
-                stream(x, columns, kept.and_measure(measure, masks), consume, pace.columns)
-                kept.hand_over_if_full()
+            with faults.of_batch(None if are_folds else number):
+                if kept is None:
+                    stream(x, columns, measure, consume, pace.columns)
+                else:
+                    masks = pace.positions.find(x, y, first + num_seen)
+                    stream(x, columns, kept.and_measure(measure, masks), consume, pace.columns)
+                    kept.hand_over_if_full()
             num_seen += len(y)
         if kept is not None:
             kept.hand_over()
     if num_seen == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
-    return Seen(num_seen, nll.item(), num_outputs)
+    faults.read()
+    return Seen(num_seen, float(nll), num_outputs)
 
 
 class _KeptInputs:

@@ -10,6 +10,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.normal_mixture import NormalMixture
+from laplace_debias.curvature.network.faults import require
 
 
 class Gaussian(Likelihood):
@@ -34,20 +35,22 @@ class Gaussian(Likelihood):
         self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
             raise ValueError(f"sigma must be one positive number, or one per output, got {sigma}.")
+        variance = self.sigma.square()
+        self._variances = (float(variance.min()), float(variance.max()))
 
     def _sigma(self, outputs: Tensor) -> Tensor:
         if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
             raise ValueError(
                 f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
             )
-        variance, limits = self.sigma.square(), torch.finfo(outputs.dtype)
-        if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
+        limits, (low, high) = torch.finfo(outputs.dtype), self._variances
+        if high > limits.max or low < limits.tiny:
             raise ValueError(
                 f"sigma is {self.sigma.tolist()}, whose square is out of the range of "
                 f"{outputs.dtype}: rescale the targets and sigma, or convert the model to a wider "
                 "dtype."
             )
-        return self.sigma.to(outputs).expand(outputs.shape[-1])
+        return self.sigma.to(outputs, non_blocking=True).expand(outputs.shape[-1])
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require floating-point targets of the outputs' shape."""
@@ -138,8 +141,10 @@ def check_finite_floats(targets: Tensor, kind: str) -> None:
         raise TypeError(
             f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."
         )
-    if not torch.isfinite(targets).all():
-        raise ValueError(f"{kind} targets hold NaN or Inf: remove these examples.")
+    require(
+        torch.isfinite(targets).all(),
+        lambda: ValueError(f"{kind} targets hold NaN or Inf: remove these examples."),
+    )
 
 
 def _is_resolved(covariance: Float[Tensor, "*batch outputs outputs"]) -> bool:
