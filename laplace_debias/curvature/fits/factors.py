@@ -33,6 +33,7 @@ from laplace_debias.curvature.layers.uses import (
     Masks,
     Uses,
     activations,
+    chosen,
     exact_rows,
     output_gradients,
     slices,
@@ -80,8 +81,8 @@ def gradient_factor(
         weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
         G = parts[0].new_zeros(*block.groups, block.shape[0], block.shape[0])
         for part, mask in zip(parts, masks, strict=True):
-            rows = part.unflatten(0, (-1, len(mask))).movedim(-1, 2)[:, mask]
-            of_rows = weights[:, None].expand_as(mask)[mask]
+            rows = chosen(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
+            of_rows = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
             rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
             rows = rows.flatten(0, 1)
             G = G.addmm_(rows.T, rows) if rows.ndim == 2 else G + moments(rows)
@@ -157,8 +158,9 @@ def input_factor(
         for part, counted in zip(inputs, masks, strict=True):
             counted = _counted(layer, block, part, counted)
             for index, x in enumerate(part):
-                ids = x.flatten() if counted is None else tokens(x)[counted[index]]
-                counts += torch.bincount(ids, minlength=block.shape[1])
+                ids = tokens(x).flatten().long()
+                ones = counts.new_ones(len(ids)) if counted is None else counted[index].flatten()
+                counts.index_add_(0, ids, ones.long())
         return counts.to(layer.weight.dtype)
     A = layer.weight.new_zeros(*block.groups, block.shape[1], block.shape[1])
     for part, counted in zip(inputs, masks, strict=True):
@@ -179,7 +181,7 @@ def _add_positions(
 ) -> Float[Tensor, "*groups d_in d_in"]:
     if mask is not None:
         for part in slices(layer, block, x):
-            A = _add_moments(A, activations(layer, block, x[part])[mask[part]])
+            A = _add_moments(A, chosen(activations(layer, block, x[part])[None], mask[part])[0])
         return A
     is_convolution = isinstance(layer, CONVOLUTIONS)
     of_groups = x.chunk(block.num_groups, dim=1) if is_convolution else [x]

@@ -6,7 +6,7 @@ from torch import nn
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
-from laplace_debias.curvature.network.inputs import call
+from laplace_debias.curvature.network.inputs import call, move
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 
@@ -27,7 +27,7 @@ def mean_output_curvature(
     Args:
         model: The trained network, with outputs `[B, ..., C]`.
         loss: Its loss.
-        batches: `(x, y)` on the model's device.
+        batches: `(x, y)`, on the model's device or the CPU.
         empirical: ‖∇_f ℓ‖² instead, the trace of the empirical Fisher's part.
         class_dim: As `Cotangents`.
 
@@ -35,13 +35,16 @@ def mean_output_curvature(
         ValueError: If there is no example, or outputs or targets are not what they must be.
     """
     network = shadow(model)
+    device = next(model.parameters()).device
     total, num_examples = 0.0, 0
     for x, y in batches:
+        x = move(x, device, None)
         with torch.no_grad():
             outputs = call(network, x)
         check_outputs(outputs)
         targets = targets_classes_last(y, outputs.ndim, class_dim)
         loss.check(outputs, targets)
+        targets = targets.to(device, non_blocking=True)
         labels = loss.labels(targets, num_examples, outputs.ndim)
         if empirical:
             total += float(loss.gradient(outputs, labels).double().square().sum())

@@ -16,7 +16,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.faults import Faults
-from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.system.memory import granted
@@ -50,7 +50,7 @@ def sweep(
 
     Args:
         problem: The network and its blocks.
-        batches: `(x, y)` pairs on the model's device.
+        batches: `(x, y)` pairs, on the model's device or the CPU.
         measure: What to compute of a block on a chunk of a batch.
         consume: Takes what was measured of a block.
         consume_inputs: If given, takes at the end of every batch (of a very large one also within)
@@ -89,11 +89,13 @@ def sweep(
                 return cotangents
 
             with faults.of_batch(None if are_folds else number):
-                if kept is None:
-                    stream(x, columns, measure, consume, pace.columns)
-                else:
+                moved, keeping = move(x, pace.device, None), measure
+                if kept is not None:
+                    # It asks about what still lies on the CPU there.
                     masks = pace.positions.find(x, y, first + num_seen)
-                    stream(x, columns, kept.and_measure(measure, masks), consume, pace.columns)
+                    keeping = kept.and_measure(measure, masks)
+                stream(moved, columns, keeping, consume, pace.columns)
+                if kept is not None:
                     kept.hand_over_if_full()
             num_seen += len(y)
         if kept is not None:
@@ -174,6 +176,7 @@ class _Pace:
     examples: int
     columns: int
     positions: PositionFinder
+    device: torch.device
 
 
 def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pace:
@@ -182,7 +185,8 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     Raises:
         ValueError: If one cotangent of one example does not fit.
     """
-    one = take(x, slice(0, 1))
+    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
+    one = move(take(x, slice(0, 1)), device, None)
     network = shadow(problem.model)
     tap = Tap.on(network, problem.blocks)
     outputs = tap.forward(one)
@@ -197,4 +201,4 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     if additive and tap.one_by_one and problem.backend is HookStream:
         at_once = 1
     examples = bound // (_SHARE * at_once * size)
-    return _Pace(max(1, examples), at_once, positions)
+    return _Pace(max(1, examples), at_once, positions, device)

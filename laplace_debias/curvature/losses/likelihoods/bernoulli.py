@@ -219,5 +219,6 @@ def _curvature_weights(
 ) -> Float[Tensor, "batch labels"]:
     """W (1 + (π − 1) y), float64."""
     y = labels.double()
-    omega = torch.ones_like(y) if positive is None else 1 + (positive.to(y, non_blocking=True) - 1) * y
-    return omega if weights is None else weights.to(y, non_blocking=True) * omega
+    weights, positive = _like(weights, y), _like(positive, y)
+    omega = torch.ones_like(y) if positive is None else 1 + (positive - 1) * y
+    return omega if weights is None else weights * omega

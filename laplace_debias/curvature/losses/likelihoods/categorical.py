@@ -133,7 +133,8 @@ class Categorical(Likelihood):
 
     def nll(self, outputs: Tensor, targets: Integer[Tensor, " batch"] | Tensor) -> Tensor:
         """Cross-entropy."""
-        weights = None if self.class_weights is None else self.class_weights.to(outputs, non_blocking=True)
+        weights = self.class_weights
+        weights = None if weights is None else weights.to(outputs, non_blocking=True)
         if not _are_soft(targets):
             labels = targets.long()
             if is_pending():
@@ -175,16 +176,17 @@ class Categorical(Likelihood):
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
         """ω, the mean weight under the smoothed target."""
         weights, smoothing = self.class_weights, self.label_smoothing
+        if weights is not None:
+            weights = weights.to(targets.device, non_blocking=True)
         if _are_soft(targets):
             q = targets.double()
-            weights = q.new_ones(q.shape[-1]) if weights is None else weights.to(q.device, non_blocking=True)
+            weights = q.new_ones(q.shape[-1]) if weights is None else weights
             if len(weights) != q.shape[-1]:
                 return None  # `check` says so.
             of_target = q @ weights
         elif weights is None:
             return None  # Smoothed or not, a target's classes add up to 1.
         else:
-            weights = weights.to(targets.device, non_blocking=True)
             of_target = weights[targets.long().clamp(0, len(weights) - 1)]
         omega = (1 - smoothing) * of_target + smoothing * weights.mean()
         return (omega * self._not_ignored(targets)).unsqueeze(-1)

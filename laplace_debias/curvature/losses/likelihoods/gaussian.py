@@ -35,16 +35,14 @@ class Gaussian(Likelihood):
         self.sigma = torch.as_tensor(sigma, dtype=torch.float64).detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
             raise ValueError(f"sigma must be one positive number, or one per output, got {sigma}.")
-        variance = self.sigma.square()
-        self._variances = (float(variance.min()), float(variance.max()))
 
     def _sigma(self, outputs: Tensor) -> Tensor:
         if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
             raise ValueError(
                 f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
             )
-        limits, (low, high) = torch.finfo(outputs.dtype), self._variances
-        if high > limits.max or low < limits.tiny:
+        variance, limits = self.sigma.square(), torch.finfo(outputs.dtype)
+        if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
             raise ValueError(
                 f"sigma is {self.sigma.tolist()}, whose square is out of the range of "
                 f"{outputs.dtype}: rescale the targets and sigma, or convert the model to a wider "
