@@ -7,7 +7,7 @@ from second_device import DEVICE, Elsewhere, SecondDevice, moved
 from torch import nn
 from unusual_parameters import ClassToken
 
-from laplace_debias import Laplace
+from laplace_debias import Categorical, Laplace, MultiLabel
 from laplace_debias.curvature.network.faults import Faults, require
 
 
@@ -53,6 +53,14 @@ def bits(*shape):
     return lambda n: (features(*shape)(n) > 0).float()
 
 
+class Own(Categorical):
+    """A user's likelihood, whose check calculates with outputs and targets."""
+
+    def check(self, outputs, targets):
+        super().check(outputs, targets)
+        outputs.gather(1, targets[:, None])
+
+
 # Model, inputs, targets, likelihood, and how often a batch is waited for by the fits that ask which
 # positions take part.
 NETWORKS = {
@@ -60,6 +68,11 @@ NETWORKS = {
     "regression": (mlp, features(4), features(3), "regression", 0),
     "binary": (lambda: mlp(1), features(4), bits(), "binary", 0),
     "several labels": (mlp, features(4), bits(3), "multilabel", 0),
+    "weights": (mlp, features(4), labels, Categorical(-100, [1.0, 2.0, 0.5], 0.1), 0),
+    "soft": (mlp, features(4), lambda n: features(3)(n).softmax(-1), "classification", 0),
+    "weights of labels": (mlp, features(4), bits(3), MultiLabel(-100, [1.0, 2, 3], 2.0), 0),
+    "noise": (lambda: mlp(4), features(4), features(2), "heteroscedastic", 0),
+    "own": (mlp, features(4), labels, Own(), 0),
     "convolutions": (convolutions, features(2, 6, 6), labels, "classification", 0),
     "groups": (lambda: convolutions(2), features(2, 6, 6), labels, "classification", 0),
     "class token": (ClassToken, features(4, 3), labels, "classification", 0),
@@ -128,6 +141,21 @@ def test_data_on_the_device_is_asked_for_ignored_targets_where_positions_share_w
     assert waits_of_batches(*devices) == (sizes[1] - sizes[0]) * per_batch
 
 
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_the_scale_does_not_wait_for_every_batch(fisher):
+    devices, found = [], []
+    for size in (2, 4):
+        data = data_of("mlp", size)
+        with SecondDevice() as device:
+            la = fitted("mlp", moved(model_of("mlp")), data, fisher=fisher, mode="mini", scale=True)
+            found.append(float(la.log_marginal_likelihood()))
+        devices.append(device)
+    expected = fitted("mlp", model_of("mlp"), data, fisher=fisher, mode="mini", scale=True)
+    assert found[1] == pytest.approx(float(expected.log_marginal_likelihood()), rel=1e-6)
+    assert found[0] != found[1]
+    assert waits_of_batches(*devices) == 0
+
+
 def test_the_device_finds_what_is_waited_for_and_what_lies_elsewhere():
     with SecondDevice() as device:
         x = Elsewhere(torch.arange(3.0))
@@ -136,9 +164,9 @@ def test_the_device_finds_what_is_waited_for_and_what_lies_elsewhere():
         for waits in (
             lambda: bool((x > 1).any()),
             lambda: x[x > 1],
-            lambda: x.unique(),
-            lambda: x.tolist(),
-            lambda: x.cpu(),
+            x.unique,
+            x.tolist,
+            x.cpu,
             lambda: torch.ones(3).to(DEVICE),
             lambda: torch.tensor(1.0, device=DEVICE),
         ):
@@ -193,19 +221,27 @@ def test_a_wrong_batch_is_named_and_the_last_posterior_stays(case, curvature):
 
 def test_a_failure_that_an_earlier_answer_explains_tells_of_that():
     faults = Faults()
-    with SecondDevice():
-        wrong = Elsewhere(torch.tensor(False))
-        with pytest.raises(ValueError, match="wrong labels") as raised, faults.of_batch(2):
-            require(wrong, lambda: ValueError("wrong labels"))
+
+    def work():
+        with faults.of_batch(2):
+            require(Elsewhere(torch.tensor(False)), lambda: ValueError("wrong labels"))
             raise RuntimeError("a device that gave up")
+
+    with SecondDevice(), pytest.raises(ValueError, match="wrong labels") as raised:
+        work()
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 def test_a_long_pass_reads_on_the_way():
-    faults = Faults()
-    with SecondDevice(), pytest.raises(ValueError, match=r"wrong \(Batch 2 "):
+    faults, seen = Faults(), []
+
+    def work():
         for number in range(1, 10_000):
+            seen.append(number)
             with faults.of_batch(number):
                 right = Elsewhere(torch.tensor(number != 2))
                 require(right, lambda: ValueError("wrong"))
-    assert number < 2_000
+
+    with SecondDevice(), pytest.raises(ValueError, match=r"wrong \(Batch 2 "):
+        work()
+    assert 2 < len(seen) < 2_000
