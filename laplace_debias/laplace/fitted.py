@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.class_dim import classes_last
-from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.precision import widened
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shadow import check_no_autocast
+from laplace_debias.curvature.network.watch import Watch
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -50,6 +50,7 @@ class Fitted:
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         mode: How it was fitted, for `repr`; None if that is not known.
         noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
+        watch: What finds changes of the others.
 
     Raises:
         ValueError: If the negative log-likelihood is not finite.
@@ -64,6 +65,7 @@ class Fitted:
     others: dict[str, int]
     mode: str | None
     noise: Noise | None = None
+    watch: Watch = field(default_factory=Watch, repr=False)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):
@@ -90,6 +92,9 @@ class Fitted:
     def check_model(self) -> None:
         """Require the model to be what it was at the fit.
 
+        The Bayesian parameters are compared entry by entry. The others, of which a posterior of the
+        last layer has far more, are looked after as `Watch` says.
+
         Raises:
             RuntimeError: If anything that its checkpoint holds has changed, or under autocast.
         """
@@ -107,7 +112,7 @@ class Fitted:
                 "The model's parameters have changed since the fit, so the posterior does "
                 "not describe them: fit again."
             )
-        if wrong := changed(self.others, fingerprint(plain, self.parameters.names)):
+        if wrong := self.watch.changed(plain, self.parameters.names, self.others):
             raise RuntimeError(
                 f"{wrong[0]} has changed since the fit, so the posterior is not that of this "
                 "model: fit again."

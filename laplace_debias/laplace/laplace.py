@@ -18,11 +18,12 @@ from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
+from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
 from laplace_debias.curvature.network.batches import (
     Batches,
+    Checked,
     Counted,
     FirstBatchKnown,
-    OnDevice,
     Pairs,
     with_progress,
 )
@@ -528,20 +529,34 @@ class Laplace:
             )
 
     def _read(self, generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
-        """Batches on the model's device, of which at least one target must count."""
+        """Batches of a fit, of which at least one target must count.
+
+        Questions about numbers that still lie on the CPU are asked there: a fit moves them.
+        """
         ignored = getattr(self.likelihood, "ignore_index", None)
+        of_targets = None if look_at_shapes(self.likelihood) else self._first_parameter.device
         return Counted(
-            self._on_device(batches, generator),
+            self._checked(batches, generator, None, of_targets),
             self.likelihood.counts_any,
             "" if ignored is None else f"ignore_index={ignored}",
             what,
         )
 
-    def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> OnDevice:
+    def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
+        device = self._first_parameter.device
+        return self._checked(batches, generator, device, device)
+
+    def _checked(
+        self,
+        batches: Batches,
+        generator: torch.Generator | None,
+        device: torch.device | None,
+        of_targets: torch.device | None,
+    ) -> Checked:
         if not isinstance(batches, FirstBatchKnown):
             batches = seeded(batches, generator)
         dtypes = {p.dtype for p in self.model.parameters()}
-        return OnDevice(batches, self._first_parameter.device, dtypes, self._read_batch)
+        return Checked(batches, device, dtypes, self._read_batch, of_targets)
 
     # -------------------------------------------------------------- posterior
 

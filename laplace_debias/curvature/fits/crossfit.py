@@ -72,7 +72,8 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
         table = exact_crossfit(problem, folds, starts, of_folds, bases)
         table = {block: bases[block].pooled(table[block], problem.dtype) for block in table}
         return CurvatureFit(assemble(problem, bases, table), seen)
-    sizes = torch.tensor([len(y) for _, y in folds]).to(folds[0][1].device)
+    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
+    sizes = torch.tensor([len(y) for _, y in folds]).to(device)
     for block in problem.blocks:
         # A block's factors are freed once it is done with.
         sides = zip(*(sums.pop(block) for sums in of_folds), strict=True)

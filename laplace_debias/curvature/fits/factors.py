@@ -35,6 +35,7 @@ from laplace_debias.curvature.layers.uses import (
     Masks,
     Uses,
     activations,
+    chosen,
     exact_rows,
     output_gradients,
     slices,
@@ -87,8 +88,8 @@ def gradient_factor(
         of_G = [block.shape[0]] * (1 if block.has_diagonal_G else 2)
         G = parts[0].new_zeros(*block.groups, *of_G)
         for part, mask in zip(parts, masks, strict=True):
-            rows = part.unflatten(0, (-1, len(mask))).movedim(-1, 2)[:, mask]
-            of_rows = weights[:, None].expand_as(mask)[mask]
+            rows = chosen(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
+            of_rows = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
             rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
             rows = rows.flatten(0, 1)
             if block.has_diagonal_G:
@@ -169,8 +170,9 @@ def input_factor(
         for part, counted in zip(inputs, masks, strict=True):
             counted = _counted(layer, block, part, counted)
             for index, x in enumerate(part):
-                ids = x.flatten() if counted is None else tokens(x)[counted[index]]
-                counts += torch.bincount(ids, minlength=block.shape[1])
+                ids = tokens(x).flatten().long()
+                ones = counts.new_ones(len(ids)) if counted is None else counted[index].flatten()
+                counts.index_add_(0, ids, ones.long())
         return counts.to(layer.weight.dtype)
     of_A = [block.shape[1]] * (1 if block.has_diagonal_A else 2)
     A = layer.weight.new_zeros(*block.groups, *of_A)
@@ -192,7 +194,7 @@ def _add_positions(
 ) -> Tensor:
     if mask is not None:
         for part in slices(layer, block, x):
-            A = _add_moments(A, activations(layer, block, x[part])[mask[part]])
+            A = _add_moments(A, chosen(activations(layer, block, x[part])[None], mask[part])[0])
         return A
     is_convolution = isinstance(layer, CONVOLUTIONS)
     of_groups = x.chunk(block.num_groups, dim=1) if is_convolution else [x]

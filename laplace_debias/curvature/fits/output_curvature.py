@@ -1,12 +1,13 @@
 """How much the loss curves in the outputs: what forward passes alone tell of curvature."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
-from laplace_debias.curvature.network.inputs import call
+from laplace_debias.curvature.network.faults import Faults
+from laplace_debias.curvature.network.inputs import call, move
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 
@@ -27,7 +28,7 @@ def mean_output_curvature(
     Args:
         model: The trained network, with outputs `[B, ..., C]`.
         loss: Its loss.
-        batches: `(x, y)` on the model's device.
+        batches: `(x, y)`, on the model's device or the CPU.
         empirical: ‖∇_f ℓ‖² instead, the trace of the empirical Fisher's part.
         class_dim: As `Cotangents`.
 
@@ -35,19 +36,25 @@ def mean_output_curvature(
         ValueError: If there is no example, or outputs or targets are not what they must be.
     """
     network = shadow(model)
-    total, num_examples = 0.0, 0
-    for x, y in batches:
-        with torch.no_grad():
-            outputs = call(network, x)
-        check_outputs(outputs)
-        targets = targets_classes_last(y, outputs.ndim, class_dim)
-        loss.check(outputs, targets)
-        labels = loss.labels(targets, num_examples, outputs.ndim)
-        if empirical:
-            total += float(loss.gradient(outputs, labels).double().square().sum())
-        else:
-            total += float(loss.hessian_trace(outputs, labels))
-        num_examples += len(y)
+    device = next(model.parameters()).device
+    total: Tensor | float = 0.0
+    num_examples, faults = 0, Faults()
+    for number, (x, y) in enumerate(batches, start=1):
+        with faults.of_batch(number):
+            x = move(x, device, None)
+            with torch.no_grad():
+                outputs = call(network, x)
+            check_outputs(outputs)
+            targets = targets_classes_last(y, outputs.ndim, class_dim)
+            loss.check(outputs, targets)
+            targets = targets.to(device, non_blocking=True)
+            labels = loss.labels(targets, num_examples, outputs.ndim)
+            if empirical:
+                total = total + loss.gradient(outputs, labels).double().square().sum()
+            else:
+                total = total + loss.hessian_trace(outputs, labels).double()
+            num_examples += len(y)
     if num_examples == 0:
         raise ValueError("The data of the scale holds no example: pass at least one batch.")
-    return total / num_examples
+    faults.read()
+    return float(total) / num_examples

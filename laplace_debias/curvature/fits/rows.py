@@ -68,7 +68,7 @@ def sweep_parts(
         found = []
         for _, J, columns in rotated_jacobians(layer, block, uses, None, None):
             if columns is not None:
-                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
+                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
             found.append(of_block(J.flatten(2)))
         return torch.cat(found)
 

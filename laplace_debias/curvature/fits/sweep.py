@@ -15,7 +15,8 @@ from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
+from laplace_debias.curvature.network.faults import Faults
+from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.system.memory import MOST_GRANTED, granted
@@ -49,7 +50,7 @@ def sweep(
 
     Args:
         problem: The network and its blocks.
-        batches: `(x, y)` pairs on the model's device.
+        batches: `(x, y)` pairs, on the model's device or the CPU.
         measure: What to compute of a block on a chunk of a batch.
         consume: Takes what was measured of a block.
         consume_inputs: If given, takes at the end of every batch (of a very large one also within)
@@ -68,8 +69,11 @@ def sweep(
     stream = problem.backend(network, problem.blocks)
     kept = None if consume_inputs is None else _KeptInputs(network, problem.blocks, consume_inputs)
     num_seen, num_outputs, pace = 0, 0, None
-    nll = torch.zeros((), dtype=torch.float64)
-    for all_x, all_y in batches:
+    nll: Tensor | float = 0.0
+    faults = Faults()
+    # The batches of a list are folds, and not those of the user.
+    are_folds = isinstance(batches, list)
+    for number, (all_x, all_y) in enumerate(batches, start=1):
         if pace is None:
             pace = _pace(problem, all_x, additive, extra_bytes)
         for start in range(0, len(all_y), pace.examples):
@@ -80,22 +84,26 @@ def sweep(
                 nonlocal nll, num_outputs
                 check_outputs(outputs)
                 cotangents, value = problem.cotangents(outputs, y, key)
-                nll = nll.to(outputs.device) + value
+                nll = nll + value
                 num_outputs += outputs.numel()
                 return cotangents
 
-            if kept is None:
-                stream(x, columns, measure, consume, pace.columns)
-            else:
-                masks = pace.positions.find(x, y, first + num_seen)
-                stream(x, columns, kept.and_measure(measure, masks), consume, pace.columns)
-                kept.hand_over_if_full()
+            with faults.of_batch(None if are_folds else number):
+                moved, keeping = move(x, pace.device, None), measure
+                if kept is not None:
+                    # It asks about what still lies on the CPU there.
+                    masks = pace.positions.find(x, y, first + num_seen)
+                    keeping = kept.and_measure(measure, masks)
+                stream(moved, columns, keeping, consume, pace.columns)
+                if kept is not None:
+                    kept.hand_over_if_full()
             num_seen += len(y)
         if kept is not None:
             kept.hand_over()
     if num_seen == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
-    return Seen(num_seen, nll.item(), num_outputs)
+    faults.read()
+    return Seen(num_seen, float(nll), num_outputs)
 
 
 class _KeptInputs:
@@ -168,6 +176,7 @@ class _Pace:
     examples: int
     columns: int
     positions: PositionFinder
+    device: torch.device
 
 
 def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pace:
@@ -176,7 +185,8 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     Raises:
         ValueError: If one cotangent of one example does not fit.
     """
-    one = take(x, slice(0, 1))
+    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
+    one = move(take(x, slice(0, 1)), device, None)
     network = shadow(problem.model)
     tap = Tap.on(network, problem.blocks)
     outputs = tap.forward(one)
@@ -192,7 +202,7 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     if additive and tap.one_by_one and problem.backend is HookStream:
         at_once = 1
     examples = bound // (_SHARE * at_once * size)
-    return _Pace(max(1, examples), at_once, positions)
+    return _Pace(max(1, examples), at_once, positions, device)
 
 
 def _check_columns(columns: int, outputs: Tensor) -> None:

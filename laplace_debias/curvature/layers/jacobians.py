@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -31,7 +32,8 @@ class Rotated(NamedTuple):
     Attributes:
         examples: Which examples of the batch.
         J: `[b, K, *groups, d_out, d_in]`; of an embedding only the columns that are not zero.
-        columns: Which columns these are; None for all.
+        columns: Which columns these are; None for all. A column that is named twice is zero in all
+            places but one.
     """
 
     examples: slice
@@ -93,7 +95,7 @@ def joint_jacobians(
         # Sorted, so that each part's columns are found among all.
         places = [torch.searchsorted(columns, some) for some in looked_up]
         parts = [
-            Rotated(examples, J.new_zeros(*J.shape[:3], len(columns)).index_copy_(3, place, J))
+            Rotated(examples, J.new_zeros(*J.shape[:3], len(columns)).index_add_(3, place, J))
             for (examples, J, _), place in zip(parts, places, strict=True)
         ]
     J = parts[0].J if len(parts) == 1 else torch.cat([part.J for part in parts])
@@ -114,10 +116,32 @@ def _looked_up(
         ids = torch.cat([tokens(x[part]) for x, _ in uses], dim=1)
         g = torch.cat([token_gradients(layer, block, x[part], g[:, part]) for x, g in uses], dim=3)
         g = g if U_G is None else U_G.T @ g
-        columns, places = torch.unique(ids, return_inverse=True)
+        columns, places = _distinct(ids, block.shape[1])
         J = g.new_zeros(*g.shape[:3], len(columns))
         J.scatter_add_(3, places[None, :, None, :].expand_as(g), g)
         yield Rotated(part, J.movedim(0, 1), columns)
+
+
+def _distinct(
+    ids: Int[Tensor, "batch positions"], num_rows: int
+) -> tuple[Int[Tensor, " some"], Int[Tensor, "batch positions"]]:
+    """The tokens that occur, ascending, and the place of each position's token among them.
+
+    On an accelerator the host would wait for their number: there further places, at which no
+    position is, follow with the token 0.
+
+    Args:
+        ids: Tokens.
+        num_rows: How many tokens there are.
+    """
+    if ids.device.type == "cpu":
+        return torch.unique(ids, return_inverse=True)
+    ordered, order = ids.flatten().sort()
+    is_new = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
+    among = is_new.cumsum(0) - 1
+    places = torch.empty_like(among).scatter_(0, order, among).view_as(ids)
+    columns = ordered.new_zeros(min(len(ordered), num_rows))
+    return columns.scatter_(0, among, ordered), places
 
 
 def rotate_rows(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, "*n d"]:

@@ -34,7 +34,7 @@ from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Masks, takes_part
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
 from laplace_debias.curvature.network.shadow import shadow
 
@@ -75,7 +75,7 @@ class PositionFinder:
     ) -> None:
         self._model = model
         self._cotangents = cotangents
-        self._ndim = outputs.ndim
+        self._ndim, self._device = outputs.ndim, outputs.device
         sharing = {block.layer for block in blocks if not block.is_exact}
         shared = [use for use in uses if use.layer in sharing and use.z.ndim > 2]
         self._layers = list(dict.fromkeys(use.layer for use in shared))
@@ -88,9 +88,12 @@ class PositionFinder:
     def find(self, x: Inputs, y: Tensor, first: int) -> Mapping[str, Masks]:
         """The positions that take part, of the layers where not all do.
 
+        Whether there may be any is asked where inputs and targets lie. On an accelerator the host
+        waits for the answer, and once more for what the pass has found.
+
         Args:
-            x: Inputs, `[B, ...]`.
-            y: Targets.
+            x: Inputs, `[B, ...]`, on the model's device or the CPU.
+            y: Targets, on either.
             first: Position of the first example in all data of the fit.
 
         Returns:
@@ -106,7 +109,11 @@ class PositionFinder:
         if self._pass is None:
             # Hooks cost time, and most data holds no padding.
             self._pass = _Pass(self._model, self._layers)
-        found = self._pass.run(x, counted)
+        lengths = _lengths_of_tokens(x)
+        device = self._device
+        x = move(x, device, None)
+        counted = None if counted is None else counted.to(device, non_blocking=True)
+        found = self._pass.run(x, counted, lengths)
         if not found:
             return {}
         everywhere = [mask.all() for masks in found.values() for mask in masks]
@@ -122,7 +129,7 @@ def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
     """
     tensors = tensors_of(x)
     if not _can_tell_of_padding(tensors):
-        return is_pooled and bool(_zero_rows(tensors).any())
+        return is_pooled and tensors[0].ndim == 3 and bool(_zero_rows(tensors).any())
     return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
 
 
@@ -140,6 +147,12 @@ def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"]:
     if len(tensors) > 1 or x.ndim != 3:
         return torch.zeros(len(x), 0, dtype=torch.bool, device=x.device)
     return (x == 0).all(-1)
+
+
+def _lengths_of_tokens(x: Inputs) -> set[int]:
+    """How many positions tokens or masks `[B, T]` among the inputs have."""
+    tensors = [t for t in tensors_of(x) if t.ndim == 2]
+    return {t.shape[1] for t in tensors if not t.is_floating_point() or _is_mask(t)}
 
 
 class _Pass:
@@ -172,12 +185,13 @@ class _Pass:
         self._others.append((module, x, output))
         return output.clone()
 
-    def run(self, x: Inputs, counted: Tensor | None) -> Mapping[str, Masks]:
+    def run(self, x: Inputs, counted: Tensor | None, lengths: set[int]) -> Mapping[str, Masks]:
         """The positions that take part, by layer and use.
 
         Args:
             x: Inputs, `[B, ...]`.
             counted: Which outputs count, broadcasting to the outputs; None for all.
+            lengths: As `_lengths_of_tokens` gives them.
         """
         self._others.clear()
         outputs = self._tap.forward(x)
@@ -196,7 +210,7 @@ class _Pass:
             takes_part(layer, torch.zeros_like(z) if g is None else g)
             for (layer, _, z), g in zip(calls, gradients, strict=True)
         ]
-        candidates = _Candidates(x, counted, calls, here)
+        candidates = _Candidates(x, counted, calls, here, lengths)
         found: dict[str, list[Tensor]] = {}
         for use, (layer, *_), mask, g in zip(asked, calls, here, gradients, strict=False):
             if g is not None:
@@ -213,6 +227,7 @@ class _Candidates:
         counted: Tensor | None,
         calls: Sequence[tuple[nn.Module, Tensor, Tensor]],
         here: Sequence[Tensor],
+        lengths: set[int],
     ) -> None:
         tensors = tensors_of(x)
         # By the number of positions.
@@ -233,11 +248,7 @@ class _Candidates:
         if not _can_tell_of_padding(tensors):
             self._zero_rows = _zero_rows(tensors)
         # A convolution of images may have as many positions as a sequence has by accident.
-        self._lengths = {
-            t.shape[1]
-            for t in tensors
-            if t.ndim == 2 and (not t.is_floating_point() or _is_mask(t))
-        }
+        self._lengths = lengths
 
     def of(self, layer: nn.Module, mask: Bool[Tensor, "batch positions"]) -> Tensor:
         """The candidates in a use of a layer, `[B, T]`; `mask` says which ones have a gradient."""

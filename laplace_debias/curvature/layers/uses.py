@@ -140,6 +140,23 @@ def output_gradients(
     return columns.unflatten(2, (*block.groups, -1))
 
 
+def chosen(
+    rows: Float[Tensor, "columns batch positions *d"], mask: Bool[Tensor, "batch positions"]
+) -> Float[Tensor, "columns n *d"]:
+    """Rows of the positions that take part, `[K, n, ...]`, to be multiplied with themselves.
+
+    On an accelerator the host would wait for their number: there the others are left in, as zeros.
+
+    Args:
+        rows: `[K, B, T, ...]`.
+        mask: Which positions take part.
+    """
+    if mask.device.type == "cpu":
+        return rows[:, mask]
+    # Not a product: what is padded may be infinite.
+    return rows.where(mask.view(*mask.shape, *[1] * (rows.ndim - 3)), 0).flatten(1, 2)
+
+
 def takes_part(layer: nn.Module, g: Tensor) -> Bool[Tensor, "batch positions"]:
     """Where one cotangent's gradients at a layer's output, `[B, ...]`, do not vanish, `[B, T]`."""
     return (g != 0).any(1 if isinstance(layer, _CHANNELS_FIRST) else -1).flatten(1)

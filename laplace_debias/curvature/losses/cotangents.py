@@ -109,7 +109,8 @@ class Cotangents:
 
         Args:
             outputs: `[B, ...]`.
-            targets: What the loss takes.
+            targets: What the loss takes, on the outputs' device; of likelihoods that
+                `look_at_shapes` the CPU will do.
             first: Position of the batch's first example in the data.
 
         Raises:
@@ -117,7 +118,9 @@ class Cotangents:
             TypeError: If they are of the wrong dtype.
         """
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
+        # Targets that still lie on the CPU are checked there, at once.
         self.loss.check(outputs, targets)
+        targets = targets.to(outputs.device, non_blocking=True)
         labels = self.loss.labels(targets, first, outputs.ndim)
         value = self.loss.value(outputs, labels).double()
         if self.fisher.kind == "exact":

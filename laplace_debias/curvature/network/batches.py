@@ -13,37 +13,40 @@ from laplace_debias.curvature.network.reader import BatchReader
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
 Batches = Iterable[Any]
-# The same, checked and on the model's device.
+# The same, checked, and on the model's device or on their way there.
 Pairs = Iterable[tuple[Inputs, Tensor]]
 
 
-class OnDevice:
-    """Batches `(x, y)` as tensors on the model's device, re-iterable if the source is.
+class Checked:
+    """Batches `(x, y)` as tensors that the model takes, re-iterable if the source is.
 
     Args:
         batches: The source.
-        device: Where the model is.
+        device: Where inputs are moved, the model's device; None to leave them where they are.
         dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
         read: What makes pairs of its batches.
+        of_targets: Where targets are moved; None to leave them where they are.
     """
 
     def __init__(
         self,
         batches: Batches,
-        device: torch.device,
+        device: torch.device | None,
         dtypes: Collection[torch.dtype],
         read: BatchReader,
+        of_targets: torch.device | None,
     ) -> None:
         self._batches = batches
         self._read = read
         self._device = device
         self._dtypes = dtypes
+        self._of_targets = of_targets
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for batch in self._batches:
             x, y = self._read(batch)
             x = move(x, self._device, self._dtypes)
-            yield x, y.to(self._device, non_blocking=True)
+            yield x, y if self._of_targets is None else y.to(self._of_targets, non_blocking=True)
 
 
 class Counted:

@@ -20,12 +20,16 @@ def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
             pass fills, do not count.
         without: Names of parameters to leave out.
     """
-    state = {
+    return {name: sum_of_bits(value) for name, value in state_of(model, without).items()}
+
+
+def state_of(model: nn.Module, without: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a fingerprint by their names; arguments as `fingerprint` takes them."""
+    return {
         name: value
         for name, value in model.state_dict().items()
         if isinstance(value, Tensor) and name not in without
     }
-    return {name: _sum_of_bits(value) for name, value in state.items()}
 
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
@@ -34,9 +38,13 @@ def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     return [name for name in names if before.get(name) != now.get(name)]
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
+def sum_of_bits(tensor: Tensor) -> int:
+    """The sum of a tensor's entries, their bits taken for integers."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    flat = tensor.detach().contiguous().flatten()
-    integers = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
-    return int(integers.sum(dtype=torch.int64))
+    return int(bits(tensor.detach().flatten()).sum(dtype=torch.int64))
+
+
+def bits(vector: Tensor) -> Tensor:
+    """A vector's entries as integers of their size, or two for each complex one in float64."""
+    return vector.contiguous().view(_INTEGERS.get(vector.element_size(), torch.int64))

@@ -143,12 +143,14 @@ def join(parts: Sequence[Inputs]) -> Inputs:
     return like(first, joined) if isinstance(first, Mapping) else tuple(joined.values())
 
 
-def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype] | None) -> Inputs:
+def move(
+    inputs: Any, device: torch.device | None, dtypes: Collection[torch.dtype] | None
+) -> Inputs:
     """Inputs on a device.
 
     Args:
         inputs: As `Inputs`.
-        device: Where the model is.
+        device: Where the model is; None to leave them where they are.
         dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have;
             None for any.
 
@@ -166,7 +168,9 @@ def move(inputs: Any, device: torch.device, dtypes: Collection[torch.dtype] | No
     # Tensors made under inference_mode cannot take part in differentiation.
     return _map(
         inputs,
-        lambda x: (x.clone() if x.is_inference() else x.detach()).to(device, non_blocking=True),
+        lambda x: (x.clone() if x.is_inference() else x.detach()).to(
+            x.device if device is None else device, non_blocking=True
+        ),
     )
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.faults import require
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shadow import shadow
@@ -35,16 +36,18 @@ def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
 
 
 def check_finite_outputs(outputs: Tensor) -> None:
-    """Require finite outputs.
+    """Require finite outputs; within a pass over data as `Faults` has it.
 
     Raises:
         ValueError: If an output is not finite.
     """
-    if not outputs.isfinite().all():
-        raise ValueError(
+    require(
+        outputs.isfinite().all(),
+        lambda: ValueError(
             "The model's outputs hold NaN or Inf for these examples: check the inputs' scale and "
             "the checkpoint."
-        )
+        ),
+    )
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class DenseMoments:
         block, place = self._blocks[index], self._places[index]
         for part, J, columns in self._jacobians(layer, block, uses, None, None):
             if columns is not None:
-                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_copy_(3, columns, J)
+                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
             rows = J.flatten(2).double()
             gram = rows.square().sum(-1) if self._diagonal else rows @ rows.mT
             if self._gram is None:

@@ -28,7 +28,11 @@ class Likelihood(ABC):
 
     @abstractmethod
     def check(self, outputs: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
-        """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs."""
+        """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs.
+
+        It is called for every batch. On an accelerator the host waits for numbers that it looks at:
+        those of this package's likelihoods are read once a fit.
+        """
 
     @abstractmethod
     def nll(

@@ -13,6 +13,7 @@ from laplace_debias.curvature.losses.likelihoods.weights import (
     check_length,
     checked_weights,
 )
+from laplace_debias.curvature.network.faults import require
 
 
 class Bernoulli(Likelihood):
@@ -50,8 +51,10 @@ class Bernoulli(Likelihood):
                 f"Expected binary targets of shape {tuple(outputs.shape[:1])} or "
                 f"{tuple(outputs.shape)}, got {tuple(targets.shape)}."
             )
-        if not ((targets == 0) | (targets == 1)).all():
-            raise ValueError("Binary targets must be 0 or 1.")
+        require(
+            ((targets == 0) | (targets == 1)).all(),
+            lambda: ValueError("Binary targets must be 0 or 1."),
+        )
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy on the logit."""
@@ -138,13 +141,15 @@ class MultiLabel(Likelihood):
                 f"Expected targets of the outputs' shape {tuple(outputs.shape)}, 0 or 1 for every "
                 f"label, got {tuple(targets.shape)}{hint}."
             )
-        counted = targets[self.counted(targets)]
-        if not ((counted == 0) | (counted == 1)).all():
-            raise ValueError(
+        are_right = ((targets == 0) | (targets == 1)).all(-1)
+        require(
+            (are_right | ~self.counted(targets)).all(),
+            lambda: ValueError(
                 "Multi-label targets must be 0 or 1 for every label of an example, or "
                 f"ignore_index={self.ignore_index} for all of them: leave out the examples of "
                 "which some labels are not known."
-            )
+            ),
+        )
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy on the logits, summed over the labels."""
@@ -206,7 +211,7 @@ class MultiLabel(Likelihood):
 
 
 def _like(weights: Tensor | None, outputs: Tensor) -> Tensor | None:
-    return None if weights is None else weights.to(outputs)
+    return None if weights is None else weights.to(outputs, non_blocking=True)
 
 
 def _curvature_weights(
@@ -214,5 +219,6 @@ def _curvature_weights(
 ) -> Float[Tensor, "batch labels"]:
     """W (1 + (π − 1) y), float64."""
     y = labels.double()
-    omega = torch.ones_like(y) if positive is None else 1 + (positive.to(y) - 1) * y
-    return omega if weights is None else weights.to(y) * omega
+    weights, positive = _like(weights, y), _like(positive, y)
+    omega = torch.ones_like(y) if positive is None else 1 + (positive - 1) * y
+    return omega if weights is None else weights * omega

@@ -12,9 +12,11 @@ from laplace_debias.curvature.losses.likelihoods.weights import (
     check_length,
     checked_weights,
 )
+from laplace_debias.curvature.network.faults import is_pending, require
 
 # How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
 _ROUNDING = 1e-3
+_OF_SEVERAL_LABELS = '; if several labels may apply to an example use likelihood="multilabel"'
 
 
 class Categorical(Likelihood):
@@ -98,35 +100,50 @@ class Categorical(Likelihood):
                 f"Expected one class label per example, shape ({outputs.shape[0]},), got "
                 f"{tuple(targets.shape)}{_advice_on_columns(outputs, targets)}."
             )
-        counted = targets[targets.long() != self.ignore_index]
-        if counted.numel() == 0:
+        if len(targets) == 0:
             return
-        low, high = int(counted.min()), int(counted.max())
-        if low < 0 or high >= num_classes:
-            raise ValueError(
+        # Without indexing by a mask, for which the host would wait for the device.
+        labels = targets.long()
+        counted, limits = labels != self.ignore_index, torch.iinfo(torch.long)
+        low = labels.where(counted, limits.max).min()
+        high = labels.where(counted, limits.min).max()
+        require(
+            (low >= 0) & (high < num_classes),
+            lambda: ValueError(
                 f"Class labels must lie in 0 … {num_classes - 1} for {num_classes} outputs, got "
-                f"{low} … {high}."
-            )
+                f"{int(low)} … {int(high)}."
+            ),
+        )
 
     def _check_probabilities(self, outputs: Tensor, targets: Tensor) -> None:
-        probabilities = targets[self._not_ignored(targets)].double()
+        probabilities = targets.double()
         sums = probabilities.sum(-1)
         rounding = max(_ROUNDING, torch.finfo(targets.dtype).eps)
-        if not ((probabilities >= 0).all() and ((sums - 1).abs() <= rounding).all()):
-            raise TypeError(
-                f"Class labels must be integers, got {targets.dtype} of shape "
-                f"{tuple(targets.shape)}, which are no class probabilities either: those are not "
-                "negative and sum to 1 for every example. Pass class indices or probabilities"
-                f"{_advice_on_columns(outputs, targets)}."
-            )
+        are_right = (probabilities >= 0).all(-1) & ((sums - 1).abs() <= rounding)
+        dtype, shape = targets.dtype, tuple(targets.shape)
+        require(
+            (are_right | ~self._not_ignored(targets)).all(),
+            # One-hot targets are probabilities: here they never are.
+            lambda: TypeError(
+                f"Class labels must be integers, got {dtype} of shape {shape}, which are no class "
+                "probabilities either: those are not negative and sum to 1 for every example. Pass "
+                f"class indices or probabilities{_OF_SEVERAL_LABELS}."
+            ),
+        )
 
     def nll(self, outputs: Tensor, targets: Integer[Tensor, " batch"] | Tensor) -> Tensor:
         """Cross-entropy."""
-        weights = None if self.class_weights is None else self.class_weights.to(outputs)
+        weights = self.class_weights
+        weights = None if weights is None else weights.to(outputs, non_blocking=True)
         if not _are_soft(targets):
+            labels = targets.long()
+            if is_pending():
+                # A label out of range would end the process's work on a GPU before `check` tells.
+                in_range = labels.clamp(0, outputs.shape[-1] - 1)
+                labels = in_range.where(labels != self.ignore_index, labels)
             return F.cross_entropy(
                 outputs,
-                targets.long(),
+                labels,
                 weights,
                 reduction="none",
                 ignore_index=self.ignore_index,
@@ -159,16 +176,17 @@ class Categorical(Likelihood):
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
         """ω, the mean weight under the smoothed target."""
         weights, smoothing = self.class_weights, self.label_smoothing
+        if weights is not None:
+            weights = weights.to(targets.device, non_blocking=True)
         if _are_soft(targets):
             q = targets.double()
-            weights = q.new_ones(q.shape[-1]) if weights is None else weights.to(q.device)
+            weights = q.new_ones(q.shape[-1]) if weights is None else weights
             if len(weights) != q.shape[-1]:
                 return None  # `check` says so.
             of_target = q @ weights
         elif weights is None:
             return None  # Smoothed or not, a target's classes add up to 1.
         else:
-            weights = weights.to(targets.device)
             of_target = weights[targets.long().clamp(0, len(weights) - 1)]
         omega = (1 - smoothing) * of_target + smoothing * weights.mean()
         return (omega * self._not_ignored(targets)).unsqueeze(-1)
@@ -238,4 +256,4 @@ def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
             "; one-hot targets are turned into them by `targets.argmax(1)`, but if several labels "
             'may apply to an example use likelihood="multilabel"'
         )
-    return '; if several labels may apply to an example use likelihood="multilabel"'
+    return _OF_SEVERAL_LABELS

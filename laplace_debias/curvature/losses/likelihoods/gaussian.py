@@ -10,6 +10,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.normal_mixture import NormalMixture
+from laplace_debias.curvature.network.faults import require
 
 
 class Gaussian(Likelihood):
@@ -47,7 +48,7 @@ class Gaussian(Likelihood):
                 f"{outputs.dtype}: rescale the targets and sigma, or convert the model to a wider "
                 "dtype."
             )
-        return self.sigma.to(outputs).expand(outputs.shape[-1])
+        return self.sigma.to(outputs, non_blocking=True).expand(outputs.shape[-1])
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require floating-point targets of the outputs' shape."""
@@ -138,8 +139,10 @@ def check_finite_floats(targets: Tensor, kind: str) -> None:
         raise TypeError(
             f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."
         )
-    if not torch.isfinite(targets).all():
-        raise ValueError(f"{kind} targets hold NaN or Inf: remove these examples.")
+    require(
+        torch.isfinite(targets).all(),
+        lambda: ValueError(f"{kind} targets hold NaN or Inf: remove these examples."),
+    )
 
 
 def _is_resolved(covariance: Float[Tensor, "*batch outputs outputs"]) -> bool:

@@ -13,6 +13,7 @@ from laplace_debias.curvature.losses.likelihoods.gaussian import (
     noisy_normal,
 )
 from laplace_debias.curvature.losses.likelihoods.normal_mixture import NormalMixture
+from laplace_debias.curvature.network.faults import require
 
 
 class HeteroscedasticGaussian(Likelihood):
@@ -53,12 +54,16 @@ class HeteroscedasticGaussian(Likelihood):
         log_variances = outputs[:, size // 2 :]
         # Their exponentials of both signs are needed.
         limit = -math.log(torch.finfo(outputs.dtype).tiny)
-        if not (log_variances.abs() < limit).all():
-            raise ValueError(
-                f"Log-variances of {float(log_variances.min()):.3g} … "
-                f"{float(log_variances.max()):.3g} are out of the range of {outputs.dtype}: the "
-                f"last {size // 2} of {size} outputs must be the logarithms of variances."
-            )
+        low, high = torch.aminmax(log_variances)
+        dtype = outputs.dtype
+        require(
+            (low > -limit) & (high < limit),
+            lambda: ValueError(
+                f"Log-variances of {float(low):.3g} … {float(high):.3g} are out of the range of "
+                f"{dtype}: the last {size // 2} of {size} outputs must be the logarithms of "
+                "variances."
+            ),
+        )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
         """Require targets that fit a predictive's means, `[B, C]`."""

@@ -18,6 +18,17 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
     "heteroscedastic": HeteroscedasticGaussian,
 }
 
+# Of the outputs their checks look at shape and dtype alone.
+_OF_SHAPES = (Categorical, Gaussian, Bernoulli, MultiLabel)
+
+
+def look_at_shapes(likelihood: Likelihood) -> bool:
+    """Whether a likelihood's check takes targets on the CPU beside outputs on another device.
+
+    A user's likelihood, one derived from ours too, may calculate with both.
+    """
+    return type(likelihood) in _OF_SHAPES
+
 
 def likelihood_from(
     name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None

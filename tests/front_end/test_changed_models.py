@@ -1,0 +1,219 @@
+"""A prediction finds that the model is no longer that of the fit, whatever has changed it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.network import watch
+from laplace_debias.curvature.network.fingerprint import fingerprint
+from laplace_debias.curvature.network.watch import Watch
+
+LARGE = 100
+
+
+def network():
+    """Its first layer is so large that not every entry of it is read."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, LARGE), nn.BatchNorm1d(LARGE), nn.Linear(LARGE, LARGE), nn.Linear(LARGE, 3)
+    ).eval()
+
+
+def optimizer(kind, **options):
+    def step(model):
+        torch.manual_seed(1)
+        model(torch.randn(5, 4)).square().sum().backward()
+        kind(model[2:3].parameters(), lr=0.1, **options).step()
+        model.zero_grad()
+
+    return step
+
+
+@torch.no_grad()
+def in_place(model):
+    model[2].weight.mul_(2)
+
+
+def of_data(model):
+    model[2].weight.data.mul_(2)
+
+
+def new_data(model):
+    model[2].weight.data = model[2].weight.data * 2
+
+
+def new_data_twice(model):
+    """The second one may lie where the first one lay."""
+    for _ in range(2):
+        new_data(model)
+
+
+def by_numpy(model):
+    model[2].weight.detach().numpy()[:] *= 2
+
+
+def by_dlpack(model):
+    torch.from_dlpack(model[2].weight.detach()).mul_(2)
+
+
+def by_storage(model):
+    model[2].weight.untyped_storage().fill_(1)
+
+
+def foreach_of_data(model):
+    torch._foreach_mul_([p.data for p in model[2].parameters()], 2)
+
+
+def uncounted(model):
+    weight = model[2].weight
+    with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
+        weight.mul_(2)
+
+
+def inference(model):
+    with torch.inference_mode():
+        model[2].weight.mul_(2)
+
+
+def swapped(model):
+    torch.utils.swap_tensors(model[2].weight, nn.Parameter(model[2].weight.detach() * 2))
+
+
+def by_vector(model):
+    vector = nn.utils.parameters_to_vector(model[2].parameters())
+    nn.utils.vector_to_parameters(2 * vector, model[2].parameters())
+
+
+def loaded(model, **options):
+    model[2].load_state_dict({k: 2 * v for k, v in model[2].state_dict().items()}, **options)
+
+
+def assigned(model):
+    loaded(model, assign=True)
+
+
+def new_layer(model):
+    model[2] = nn.Linear(LARGE, LARGE)
+
+
+def converted(model):
+    model[2].bfloat16().float()
+
+
+def statistics(model):
+    model[1].train()(torch.randn(5, LARGE))
+    model.eval()
+
+
+def new_buffer(model):
+    model[2].register_buffer("mask", torch.ones(3))
+
+
+WAYS = {
+    **{
+        f"{kind.__name__} {options}": optimizer(kind, **options)
+        for kind in (torch.optim.SGD, torch.optim.Adam)
+        for options in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    },
+    **{
+        way.__name__: way
+        for way in (
+            *(in_place, of_data, new_data, new_data_twice, by_numpy, by_dlpack, by_storage),
+            *(foreach_of_data, uncounted, inference, swapped, by_vector, loaded, assigned),
+            *(new_layer, converted, statistics, new_buffer),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_change_a_model_is_found_by_the_next_prediction(way):
+    model = network()
+    x = torch.randn(6, 4)
+    la = Laplace(model, params="last_layer").fit_batches([(x, torch.arange(6) % 3)])
+    for _ in range(2):  # the first one reads everything
+        la.predict(x, "map")
+    WAYS[way](model)
+    with pytest.raises(RuntimeError, match=r"[12]\.\w+ has changed since the fit"):
+        la.predict(x, "map")
+
+
+def test_a_model_that_was_moved_in_memory_is_the_same(monkeypatch):
+    read = []
+    full = watch.sum_of_bits
+    monkeypatch.setattr(watch, "sum_of_bits", lambda x: read.append(x.numel()) or full(x))
+    model = network()
+    sums, watching = fingerprint(model, []), Watch()
+
+    def entries_read():
+        read.clear()
+        assert watching.changed(model, [], sums) == []
+        return sum(read)
+
+    everything = sum(x.numel() for x in model.state_dict().values())
+    assert entries_read() == everything
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.clone()
+    # Buffers lie where they lay.
+    assert entries_read() >= sum(p.numel() for p in model.parameters())
+    assert entries_read() <= LARGE**2
+
+
+def test_few_entries_behind_torch_are_found_once_their_tensor_is_read():
+    model = network()
+    sums, watching = fingerprint(model, []), Watch()
+    assert watching.changed(model, [], sums) == []
+    model[2].weight.data[0, 1] += 1
+    tensors = len(model.state_dict())
+    found = [watching.changed(model, [], sums) for _ in range(tensors)]
+    assert found.count(["2.weight"]) == 1
+    assert found.count([]) == tensors - 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_watches_its_own_model(copied):
+    model = network()
+    x = torch.randn(6, 4)
+    la = Laplace(model, params="last_layer").fit_batches([(x, torch.arange(6) % 3)])
+    la.predict(x, "map")
+    other = copied(la)
+    of_data(model)
+    other.predict(x, "map")
+    of_data(other.model)
+    for each in (la, other):
+        with pytest.raises(RuntimeError, match="has changed since the fit"):
+            each.predict(x, "map")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(3, 4).T,
+        torch.randn(3).expand(2, 3),
+        torch.randn(4, 4)[:, :2],
+        torch.randn(3, dtype=torch.complex128),
+        torch.tensor([torch.nan, 1.0]),
+        torch.tensor([True, True, False]),
+        torch.tensor(3),
+        torch.zeros(0),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=lambda x: f"{x.dtype}{tuple(x.shape)}{x.layout}",
+)
+def test_tensors_of_every_kind_are_watched(tensor):
+    model = nn.Module()
+    model.register_buffer("held", tensor)
+    sums, watching = fingerprint(model, []), Watch()
+    for _ in range(3):
+        assert watching.changed(model, [], sums) == []
+    if tensor.numel():
+        tensor = tensor.to_dense() if tensor.is_sparse else tensor
+        model.held = ~tensor if tensor.dtype == torch.bool else tensor + 1
+        assert watching.changed(model, [], sums) == ["held"]

@@ -1,0 +1,247 @@
+"""A fit waits for the device once a pass, not once a batch, and finds what lies elsewhere."""
+
+import pytest
+import torch
+from cases import one_axis_at_a_time
+from second_device import DEVICE, Elsewhere, SecondDevice, moved
+from torch import nn
+from unusual_parameters import ClassToken
+
+from laplace_debias import Categorical, Laplace, MultiLabel
+from laplace_debias.curvature.network.faults import Faults, require
+
+
+class Padded(nn.Module):
+    """A transformer with a mask of padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 8, padding_idx=0)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        is_padding = x == 0
+        h = self.layer(self.table(x), src_key_padding_mask=is_padding)
+        return self.head(h.masked_fill(is_padding[..., None], 0).mean(1))
+
+
+def mlp(outputs=3):
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+def convolutions(groups=1):
+    layers = nn.Conv2d(2, 4, 3, groups=groups), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(64, 3))
+
+
+def features(*shape):
+    return lambda n: torch.randn(n, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(n):
+    x = torch.randint(1, 7, (n, 5), generator=torch.Generator().manual_seed(0))
+    x[::2, 3:] = 0
+    return x
+
+
+def labels(n):
+    return torch.arange(n) % 3
+
+
+def bits(*shape):
+    return lambda n: (features(*shape)(n) > 0).float()
+
+
+class Own(Categorical):
+    """A user's likelihood, whose check calculates with outputs and targets."""
+
+    def check(self, outputs, targets):
+        super().check(outputs, targets)
+        outputs.gather(1, targets[:, None])
+
+
+# Model, inputs, targets, likelihood, and how often a batch is waited for by the fits that ask which
+# positions take part.
+NETWORKS = {
+    "mlp": (mlp, features(4), labels, "classification", 0),
+    "regression": (mlp, features(4), features(3), "regression", 0),
+    "binary": (lambda: mlp(1), features(4), bits(), "binary", 0),
+    "several labels": (mlp, features(4), bits(3), "multilabel", 0),
+    "weights": (mlp, features(4), labels, Categorical(-100, [1.0, 2.0, 0.5], 0.1), 0),
+    "soft": (mlp, features(4), lambda n: features(3)(n).softmax(-1), "classification", 0),
+    "weights of labels": (mlp, features(4), bits(3), MultiLabel(-100, [1.0, 2, 3], 2.0), 0),
+    "noise": (lambda: mlp(4), features(4), features(2), "heteroscedastic", 0),
+    "own": (mlp, features(4), labels, Own(), 0),
+    "convolutions": (convolutions, features(2, 6, 6), labels, "classification", 0),
+    "groups": (lambda: convolutions(2), features(2, 6, 6), labels, "classification", 0),
+    "class token": (ClassToken, features(4, 3), labels, "classification", 0),
+    "padding": (Padded, tokens, labels, "classification", 1),
+}
+
+
+def data_of(name, num_batches):
+    _, x, y, *_ = NETWORKS[name]
+    x, y = x(4 * num_batches), y(4 * num_batches)
+    return [(x[i : i + 4], y[i : i + 4]) for i in range(0, len(y), 4)]
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    return NETWORKS[name][0]().eval()
+
+
+def fitted(name, model, data, curvature="kfac", fisher="exact", **options):
+    la = Laplace(
+        model, likelihood=NETWORKS[name][3], curvature=curvature, fisher=fisher, params="all"
+    )
+    return la.fit(data, generator=torch.Generator().manual_seed(1), num_data=40, **options)
+
+
+@pytest.mark.filterwarnings("ignore:The noise of the regression")
+@pytest.mark.parametrize(
+    ("name", "curvature", "fisher"),
+    one_axis_at_a_time(
+        list(NETWORKS), ["kfac", "ekfac", "diag", "full", "lowrank"], ["exact", "mc", "empirical"]
+    ),
+)
+def test_a_fit_does_not_wait_for_every_batch(name, curvature, fisher):
+    devices, sizes = [], (2, 4)
+    for size in sizes:
+        data = data_of(name, size)
+        with SecondDevice() as device:
+            la = fitted(name, moved(model_of(name)), data, curvature, fisher)
+            assert la.mean.device == DEVICE
+            found = float(la.log_marginal_likelihood())
+        devices.append(device)
+    # What takes another way there than on the CPU gives the same.
+    expected = fitted(name, model_of(name), data, curvature, fisher).log_marginal_likelihood()
+    assert found == pytest.approx(float(expected), rel=1e-6)
+    per_batch = NETWORKS[name][4] if curvature in ("kfac", "ekfac") else 0
+    assert waits_of_batches(*devices) == (sizes[1] - sizes[0]) * per_batch
+
+
+def waits_of_batches(few, many):
+    """How much more often is waited with more batches; decompositions come once, behind them."""
+    places = {place for place in many.places if not place.startswith(("operators/", "linalg/"))}
+    assert places, "a fit without any answer from the device"
+    return sum(many.places[place] - few.places[place] for place in places)
+
+
+@pytest.mark.parametrize(("name", "per_batch"), [("mlp", 0), ("convolutions", 1), ("padding", 2)])
+def test_data_on_the_device_is_asked_for_ignored_targets_where_positions_share_weights(
+    name, per_batch
+):
+    devices, sizes = [], (2, 4)
+    for size in sizes:
+        data = [(Elsewhere(x), Elsewhere(y)) for x, y in data_of(name, size)]
+        with SecondDevice() as device:
+            fitted(name, moved(model_of(name)), data)
+        devices.append(device)
+    assert waits_of_batches(*devices) == (sizes[1] - sizes[0]) * per_batch
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_the_scale_does_not_wait_for_every_batch(fisher):
+    devices, found = [], []
+    for size in (2, 4):
+        data = data_of("mlp", size)
+        with SecondDevice() as device:
+            la = fitted("mlp", moved(model_of("mlp")), data, fisher=fisher, mode="mini", scale=True)
+            found.append(float(la.log_marginal_likelihood()))
+        devices.append(device)
+    expected = fitted("mlp", model_of("mlp"), data, fisher=fisher, mode="mini", scale=True)
+    assert found[1] == pytest.approx(float(expected.log_marginal_likelihood()), rel=1e-6)
+    assert found[0] != found[1]
+    assert waits_of_batches(*devices) == 0
+
+
+def test_the_device_finds_what_is_waited_for_and_what_lies_elsewhere():
+    with SecondDevice() as device:
+        x = Elsewhere(torch.arange(3.0))
+        (x + 1).sum()
+        assert device.total == 0
+        for waits in (
+            lambda: bool((x > 1).any()),
+            lambda: x[x > 1],
+            x.unique,
+            x.tolist,
+            x.cpu,
+            lambda: torch.ones(3).to(DEVICE),
+            lambda: torch.tensor(1.0, device=DEVICE),
+        ):
+            before = device.total
+            waits()
+            assert device.total == before + 1
+        torch.ones(3).to(DEVICE, non_blocking=True)
+        assert device.total == before + 1
+        with pytest.raises(RuntimeError, match="mixes devices"):
+            x + torch.ones(3)
+
+
+# ------------------------------------------------------------------------------------- errors
+
+WRONG = {
+    "labels": ("mlp", 1, lambda x, y: (x, y + 7), r"0 … 2 for 3 outputs, got 7 … 9\. \(Batch 3"),
+    "inputs": ("mlp", 0, lambda x, y: (x * torch.nan, y), r"outputs hold NaN or Inf.*\(Batch 3"),
+    "targets": ("regression", 1, lambda x, y: (x, y * torch.inf), r"hold NaN or Inf.*\(Batch 3"),
+    "bits": ("binary", 1, lambda x, y: (x, y + 0.5), r"must be 0 or 1\. \(Batch 3"),
+    "label bits": ("several labels", 1, lambda x, y: (x, y + 0.5), r"must be 0 or 1.*\(Batch 3"),
+}
+
+
+def with_a_wrong_batch(case):
+    name, part, spoil, message = WRONG[case]
+    data = data_of(name, 5)
+    data[2] = spoil(*data[2])
+    return name, data, part, message
+
+
+@pytest.mark.filterwarnings("ignore:The noise of the regression")
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_a_wrong_batch_is_named_and_the_last_posterior_stays(case, curvature):
+    name, data, _, message = with_a_wrong_batch(case)
+    right = data_of(name, 2)
+    # On the CPU, on the way to the device, and on the device.
+    for place in ("cpu", "moved", "there"):
+        with SecondDevice():
+            model = model_of(name) if place == "cpu" else moved(model_of(name))
+            la = fitted(name, model, right, curvature)
+            posterior = la.posterior
+            wrong = [(Elsewhere(x), Elsewhere(y)) for x, y in data] if place == "there" else data
+            read = []
+            with pytest.raises(ValueError, match=message):
+                la.fit((read.append(1) or batch for batch in wrong), num_data=40)
+            assert la.posterior is posterior
+            # What the CPU knows is told at once, the rest at the end of the pass.
+            at_once = place == "cpu" or (place == "moved" and WRONG[case][1] == 1)
+            assert len(read) == (3 if at_once else 5)
+
+
+def test_a_failure_that_an_earlier_answer_explains_tells_of_that():
+    faults = Faults()
+
+    def work():
+        with faults.of_batch(2):
+            require(Elsewhere(torch.tensor(False)), lambda: ValueError("wrong labels"))
+            raise RuntimeError("a device that gave up")
+
+    with SecondDevice(), pytest.raises(ValueError, match="wrong labels") as raised:
+        work()
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_long_pass_reads_on_the_way():
+    faults, seen = Faults(), []
+
+    def work():
+        for number in range(1, 10_000):
+            seen.append(number)
+            with faults.of_batch(number):
+                right = Elsewhere(torch.tensor(number != 2))
+                require(right, lambda: ValueError("wrong"))
+
+    with SecondDevice(), pytest.raises(ValueError, match=r"wrong \(Batch 2 "):
+        work()
+    assert 2 < len(seen) < 2_000
