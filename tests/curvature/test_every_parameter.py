@@ -31,8 +31,17 @@ def ggn(model, x, J):
     return (J.mT @ H @ J).mean(0)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full"])
+SOME = ("class token", "tied layers", "LSTM, time first", "relative positions")
+SLOW = pytest.mark.slow
+OTHERS_SLOW = [n if n in SOME else pytest.param(n, marks=SLOW) for n in NETWORKS]
+KINDS = [
+    pytest.param(n, c, marks=() if c == "diag" or n in SOME else SLOW)
+    for n in NETWORKS
+    for c in ("kfac", "ekfac", "diag", "full")
+]
+
+
+@pytest.mark.parametrize(("name", "curvature"), KINDS)
 def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature):
     model, x, y = unusual_parameters.network(name)
     batches = [(x[:4], y[:4]), (x[4:], y[4:])]
@@ -64,7 +73,7 @@ def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature)
     )
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", OTHERS_SLOW)
 def test_a_loaded_posterior_predicts_the_same_whatever_the_batch(name, tmp_path):
     model, x, y = unusual_parameters.network(name)
     la = Laplace(model, fisher="mc").fit([(x, y)], generator=torch.Generator().manual_seed(0))

@@ -294,6 +294,7 @@ def test_single_precision_is_within_a_millionth(tmp_path):
     assert (found - la.predict(x).probs).abs().max() <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("export", [{}, {"link": "bridge"}, NN], ids=["glm", "bridge", "nn"])
 @pytest.mark.parametrize("build", [plain, Named], ids=["tensor", "named"])
 def test_onnx_answers_alike(build, export, tmp_path):

@@ -294,6 +294,7 @@ def test_a_mask_that_is_none_of_the_positions(small):
     close(small.predict(tokens, positions=-1).probs, small.predict(tokens).probs[:, -1])
 
 
+@pytest.mark.slow
 def test_too_many_outputs_are_refused_before_any_is_differentiated():
     model = build("gpt2", False, vocabulary=6000)
     batch = batch_of(vocabulary=6000)
