@@ -33,5 +33,12 @@ def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
         return MEMORY_BOUND if bound is None else bound
     if bound is None and needed <= MOST_GRANTED:
         return needed
-    says = f"memory_bound={bound} is too small" if bound is not None else "That is a lot of memory"
-    raise ValueError(f"{says}: {what} takes {needed} bytes. Pass memory_bound={needed}{remedy}.")
+    found = (
+        f"more than the {MOST_GRANTED} that are used without being asked for"
+        if bound is None
+        else f"and memory_bound={bound} is too small"
+    )
+    subject = what[:1].upper() + what[1:]
+    raise ValueError(
+        f"{subject} takes {needed} bytes, {found}. Pass memory_bound={needed}{remedy}."
+    )
