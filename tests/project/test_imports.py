@@ -28,6 +28,8 @@ FLOORS = (
         "experiments.posteriors": "Laplace posteriors against the prior precision",
     },
     {"experiments.shared": "what they share: settings, storage, training"},
+    {"assessment": "is a network's uncertainty any good: methods compared, the run folder"},
+    {"sources": "anybody's network and data, from names and paths"},
     {
         PACKAGE: "the public names",
         "integrations": "adapters to other libraries",
@@ -49,7 +51,7 @@ FLOORS = (
     {"system": "files, threads, random numbers"},
 )
 # Rooms beside the others: who may import them, and what they may import.
-ASIDE = {"metrics": (("commands", "experiments", "report", "laplace"), ("system",))}
+ASIDE = {"metrics": (("commands", "experiments", "assessment", "report", "laplace"), ("system",))}
 # Files that belong to the room of another name.
 MEMBERS = {"cli": "commands", "__main__": "commands", "curvature": "curvature.operators"}
 ROOMS = [room for floor in FLOORS for room in floor] + list(ASIDE)

@@ -1,0 +1,62 @@
+"""A trained network with the data that it is fitted, tuned and judged on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxtyping import UInt8
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.batches import Batches
+
+Task = Literal["classification", "regression", "binary", "multilabel"]
+
+
+@dataclass(frozen=True)
+class OodData:
+    """Examples of another kind than the network was trained on.
+
+    Attributes:
+        batches: Batches `(x, y)`; the labels are ignored.
+        kind: `near` where they look like the training data (other classes of such images), `far`
+            where they do not (noise, digits, other textures).
+    """
+
+    batches: Batches
+    kind: Literal["near", "far"] = "far"
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A trained network and its data.
+
+    Every loader can be read any number of times, gives the same examples in the same order each
+    time, and leaves them on the CPU.
+
+    Attributes:
+        model: The network, in evaluation mode, on its device.
+        task: What its outputs mean, as `Laplace` takes it for `likelihood`.
+        train: The training examples, batches `(x, y)` in an order that mixes the classes.
+        num_train: N, how many there are.
+        validation: Examples that the network was not trained on, to tune on; None if there are
+            none.
+        test: Examples to judge it on.
+        ood: Out-of-distribution examples by name.
+        shifts: The test examples again, corrupted, by severity 1 … 5.
+        classes: Names of the classes, in the order of the outputs; None if they have none.
+        picture: From one input `[C, H, W]` as the network takes it to what a person sees, `[H, W,
+            3]`; None where inputs are not images.
+        input_name: What an input is called, in the singular: `image`, `row` or `example`.
+    """
+
+    model: nn.Module
+    task: Task
+    train: Batches
+    num_train: int
+    validation: Batches | None
+    test: Batches
+    ood: Mapping[str, OodData] = field(default_factory=dict)
+    shifts: Mapping[int, Batches] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+    picture: Callable[[Tensor], UInt8[Tensor, "height width 3"]] | None = None
+    input_name: str = "example"
