@@ -196,8 +196,8 @@ def _standard_error(influences: Sequence[Tensor]) -> float:
 class Resampled(Statistic):
     """A metric whose spread only resampling tells.
 
-    The interval is centred where the bias of the estimate, as the draws show it, is taken away, and
-    as wide as they spread. It is extended to hold the value.
+    The interval reaches from the value to where its bias, as the draws show it, is taken away, and
+    on both sides as far as the draws spread. It is wider than it need be rather than too narrow.
 
     Attributes:
         value: The metric.
@@ -205,6 +205,8 @@ class Resampled(Statistic):
         resample: From counts `[draws, n]` of each set to the metric of each draw, `[draws]`.
         device: Where `resample` computes.
         highest: A bound of the metric from above.
+        share_of: Of how many examples it is a share, if it is one. Its interval is then at least
+            Wilson's, also where no draw differs from another.
     """
 
     value: float
@@ -212,6 +214,7 @@ class Resampled(Statistic):
     resample: Callable[..., Float[Tensor, " draws"]]
     device: torch.device
     highest: float = 1.0
+    share_of: int | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -225,8 +228,10 @@ class Resampled(Statistic):
     def of_draws(self, draws: Float[Tensor, " draws"], how: Sampling) -> Interval:
         """The interval by the metric of draws of the examples."""
         low, high = _bias_corrected(self.value, draws, how)
-        low, high = max(0.0, low), min(self.highest, high)
-        return Interval(self.value, min(low, self.value), max(high, self.value))
+        if self.share_of is not None:
+            ends = of_proportion(self.value * self.share_of, self.share_of, how.level)
+            low, high = min(low, ends[0]), max(high, ends[1])
+        return Interval(self.value, max(0.0, low), min(self.highest, high))
 
     def difference(self, other: "Resampled", how: Sampling) -> Interval:
         """This minus another method's, on the same examples."""
@@ -238,8 +243,7 @@ class Resampled(Statistic):
     ) -> Interval:
         """The interval by the differences of draws of the examples."""
         value = self.value - other.value
-        low, high = _bias_corrected(value, draws, how)
-        return Interval(value, min(low, value), max(high, value))
+        return Interval(value, *_bias_corrected(value, draws, how))
 
 
 def draws_of(statistics: Sequence[Resampled], how: Sampling) -> list[Float[Tensor, " draws"]]:
@@ -288,8 +292,8 @@ def differences_of(
 
 
 def _bias_corrected(value: float, draws: Tensor, how: Sampling) -> tuple[float, float]:
-    centre = 2 * value - draws.mean().item()
-    if len(draws) < 2:
-        return math.nan, math.nan
+    # Draws show the bias, but on draws it is larger: the truth may lie where the value is, or where
+    # all of the bias is taken away.
+    unbiased = 2 * value - draws.mean().item()
     half = student_quantile(how.level, len(draws) - 1) * draws.std().item()
-    return centre - half, centre + half
+    return min(value, unbiased) - half, max(value, unbiased) + half
