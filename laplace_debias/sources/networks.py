@@ -33,7 +33,8 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
     else:
         if settings.checkpoint is None and not settings.pretrained:
             raise ValueError(
-                f"{settings.timm or settings.torchvision} has no trained weights; give --checkpoint, "
+                f"{settings.timm or settings.torchvision} has no trained weights; give "
+                "--checkpoint, "
                 "or --pretrained for the published ones"
             )
         arguments = dict(settings.model_args)

@@ -51,7 +51,8 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} is of another network: none of its {len(tensors)} names "
             f"({', '.join(list(tensors)[:3])}, …) is one of the {len(names)} of "
-            f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was saved "
+            f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was "
+            "saved "
             "from, with its arguments as --model_args.KEY=VALUE"
         )
     return load_state(model, tensors, str(path))
