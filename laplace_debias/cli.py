@@ -172,11 +172,9 @@ def _execute(
     also = [option for option in most if option not in given]
 
     # A cut off option is a mistyped one, not whatever begins like it.
-    parser = Parser(prog=prog, description=description, allow_abbrev=False)
+    epilog = f"{_TRACEBACK}: show where in the source an error came from, too."
+    parser = Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of these options.")
-    parser.add_argument(
-        _TRACEBACK, action="store_true", help="Show where in the source an error came from, too."
-    )
     parser.add_class_arguments(settings, as_group=False)
     for field in dataclasses.fields(settings):
         if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
@@ -186,7 +184,7 @@ def _execute(
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     chosen = instantiate(parsed)
-    del chosen["config"], chosen[_TRACEBACK.removeprefix("--")]
+    del chosen["config"]
     options = settings(**vars(chosen))
     try:
         if as_json is None or not options.json:
@@ -210,8 +208,10 @@ def _with_named(arguments: Sequence[str]) -> list[str]:
     waiting = False
     for argument in arguments:
         named = argument.removeprefix("--ood=") if argument.startswith("--ood=") else None
-        if waiting:
+        if waiting and not argument.startswith("--"):
             named = argument
+        elif waiting:
+            break
         waiting = argument == "--ood" and not waiting
         if waiting:
             continue

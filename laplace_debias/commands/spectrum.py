@@ -86,8 +86,9 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
     if task in ("binary", "multilabel"):
         batches = [(x, y.float()) for x, y in batches]
     batches = [(x.to(device), y.to(device)) for x, y in batches]
-    if batches[0][0].ndim == 4:
-        # Convolutions are a fifth faster with the channels of a pixel side by side.
+    if settings.problem is not None:
+        # Convolutions are a fifth faster with the channels of a pixel side by side; not every
+        # network's products can be batched then.
         last = torch.channels_last
         model.to(memory_format=last)
         batches = [(x.to(memory_format=last), y) for x, y in batches]

@@ -151,7 +151,10 @@ class Reader:
         resized = nn.functional.interpolate(
             x.float(), size=(height, width), mode="bilinear", antialias=True
         )
-        note = f"{what}: images of {x.shape[2]} × {x.shape[3]} pixels are resized to {height} × {width}."
+        note = (
+            f"{what}: images of {x.shape[2]} × {x.shape[3]} pixels are resized to {height} × "
+            f"{width}."
+        )
         return resized.round().clamp(0, 255).to(torch.uint8), (note,)
 
 

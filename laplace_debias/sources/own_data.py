@@ -17,23 +17,21 @@ _KEYS = ("train", "validation", "test", "ood", "classes")
 def own_parts(path: str, settings: SourceSettings) -> Parts:
     """What the callable at an import path returns: a dict, or an object with these attributes.
 
-    `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part is
-    a data set, a `DataLoader` or a list of batches `(x, y)`; a data set, and a plain `DataLoader` of
-    one, is put into an order that is the same each time.
+    `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
+    is a data set, a `DataLoader` or a list of batches `(x, y)`. A data set, and a plain
+    `DataLoader` of one, is read in an order that is the same each time.
 
     Raises:
         ValueError: If it raises, or returns something else.
     """
     made = called(path, imported(path, "data"), {}, "data")
     found = made if isinstance(made, Mapping) else _attributes(made)
-    unknown = sorted(set(found) - set(_KEYS)) if isinstance(made, Mapping) else []
+    unknown = [str(key) for key in found if key not in _KEYS]
     missing = [key for key in ("train", "test") if found.get(key) is None]
     if unknown or missing:
-        came = f"{type(made).__name__} of {', '.join(map(str, made))}" if found is made else made
         raise ValueError(
-            f"data {path} returned {came if found is made else type(made).__name__}"
-            f"{f', without {missing[0]}' if missing else f', with {unknown[0]}'}; expected a dict "
-            "or "
+            f"data {path} returned {type(made).__name__} "
+            f"{f'without {missing[0]}' if missing else f'with {unknown[0]}'}; expected a dict or "
             f"an object with {', '.join(_KEYS)} (train and test are needed)"
         )
     classes = found.get("classes")

@@ -1,6 +1,7 @@
 """Trained weights from files, as people save them."""
 
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +63,8 @@ def _pickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if "weights_only" in str(error) or "Unsupported" in str(error):
+        # Torch names what it does not unpickle; other files it cannot read at all.
+        if re.search("Unsupported (global|class)|GLOBAL", str(error)):
             raise ValueError(
                 f"{path} holds pickled Python objects, which could run code and are not read; save "
                 "the weights alone where the network was made: torch.save(model.state_dict(), PATH)"

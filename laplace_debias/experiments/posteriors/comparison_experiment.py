@@ -136,7 +136,7 @@ def _every_kth(data: ImageDataset, number: int | None) -> ImageDataset:
 COMPARISON = Experiment(
     name="comparison",
     figure="Figure 6",
-    help="Posteriors of All-CNN-C from few examples against full-batch, at a tuned prior precision.",
+    help="Posteriors of All-CNN-C from few examples, and from all, at a tuned prior precision.",
     settings=ComparisonExperimentSettings,
     run=run_comparison,
 )

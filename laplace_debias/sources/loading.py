@@ -55,7 +55,9 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
         ValueError, ConnectionError, ImportError, OSError: As `load`.
     """
     device = device_from(settings.device)
-    model, parts, view, columns = _found(settings)
+    # Whatever random weights networks begin with, torch's global generator stays where it is.
+    with torch.random.fork_rng(devices=[]):
+        model, parts, view, columns = _found(settings)
     model = model.eval().to(device)
     train, number = batches_of(parts.train, settings, "train_examples", mixed=True)
     if number is None:
