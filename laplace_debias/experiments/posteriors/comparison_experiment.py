@@ -1,4 +1,4 @@
-"""`laplace-debias evaluate`: four posteriors of a trained All-CNN-C on CIFAR-10, compared."""
+"""Four posteriors of a trained All-CNN-C on CIFAR-10, compared: the README's picture."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from laplace_debias.experiments.posteriors.comparison import (
 )
 from laplace_debias.experiments.posteriors.comparison_report import report_comparison
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.held_out import check_held_out, hits_of
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import (
@@ -24,14 +24,15 @@ from laplace_debias.problems import (
     load_checkpoint,
     random_split,
 )
+from laplace_debias.system.device import device_from
 
 NUM_VALIDATION = 5000
 """How many of the 50,000 training images are held out by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is evaluated.
+class ComparisonExperimentSettings:
+    """Which network and data, and what is compared.
 
     Attributes:
         data: CIFAR-10: an image folder, an archive of one, or a torchvision root.
@@ -49,7 +50,7 @@ class Settings:
 
     data: Path
     checkpoint: Path
-    output: Path = Path("results/allcnnc_cifar10")
+    output: Path = Path("results/comparison")
     cache: Path | None = None
     check_examples: int | None = None
     min_accuracy: float = 0.5
@@ -61,7 +62,9 @@ class Settings:
         check_at_least(self, 1, "check_examples")
 
 
-def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
+def run_comparison(
+    settings: ComparisonExperimentSettings, console: Console | None = None
+) -> ComparisonResult:
     """Load, check, compare, print tables and write pictures.
 
     Returns:
@@ -99,7 +102,7 @@ def _check_network(
     model: nn.Module,
     test: ImageDataset,
     validation: ImageDataset,
-    settings: Settings,
+    settings: ComparisonExperimentSettings,
     console: Console,
 ) -> None:
     """Refuse a network that knows too little, or was trained on the validation images."""
@@ -128,3 +131,12 @@ def _every_kth(data: ImageDataset, number: int | None) -> ImageDataset:
     if number is None or number >= len(data):
         return data
     return data.subset(torch.arange(number) * len(data) // number)
+
+
+COMPARISON = Experiment(
+    name="comparison",
+    figure="Figure 6",
+    help="Posteriors of All-CNN-C from few examples, and from all, at a tuned prior precision.",
+    settings=ComparisonExperimentSettings,
+    run=run_comparison,
+)
