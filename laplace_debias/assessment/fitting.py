@@ -1,0 +1,161 @@
+"""Posteriors fitted and tuned for a loaded network."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.assessment.methods import PosteriorChoice
+from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import Inputs, join, num_examples, take
+from laplace_debias.curvature.network.reader import BatchReader
+from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.tuning import Tuning
+from laplace_debias.sources.loaded import Loaded
+
+_BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
+"""How many batches a way to fit that sees few of them takes."""
+
+
+def fitted(loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: int) -> Laplace:
+    """A posterior fitted to the training examples, or read from its file; not tuned.
+
+    Args:
+        loaded: The network and its data.
+        choice: Which posterior.
+        sigma: Standard deviation of a regression's noise.
+        seed: Of the labels that `fisher="mc"` draws.
+
+    Raises:
+        ValueError: If there are fewer training examples than it is to be fitted to; as
+            `Laplace.fit` and `Laplace.load`.
+    """
+    if choice.path is not None:
+        return Laplace.load(choice.path, loaded.model)
+    likelihood = Gaussian(sigma) if loaded.task == "regression" else loaded.task
+    params = list(choice.params) if isinstance(choice.params, tuple) else choice.params
+    la = Laplace(
+        loaded.model,
+        likelihood,
+        curvature=choice.curvature,
+        params=params,
+        fisher=choice.fisher,
+        joint=choice.joint,
+        sharing=choice.sharing,
+        rank=choice.rank,
+    )
+    batches = loaded.train
+    if choice.fit_examples is not None:
+        batches = _first(loaded, choice.fit_examples, _BATCHES.get(choice.mode))
+    generator = torch.Generator().manual_seed(seed)
+    return la.fit(batches, choice.mode, num_data=loaded.num_train, generator=generator)
+
+
+def _first(loaded: Loaded, number: int, times: int | None) -> Batches:
+    """The first training examples, whose order mixes the classes.
+
+    Args:
+        loaded: Has them.
+        number: How many in all, or in a batch.
+        times: How many batches of them; None to leave the batches as they come.
+
+    Raises:
+        ValueError: If there are not as many.
+    """
+    wanted = number * (times or 1)
+    if wanted > loaded.num_train:
+        raise ValueError(
+            f"the fit is to see {wanted} training examples, and there are {loaded.num_train}: "
+            "lower fit_examples"
+        )
+    read, pairs, missing = BatchReader(loaded.model), [], wanted
+    for batch in loaded.train:
+        x, y = read(batch)
+        size = min(num_examples(x), missing)
+        pairs.append((take(x, slice(size)), y[:size]))
+        missing -= size
+        if not missing:
+            break
+    if times is None:
+        return pairs
+    x, y = _joined(pairs)
+    parts = [slice(start, start + number) for start in range(0, wanted, number)]
+    return [(take(x, part), y[part]) for part in parts]
+
+
+def _joined(pairs: Sequence[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
+    return join([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+
+
+def tuned(la: Laplace, validation: Batches | None, is_regression: bool) -> dict[str, Any]:
+    """Tune a posterior's prior precision on validation examples, or by the marginal likelihood.
+
+    Args:
+        la: The fitted posterior; its prior precision is set, and a regression's noise with it.
+        validation: Batches; None if there are none.
+        is_regression: Whether there is noise to tune.
+
+    Returns:
+        As `sweeps/METHOD.json` has it.
+
+    Raises:
+        ValueError: As `Laplace.tune`.
+    """
+    if validation is None:
+        found = la.tune(method="marglik", sigma=is_regression)
+    else:
+        found = la.tune(validation)
+    return sweep_of(found)
+
+
+def sweep_of(found: Tuning) -> dict[str, Any]:
+    """What a search for the prior precision found, as `sweeps/METHOD.json` has it."""
+    rows = []
+    for row in found.table:
+        value = row[found.metric]
+        error = row.get("standard_error")
+        low = None if error is None else value - 1.96 * error
+        high = None if error is None else value + 1.96 * error
+        rows.append({"prior_precision": row["prior_precision"], "value": value})
+        rows[-1] |= {"low": low, "high": high}
+    flat = getattr(found, "flat", None)
+    return {
+        "metric": found.metric,
+        "rows": rows,
+        "chosen": found.prior_precision,
+        "flat": None if flat is None else list(flat),
+        "sigma": found.sigma,
+    }
+
+
+def noise_of(residuals: Tensor) -> float:
+    """The standard deviation of a constant Gaussian noise that residuals are most likely under.
+
+    Args:
+        residuals: Targets less outputs.
+
+    Raises:
+        ValueError: If they are all zero.
+    """
+    sigma = math.sqrt(residuals.double().square().mean().item())
+    if sigma == 0:
+        raise ValueError(
+            "the network meets every target exactly, so that there is no noise to estimate: check "
+            "that the targets are not among the inputs"
+        )
+    return sigma
+
+
+def sweep_of_file(la: Laplace) -> dict[str, Any]:
+    """The sweep of a posterior that was read from a file, whose search is not known."""
+    delta = la.prior_precision
+    return {
+        "metric": None,
+        "rows": [],
+        "chosen": delta.tolist(),
+        "flat": None,
+        "sigma": None,
+    }
