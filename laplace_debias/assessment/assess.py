@@ -384,6 +384,7 @@ class _Run:
         """The predictions of every method for every set, but for those that are complete."""
         for part in self.sets:
             with self.stage("predict"):
+                self._predict_network(part)
                 for family in self.families:
                     self._predict(family, part)
                 num_examples = table_says(self._path(self.methods[0], part))["num_examples"]
@@ -399,11 +400,28 @@ class _Run:
         told = {method: table_says(path) for method, path in paths.items()}
         return [m for m in family.methods if (told[m] or {}).get("digest") != self.digest]
 
+    def _predict_network(self, part: DataSet) -> None:
+        """Write what the network predicts together with the first posterior that predicts all.
+
+        The posterior's predictions begin with the network's outputs, so one pass serves both.
+        """
+        network = self.families[0]
+        shared = [f for f in self.families if f.posterior is not None and f.examples is None]
+        missing = self._missing(network, part)
+        if not missing or not shared or not self._missing(shared[0], part):
+            return
+        self.say(f"Predicting {part.name}: {_labels([*network.methods, *shared[0].methods])}")
+        found = self._predicted(shared[0], part.batches, None)
+        for method in missing:
+            self._write(method, part, found.of_network(self.loaded.task, self.run["sigma"]))
+        for method in self._missing(shared[0], part):
+            self._write(method, part, found)
+
     def _predict(self, family: Family, part: DataSet) -> None:
         missing = self._missing(family, part)
         if not missing:
             return
-        self.say(f"Predicting {part.name}: {', '.join(method.label for method in missing)}")
+        self.say(f"Predicting {part.name}: {_labels(missing)}")
         positions = None
         if family.examples is not None:
             # The network comes first and predicts all: its table knows how many there are.
@@ -476,6 +494,10 @@ class _Run:
         self.run["conclusion"] = conclude(self.run, found)
         self.run["status"] = "complete"
         self.write()
+
+
+def _labels(methods: Sequence[Method]) -> str:
+    return ", ".join(method.label for method in methods)
 
 
 def _entry(method: Method, families: Sequence[Family]) -> dict[str, Any]:

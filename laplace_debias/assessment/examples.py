@@ -1,4 +1,4 @@
-"""Test examples that a person should look at: most uncertain, most wrongly certain, most changed."""
+"""Test examples that a person should look at: the uncertain, the certain mistakes, the changed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -142,6 +142,8 @@ def _described(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str
 def _inputs_at(loaded: Loaded, wanted: list[int]) -> dict[int, Tensor]:
     """The first input tensor of some test examples."""
     found: dict[int, Tensor] = {}
+    if not wanted:
+        return found
     positions = torch.tensor(wanted, dtype=torch.long)
     for x, _ in Chosen(loaded.model, loaded.test, positions):
         for row in tensors_of(x)[0].cpu():

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,12 +75,22 @@ class SetPredicted:
         targets: Labels or targets, `[n]` or `[n, C]`.
         index: Positions in the set, `[n]`.
         seconds: Wall time of the predictions, without reading data.
+        network_seconds: What the network alone would have taken, by its time for the first batch.
     """
 
     predicted: Predicted
     targets: Tensor
     index: Tensor
     seconds: float
+    network_seconds: float
+
+    def of_network(self, task: str, sigma: float | None) -> "SetPredicted":
+        """What the network predicts: a linearised network's mean are its outputs."""
+        outputs = self.predicted.outputs
+        assert outputs is not None
+        return replace(
+            self, predicted=of_network(outputs, task, sigma), seconds=self.network_seconds
+        )
 
 
 def predict_set(
@@ -104,22 +114,28 @@ def predict_set(
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    parts, targets, seconds, num_outputs = [], [], 0.0, None
+    parts, targets, seconds, of_network_alone = [], [], 0.0, 0.0
+    num_outputs: int | None = None
     for x, y in Chosen(loaded.model, batches, positions):
         start = time.perf_counter()
+        if la is None or num_outputs is None:
+            outputs = network_outputs(loaded.model, x)
+            num_outputs = outputs.shape[1]
+            of_network_alone = (time.perf_counter() - start) / len(outputs)
         if la is None:
-            parts.append(of_network(network_outputs(loaded.model, x), loaded.task, sigma))
+            parts.append(of_network(outputs, loaded.task, sigma))
+            seconds += time.perf_counter() - start
         else:
-            if num_outputs is None:
-                num_outputs = network_outputs(loaded.model, x).shape[1]
+            start = time.perf_counter()
             parts.append(of_laplace(la, x, loaded.task, num_outputs, seed))
-        seconds += time.perf_counter() - start
+            seconds += time.perf_counter() - start
         targets.append(y.detach().cpu())
     if not parts:
         raise ValueError("a set holds no example: give it some, or leave it out")
     predicted = joined(parts)
     index = torch.arange(len(predicted)) if positions is None else positions
-    return SetPredicted(predicted, torch.cat(targets), index, seconds)
+    of_network_alone *= len(predicted)
+    return SetPredicted(predicted, torch.cat(targets), index, seconds, of_network_alone)
 
 
 def columns_of(

@@ -49,18 +49,20 @@ def loaded_images(
     at = torch.linspace(-1, 1, SIDE)
     rows, columns = torch.meshgrid(at, at, indexing="ij")
 
-    def draw(n, noise=0.9):
+    def draw(n, noise=1.4):
         y = torch.randint(len(CLASSES), (n,), generator=generator)
         a = angles[y][:, None, None]
         phase = 6.28 * torch.rand(n, 1, 1, generator=generator)
         x = (5 * (a.cos() * rows + a.sin() * columns) + phase).sin()
         x = x.unsqueeze(1).expand(-1, 3, -1, -1)
-        return x + noise * torch.randn(x.shape, generator=generator), y
+        x = x + noise * torch.randn(x.shape, generator=generator)
+        other = torch.randint(len(CLASSES), (n,), generator=generator)
+        return x, other.where(torch.rand(n, generator=generator) < 0.1, y)
 
     x, y = draw(200)
     x_val, y_val = draw(150)
     x_test, y_test = draw(num_test)
-    noise = torch.randn(x_test.shape, generator=generator)
+    noise = 1.4 * torch.randn(x_test.shape, generator=generator)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(
@@ -70,13 +72,13 @@ def loaded_images(
             nn.Flatten(),
             nn.Linear(128, len(CLASSES)),
         )
-        trained(model, nn.functional.cross_entropy, x, y)
+        trained(model, nn.functional.cross_entropy, x, y, steps=25)
     shuffled = x_test.flatten(2)[:, :, torch.randperm(SIDE**2, generator=generator)]
     ood = {
         "shuffled": OodData(
             batches_of(shuffled.view_as(x_test)[:num_ood], y_test[:num_ood]), "near"
         ),
-        "static": OodData(batches_of(3 * noise[:num_ood], y_test[:num_ood]), "far"),
+        "static": OodData(batches_of(5 * noise[:num_ood], y_test[:num_ood]), "far"),
     }
     return Loaded(
         model=model,
@@ -86,7 +88,7 @@ def loaded_images(
         validation=batches_of(x_val, y_val) if has_validation else None,
         test=batches_of(x_test, y_test),
         ood=ood if num_ood else {},
-        shifts={s: batches_of(x_test + 0.4 * s * noise, y_test) for s in severities},
+        shifts={s: batches_of(x_test + 0.5 * s * noise, y_test) for s in severities},
         classes=CLASSES,
         picture=lambda x: x.clamp(-2, 2).add(2).mul(63).byte().permute(1, 2, 0),
         input_name="image",
