@@ -14,7 +14,7 @@ from laplace_debias.experiments.posteriors.comparison import (
 )
 from laplace_debias.experiments.posteriors.comparison_report import report_comparison
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.held_out import check_held_out, hits_of
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.settings import ProblemSettings
 from laplace_debias.problems import Images, ProblemData, get_problem, load_problem
 from laplace_debias.system.atomic import check_target

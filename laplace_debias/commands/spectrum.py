@@ -18,7 +18,7 @@ from laplace_debias.experiments.bias.curvature_spectrum import (
     measure,
 )
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import DataSource, Images, get_problem, load_problem, train
 from laplace_debias.report.style import save

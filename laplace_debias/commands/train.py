@@ -9,7 +9,7 @@ from torch import nn
 from laplace_debias import metrics
 from laplace_debias.commands.network import check_output
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.settings import TrainingSettings
 from laplace_debias.problems import (
     ImageBatches,

@@ -1,5 +1,8 @@
 """Anybody's network and data, from names and paths."""
 
-from laplace_debias.sources.loaded import Loaded, OodData
+from laplace_debias.sources.load import load
+from laplace_debias.sources.loaded import Loaded, OodData, Task
+from laplace_debias.sources.parts import split_by_seed
+from laplace_debias.sources.settings import SourceSettings
 
-__all__ = ["Loaded", "OodData"]
+__all__ = ["Loaded", "OodData", "SourceSettings", "Task", "load", "split_by_seed"]

@@ -10,7 +10,7 @@ from laplace_debias.experiments.bias.bias_figures import trend_figure
 from laplace_debias.experiments.bias.bias_rows import QUANTITIES, measure_bias, summary_of
 from laplace_debias.experiments.bias.cuts import BiasSettings
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import (
     Trained,

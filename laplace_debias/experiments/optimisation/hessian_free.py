@@ -19,7 +19,7 @@ from tqdm import tqdm
 from laplace_debias.curvature.network.weight_decay import decay_groups
 from laplace_debias.experiments.optimisation.hessian_free_report import ends, findings
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
-from laplace_debias.experiments.shared.device import device_from
+from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.recipe import RecipeChanges
