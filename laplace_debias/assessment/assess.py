@@ -99,6 +99,7 @@ def assess(
     config: str | None = None,
     seed: int = 0,
     seconds: Mapping[str, float] | None = None,
+    num_resamples: int = 500,
     overwrite: bool = False,
     console: Printer | None = None,
 ) -> RunFolder:
@@ -118,6 +119,7 @@ def assess(
         config: The text of `config.yaml`; the settings in YAML if None.
         seed: Of everything that is drawn.
         seconds: What was done before and how long it took, for `seconds` of `run.json`.
+        num_resamples: Draws for the intervals of metrics that have no closed form.
         overwrite: Whether an earlier run in the folder is removed first.
         console: Where it prints what it does; nowhere if None.
 
@@ -142,6 +144,7 @@ def assess(
         "model": _digest_of_model(loaded),
         "data": {part.name: _digest_of_batch(part.batches) for part in sets},
         "num_train": loaded.num_train,
+        "num_resamples": num_resamples,
     }
     folder = RunFolder(Path(output))
     with telling_how_to_go_on():
@@ -224,7 +227,7 @@ class _Run:
             "sets": [part.described(None) for part in self.sets],
             "methods": [_entry(method, self.families) for method in self.methods],
             "sigma": None,
-            "notes": [],
+            "notes": list(loaded.notes),
             "conclusion": [],
             "versions": circumstances.versions(),
             "seed": self.seed,
@@ -455,29 +458,20 @@ class _Run:
                 for method in self.methods
                 for part in self.sets
             }
-            task, rows, differences = self.loaded.task, [], []
             network = self.methods[0].key
             scaled = [m for m in self.methods if m.posterior is None and m.has_temperature]
             references = [network, *(method.key for method in scaled[:1])]
-            for method in self.methods:
-                test = tables[method.key, "test"]
-                for part in self.sets:
-                    table = tables[method.key, part.name]
-                    if part.role == "ood":
-                        found = measures.ood_rows(method.key, part.name, test, table)
-                    else:
-                        found = measures.rows_of_set(method.key, part.name, table, task)
-                    rows += [row | {"num_examples": len(table["index"])} for row in found]
-                    for reference in references:
-                        if reference == method.key or part.role == "ood":
-                            continue
-                        both = measures.common(table, tables[reference, part.name])
-                        differences += measures.difference_rows(
-                            method.key, reference, part.name, *both, task
-                        )
-            write_json(
-                self.folder.path / "metrics.json", {"rows": rows, "differences": differences}
+            roles = {part.name: part.role for part in self.sets}
+            compared = measures.Comparison(
+                tables,
+                roles,
+                references,
+                self.loaded.task,
+                self.identity["num_resamples"],
+                self.seed,
             )
+            found = {"rows": compared.rows(), "differences": compared.differences()}
+            write_json(self.folder.path / "metrics.json", found)
             of_test = {method.key: tables[method.key, "test"] for method in self.methods}
             write_examples(self.folder, self.loaded, of_test, network)
             for method in self.methods:

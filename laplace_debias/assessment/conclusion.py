@@ -230,28 +230,31 @@ def _advice(
 ) -> list[str]:
     """What to do next."""
     advice = []
-    helps = best is not None and to_network[best].is_better
-    if scaled is None and run["task"] != "regression":
+    is_regression = run["task"] == "regression"
+    if scaled is None and not is_regression:
         advice.append(
-            "Without temperature scaling beside it, whether a posterior is worth its cost is open: "
-            "hold out validation examples, and run again."
+            "Whether a posterior is worth more than temperature scaling is open, as that was left "
+            "out: hold out validation examples, name it among the methods, and run again."
         )
-    if best is not None and helps and (scaled is None or to_scaled[best].is_better):
+    posterior_helps = best is not None and to_network[best].is_better
+    scaling_helps = scaled is not None and to_network[scaled].is_better
+    if posterior_helps and (not scaling_helps or to_scaled[best].is_better):
         advice.append(f"Use “{methods[best]['label']}”.")
-    elif scaled is not None and to_network[scaled].is_better:
-        if best is not None and to_network[best].is_better and not to_scaled[best].is_worse:
-            advice.append(
-                f"{methods[scaled]['label']} is as good here and costs one number: use it, unless "
-                "you need what a posterior alone tells, as epistemic uncertainty."
-            )
-        else:
-            advice.append(f"Use {methods[scaled]['label'].lower()}.")
-    elif best is not None or scaled is not None:
+    elif posterior_helps and not to_scaled[best].is_worse:
+        advice.append(
+            f"{methods[scaled]['label']} is as good here and costs one number: use it, unless you "
+            "need what a posterior alone tells, the epistemic uncertainty."
+        )
+    elif scaling_helps:
+        advice.append(f"Use {methods[scaled]['label'].lower()}.")
+    elif is_regression:
+        advice.append(
+            "Nothing that was tried improves the predictions beyond chance: keep the network with "
+            "constant noise, or judge on more examples."
+        )
+    else:
         advice.append(
             "Nothing that was tried improves the network's probabilities beyond chance: keep them "
             "as they are, or judge on more examples."
-            if run["task"] != "regression"
-            else "Nothing that was tried improves the predictions beyond chance: keep the network "
-            "with constant noise, or judge on more examples."
         )
     return advice

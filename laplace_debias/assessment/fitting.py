@@ -16,6 +16,7 @@ from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.sources.loaded import Loaded
 
+_SELECTIONS = ("all", "weights", "supported", "last_layer")
 _BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
 """How many batches a way to fit that sees few of them takes."""
 
@@ -36,7 +37,8 @@ def fitted(loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: i
     if choice.path is not None:
         return Laplace.load(choice.path, loaded.model)
     likelihood = Gaussian(sigma) if loaded.task == "regression" else loaded.task
-    params = list(choice.params) if isinstance(choice.params, tuple) else choice.params
+    names = [name.strip() for name in choice.params.split(",")]
+    params = choice.params if choice.params in _SELECTIONS else names
     la = Laplace(
         loaded.model,
         likelihood,
@@ -66,11 +68,6 @@ def _first(loaded: Loaded, number: int, times: int | None) -> Batches:
         ValueError: If there are not as many.
     """
     wanted = number * (times or 1)
-    if wanted > loaded.num_train:
-        raise ValueError(
-            f"the fit is to see {wanted} training examples, and there are {loaded.num_train}: "
-            "lower fit_examples"
-        )
     read, pairs, missing = BatchReader(loaded.model), [], wanted
     for batch in loaded.train:
         x, y = read(batch)
@@ -79,6 +76,11 @@ def _first(loaded: Loaded, number: int, times: int | None) -> Batches:
         missing -= size
         if not missing:
             break
+    if missing:
+        raise ValueError(
+            f"the fit is to see {wanted} training examples, and the training data holds "
+            f"{wanted - missing}: lower fit_examples"
+        )
     if times is None:
         return pairs
     x, y = _joined(pairs)

@@ -1,8 +1,8 @@
 """Methods that are compared: the network as it is, its temperature, Laplace posteriors."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,8 @@ class PosteriorChoice:
 
     Attributes:
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
-        params: Which parameters are Bayesian.
+        params: Which parameters are Bayesian: `all`, `weights`, `supported`, `last_layer`, or names
+            with commas between them.
         fisher: How the curvature's columns are found.
         joint: Whether a layer's weight and bias make one block.
         sharing: How the positions of a convolution or a sequence share a weight.
@@ -32,7 +33,7 @@ class PosteriorChoice:
     """
 
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
-    params: str | tuple[str, ...] = "all"
+    params: str = "all"
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
@@ -49,6 +50,24 @@ class PosteriorChoice:
                 f"{self.path} is a posterior that is fitted already: leave out curvature, params "
                 "and the other settings of a fit"
             )
+
+    @property
+    def described(self) -> str:
+        """What it is, in one sentence."""
+        if self.path is not None:
+            return f"The Laplace approximation in {self.path.name}, as it is there."
+        data = {
+            "full": "all training examples",
+            "mini": "one batch",
+            "debiased": "two batches",
+            "crossfit": "one batch in folds",
+        }[self.mode]
+        if self.fit_examples is not None:
+            data += f" ({self.fit_examples:,} examples{' each' if self.mode == 'debiased' else ''})"
+        return (
+            f"A Laplace approximation ({self.curvature}) over the parameters {self.params!r}, fitted to "
+            f"{data}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +139,19 @@ LAPLACE = Method(
     key="laplace",
     label="Laplace, all parameters",
     describes=(
-        "A Laplace approximation (K-FAC) over all parameters: directions from one batch of "
-        "training examples, curvature along them from another."
+        "A Laplace approximation (K-FAC) over all parameters, cross-fitted on 512 training "
+        "examples."
     ),
-    posterior=PosteriorChoice(mode="debiased", fit_examples=256),
+    posterior=PosteriorChoice(mode="crossfit", fit_examples=512),
     examples=500,
 )
+
+
+BUILT_IN = {
+    method.key: method
+    for method in (NETWORK, TEMPERATURE, LAST_LAYER, LAST_LAYER_TEMPERATURE, LAPLACE)
+}
+"""Methods that have names."""
 
 
 def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
@@ -135,9 +161,78 @@ def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
         task: As in `Loaded`. A regression's noise is fitted in any case; it has no temperature.
         has_validation: Whether there are examples to fit a temperature on.
     """
-    if task == "regression" or not has_validation:
-        return NETWORK, LAST_LAYER, LAPLACE
-    return NETWORK, TEMPERATURE, LAST_LAYER, LAST_LAYER_TEMPERATURE, LAPLACE
+    has_temperature = task != "regression" and has_validation
+    return tuple(m for m in BUILT_IN.values() if has_temperature or not m.has_temperature)
+
+
+def chosen_methods(
+    names: Sequence[str] | None,
+    posteriors: Mapping[str, PosteriorChoice],
+    with_temperature: bool,
+    examples: int | None,
+    task: str,
+    has_validation: bool,
+) -> tuple[Method, ...]:
+    """The methods that somebody asks for.
+
+    Args:
+        names: Keys of `BUILT_IN`, in any order; the network is there in any case. If None those of
+            `default_methods`, where posteriors that are asked for take the place of `laplace`.
+        posteriors: More posteriors by the key that they get.
+        with_temperature: Whether these are there a second time with a temperature on top.
+        examples: How many examples of each set a posterior over more than the last layer predicts.
+        task: As in `Loaded`.
+        has_validation: Whether there are examples to fit a temperature on.
+
+    Raises:
+        ValueError: For an unknown name, or a posterior that has the key of a built-in method; as
+            `Method`.
+    """
+    unknown = [name for name in names or () if name not in BUILT_IN]
+    if unknown:
+        raise ValueError(
+            f"there is no method {', '.join(unknown)}; expected {', '.join(BUILT_IN)}, or describe "
+            "a posterior in posteriors"
+        )
+    if names is None:
+        found = list(default_methods(task, has_validation))
+        if posteriors:
+            found.remove(LAPLACE)
+    else:
+        found = [method for method in BUILT_IN.values() if method.key in {NETWORK.key, *names}]
+    found = [
+        replace(method, examples=examples) if method.key == LAPLACE.key else method
+        for method in found
+    ]
+    for key, choice in posteriors.items():
+        if key in BUILT_IN:
+            raise ValueError(f"posteriors has {key}, which is a built-in method: call it otherwise")
+        limit = None if choice.params == "last_layer" else examples
+        label = f"Laplace, {key}"
+        found.append(
+            Method(
+                key=key,
+                label=label,
+                describes=choice.described,
+                posterior=choice,
+                examples=limit,
+            )
+        )
+        if with_temperature:
+            found.append(
+                Method(
+                    key=f"{key}-temperature",
+                    label=f"{label}, temperature",
+                    describes=(
+                        f"{choice.described} The logarithms of the predicted probabilities are "
+                        "divided by one number, fitted on the validation examples."
+                    ),
+                    posterior=choice,
+                    has_temperature=True,
+                    examples=limit,
+                )
+            )
+    return tuple(found)
 
 
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:

@@ -5,9 +5,10 @@
 
 COMMANDS = {
     "demo": "Train a small network on digits and make it Bayesian four ways.",
-    "evaluate": "Compare posteriors of a trained All-CNN-C on CIFAR-10.",
+    "evaluate": "Compare saved posteriors with the network and its temperature, as a table.",
     "fit": "Fit the posterior of a trained network and save it.",
     "tune": "Tune a saved posterior's prior precision.",
+    "report": "Judge a network's uncertainty: methods compared, in one page.",
     "spectrum": "Measure leading eigenpairs, trace and density of a network's curvature.",
     "train": "Train a test problem's network.",
 }

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.settings import ProblemSettings
 from laplace_debias.problems import Images, ProblemData, get_problem, load_problem
 from laplace_debias.system.atomic import check_target
+from laplace_debias.system.device import device_from
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from laplace_debias.experiments.bias.curvature_spectrum import (
     measure,
 )
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.system.device import device_from
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import DataSource, Images, get_problem, load_problem, train
 from laplace_debias.report.style import save
 from laplace_debias.report.tables import write_csv
+from laplace_debias.system.device import device_from
 
 
 @dataclass(frozen=True, kw_only=True)

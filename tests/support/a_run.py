@@ -157,12 +157,13 @@ def methods_for(loaded):
     return NETWORK, TEMPERATURE, LAST_LAYER, LAST_LAYER_TEMPERATURE, ALL_PARAMETERS
 
 
-def make_run(folder, task="classification", **options):
+def make_run(folder, task="classification", num_resamples=50, **options):
     """A complete run folder.
 
     Args:
         folder: Where.
         task: `classification` (of pictures), `regression`, `binary` or `multilabel`.
+        num_resamples: As `assess` takes it.
         options: Of `loaded_images`, `loaded_rows` or `loaded_yes_no`.
     """
     if task == "classification":
@@ -171,5 +172,6 @@ def make_run(folder, task="classification", **options):
         loaded = loaded_rows(**options)
     else:
         loaded = loaded_yes_no(task, **options)
-    assess(loaded, folder, methods_for(loaded), title=f"A small {task}")
+    title = f"A small {task}"
+    assess(loaded, folder, methods_for(loaded), title=title, num_resamples=num_resamples)
     return folder
