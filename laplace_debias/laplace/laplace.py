@@ -1,7 +1,7 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from laplace_debias.curvature.network.shadow import (
     check_usable,
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import grids, links, noise, predictive, tuning
+from laplace_debias.laplace import grids, links, predictive, tune, tuning
 from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.data_size import (
     Expected,
@@ -78,7 +78,7 @@ from laplace_debias.laplace.schemes import (
     scheme_of,
 )
 from laplace_debias.laplace.settings import FitSettings
-from laplace_debias.system.randomness import seeded
+from laplace_debias.system.randomness import replayed, seeded
 from laplace_debias.system.threads import Lock
 
 PriorPrecision = float | Tensor
@@ -131,7 +131,7 @@ class Laplace:
             `"empirical"` (the true labels).
         factor_dtype: In what Kronecker factors are summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
-            a fit assumes 1.0 and warns of it; `tune(method="marglik", sigma=True)` finds it.
+            a fit assumes 1.0 and warns of it; `tune` finds it.
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
@@ -909,25 +909,44 @@ class Laplace:
         progress: bool = False,
         generator: torch.Generator | None = None,
         *,
-        sigma: bool = False,
+        sigma: bool | None = None,
         link: str = "probit",
+        extend: bool | None = None,
+        per: str | None = None,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
+        On held-out data the first pass is over a wide grid, 1e-4 to 1e8. Where the best lies at its
+        end and the metric has not levelled off, further passes go on, to 1e-8 and 1e12 at most.
+        Where the neighbours of the best are worse by more than a standard error of the difference
+        (paired over the examples), a last pass divides the intervals to them by 8: a resolution of
+        a factor of 1.12. Of values that are equally good the middle one is taken. `.flat`,
+        `.notes` and `.message` tell how sharp the optimum is, and where the search ended.
+
         Args:
-            loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves the whole grid.
+            loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves a whole grid. A
+                loader that shuffles should do so by torch's global generator or `generator`, so
+                that a further pass has the order of the first.
             metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive; of
                 several labels the NLL is summed over those of an example, the others are over all.
-            grid: Prior precisions to try; 21 from 1e-4 to 1e4 if None.
+            grid: Prior precisions to try, these alone unless `extend=True`; None for 31 from 1e-4
+                to 1e8, where the search begins.
             method: `"grid"`, or `"marglik"`: maximise the marginal likelihood, no data needed.
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation, and leaves torch's global
                 generator alone; that one if None. The `"glm"` predictive draws nothing.
-            sigma: With `method="marglik"`, tune the noise of a regression, too, and set it: the
-                `likelihood` is then a `Gaussian` of the best sigma, and posterior and evidence are
-                those of a fit with it. No data is read again. One sigma per output is multiplied
-                by a common factor, the `sigma_factor` of the table.
+            sigma: Tune the noise of a regression, too, and set it: the `likelihood` is then a
+                `Gaussian` of the best sigma, and posterior and evidence are those of a fit with it.
+                If None, a sigma that was never given is tuned, unless a `grid` is given; one that
+                was given stays. On held-out data the best sigma for each prior precision has a
+                closed form (`metric="nll"`, no `grid`, not with `fisher="empirical"`). One sigma
+                per output is multiplied by a common factor, the `sigma_factor` of the table.
             link: As `predict`, for `method="grid"`.
+            extend: Whether to go on from the grid and to refine it, as above. None: from the
+                default grid, not from one that is given.
+            per: With `method="marglik"`, one prior precision for each `"kind"` of layer (linear,
+                convolution, embedding, normalisation, bias, other) or for each `"block"`; None for
+                one. A group without curvature takes what is best for all together.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried; `.sigma` if it
@@ -936,48 +955,43 @@ class Laplace:
         Raises:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
                 empty loader or one whose targets are all ignored; if the marginal likelihood has no
-                optimum; for `sigma` with another method or likelihood, or residuals of zero.
+                optimum; for `sigma` with another likelihood, or residuals of zero; for an argument
+                that the method does not use; for `per` with a curvature that is one block.
             RuntimeError: Before a fit.
         """
-        if sigma and method != "marglik":
-            raise ValueError(
-                'sigma=True tunes by the marginal likelihood: pass method="marglik", and no loader.'
-            )
         if method == "marglik":
-            is_given = (loader, grid, generator) != (None, None, None)
+            is_given = (loader, grid, generator, extend) != (None, None, None, None)
             if is_given or (metric, link) != ("nll", "probit"):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, a link nor a '
-                    "metric."
+                    'method="marglik" uses neither a loader, a generator, a grid, extend, a link '
+                    "nor a metric."
                 )
-            if sigma:
-                return self._tune_noise()
-            found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
+            found, fitted = tune.by_evidence(self._state, sigma, per)
         elif method == "grid":
             if loader is None:
                 raise ValueError(
                     'method="grid" needs held-out data: pass a loader, or use method="marglik".'
                 )
-            grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
-            grid = torch.as_tensor(grid, dtype=torch.float64)
+            if per is not None:
+                raise ValueError(
+                    f'per={per!r} tunes by the marginal likelihood: pass method="marglik", and no '
+                    "loader."
+                )
             self._state.check_model()
             links.check_link(link, self.likelihood)
-            batches = self._on_device(with_progress(loader, progress, "tune"), generator)
-            found = tuning.tune_on_grid(
+            passes = replayed(with_progress(loader, progress, "tune"), generator)
+            wanted = tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator))
+            found, fitted = tune.on_data(
+                self._state,
                 partial(self.predict_grid, link=link),
-                self.likelihood,
-                batches,
-                metric,
-                grid,
-                self._settings.class_dim,
+                lambda: self._on_device(passes()),
+                wanted,
             )
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
-        self.prior_precision = found.prior_precision
-        return found
-
-    def _tune_noise(self) -> tuning.Tuning:
-        found, fitted = noise.tune_noise(self._state)
+        if fitted is None:
+            self.prior_precision = torch.tensor(found.prior_precision, dtype=torch.float64)
+            return found
         with _EXCHANGE:
             self._fitted, self.likelihood = fitted, fitted.likelihood
             self._prior_precision = fitted.posterior.prior_precision
