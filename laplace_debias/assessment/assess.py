@@ -24,7 +24,7 @@ from laplace_debias.assessment.families import (
     families_of,
     predict_set,
 )
-from laplace_debias.assessment.fitting import fitted, noise_of, sweep_of_file, tuned
+from laplace_debias.assessment.fitting import fitted, noise_of, tuned
 from laplace_debias.assessment.methods import Method, check_methods, default_methods
 from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network
 from laplace_debias.assessment.run_folder import (
@@ -310,7 +310,6 @@ class _Run:
         """Fit, tune and save a posterior, or read the saved one."""
         assert family.posterior is not None
         path, loaded = self.folder.posterior(family.key), self.loaded
-        entry = self.entry(family.key)
         if not path.exists():
             self.say(f"Fitting {family.methods[0].label}")
             start = time.perf_counter()
@@ -338,14 +337,15 @@ class _Run:
 
     def _tune(self, la: Laplace, family: Family) -> dict[str, Any]:
         assert family.posterior is not None
-        if family.posterior.path is not None:
-            return sweep_of_file(la)
         validation = None
         if self.loaded.validation is not None:
             validation = Chosen(
                 self.loaded.model, self.loaded.validation, self._validation_positions(family)
             )
-        return tuned(la, validation, self.loaded.task == "regression")
+        sweep, notes = tuned(la, family.posterior, validation)
+        for note in notes:
+            self.note(f"{family.methods[0].label}: {note}")
+        return sweep
 
     def _temperatures(self, family: Family) -> None:
         """Fit the temperatures of the methods that have one."""
@@ -373,7 +373,8 @@ class _Run:
         for method in missing:
             entry = self.entry(method.key)
             entry["temperature"] = best.value
-            entry["seconds"]["tune"] = (entry["seconds"]["tune"] or 0) + time.perf_counter() - start
+            seconds = entry["seconds"]
+            seconds["tune"] = seconds.get("tune", 0.0) + time.perf_counter() - start
             if best.is_at_limit:
                 self.note(
                     f"The temperature of {method.label} is {best.value:g}, the end of the range "
@@ -505,7 +506,7 @@ def _entry(method: Method, families: Sequence[Family]) -> dict[str, Any]:
         "prior_precision": None,
         "posterior": family.key if method.is_laplace else None,
         "examples": method.examples,
-        "seconds": {"fit": None, "tune": None, "predict": None},
+        "seconds": {},
         "seconds_per_example": None,
         "bytes": None,
     }

@@ -17,6 +17,8 @@ from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.sources.loaded import Loaded
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
+_LEVEL = 1.959963984540054
+"""Standard errors on each side of a 95 % interval."""
 _BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
 """How many batches a way to fit that sees few of them takes."""
 
@@ -92,45 +94,65 @@ def _joined(pairs: Sequence[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
     return join([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def tuned(la: Laplace, validation: Batches | None, is_regression: bool) -> dict[str, Any]:
-    """Tune a posterior's prior precision on validation examples, or by the marginal likelihood.
+def tuned(
+    la: Laplace, choice: PosteriorChoice, validation: Batches | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Tune a posterior's prior precision, and a regression's noise with it.
+
+    On validation examples by the negative log-likelihood; without any by the marginal likelihood,
+    and where that has no optimum not at all. A posterior that was read from a file stays as it is.
 
     Args:
-        la: The fitted posterior; its prior precision is set, and a regression's noise with it.
+        la: The posterior, which is changed.
+        choice: What it is.
         validation: Batches; None if there are none.
-        is_regression: Whether there is noise to tune.
 
     Returns:
-        As `sweeps/METHOD.json` has it.
+        As `sweeps/METHOD.json` has it; and what a reader should know of the search.
 
     Raises:
         ValueError: As `Laplace.tune`.
     """
-    if validation is None:
+    if choice.path is not None:
+        return _untuned(la), ()
+    is_regression = isinstance(la.likelihood, Gaussian)
+    if validation is not None:
+        # Of the empirical Fisher the best noise has no closed form: it stays the network's.
+        with_noise = is_regression and choice.fisher != "empirical"
+        found = la.tune(validation, sigma=with_noise)
+        return _sweep_of(found), found.notes
+    try:
         found = la.tune(method="marglik", sigma=is_regression)
-    else:
-        found = la.tune(validation)
-    return sweep_of(found)
+    except ValueError as error:
+        return _untuned(la), (f"The prior precision was not tuned and is 1: {error}",)
+    return _sweep_of(found), found.notes
 
 
-def sweep_of(found: Tuning) -> dict[str, Any]:
-    """What a search for the prior precision found, as `sweeps/METHOD.json` has it."""
+def _sweep_of(found: Tuning) -> dict[str, Any]:
     rows = []
     for row in found.table:
-        value = row[found.metric]
-        error = row.get("standard_error")
-        low = None if error is None else value - 1.96 * error
-        high = None if error is None else value + 1.96 * error
-        rows.append({"prior_precision": row["prior_precision"], "value": value})
-        rows[-1] |= {"low": low, "high": high}
-    flat = getattr(found, "flat", None)
+        value, error = row[found.metric], row.get("standard_error")
+        half = None if error is None else _LEVEL * error
+        rows.append(
+            {
+                "prior_precision": row["prior_precision"],
+                "value": value,
+                "low": None if half is None else value - half,
+                "high": None if half is None else value + half,
+            }
+        )
     return {
         "metric": found.metric,
         "rows": rows,
         "chosen": found.prior_precision,
-        "flat": None if flat is None else list(flat),
+        "flat": None if found.flat is None else list(found.flat),
         "sigma": found.sigma,
     }
+
+
+def _untuned(la: Laplace) -> dict[str, Any]:
+    chosen = la.prior_precision.tolist()
+    return {"metric": None, "rows": [], "chosen": chosen, "flat": None, "sigma": None}
 
 
 def noise_of(residuals: Tensor) -> float:
@@ -149,15 +171,3 @@ def noise_of(residuals: Tensor) -> float:
             "that the targets are not among the inputs"
         )
     return sigma
-
-
-def sweep_of_file(la: Laplace) -> dict[str, Any]:
-    """The sweep of a posterior that was read from a file, whose search is not known."""
-    delta = la.prior_precision
-    return {
-        "metric": None,
-        "rows": [],
-        "chosen": delta.tolist(),
-        "flat": None,
-        "sigma": None,
-    }
