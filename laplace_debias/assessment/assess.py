@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ from laplace_debias.laplace import Laplace
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
@@ -80,10 +83,10 @@ def sets_of(loaded: Loaded) -> list[DataSet]:
         sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
     taken = {part.name for part in sets}
     for name, data in loaded.ood.items():
-        if name in taken or not name or name[0] == "." or "/" in name or "\\" in name:
+        if name in taken or not _NAME.fullmatch(name):
             raise ValueError(
-                f"an OOD set is called {name!r}: its name names a file, and test and shift-1 … are "
-                "taken; give it another"
+                f"an OOD set is called {name!r}; its name names files: give it one of letters, "
+                "digits, '.', '_' and '-' that is neither test nor shift-1 …"
             )
         sets.append(DataSet(name, "ood", data.batches, kind=data.kind))
     return sets

@@ -63,10 +63,11 @@ class PosteriorChoice:
             "crossfit": "one batch in folds",
         }[self.mode]
         if self.fit_examples is not None:
-            data += f" ({self.fit_examples:,} examples{' each' if self.mode == 'debiased' else ''})"
+            each = " each" if self.mode == "debiased" else ""
+            data += f" ({self.fit_examples:,} examples{each})"
         return (
-            f"A Laplace approximation ({self.curvature}) over the parameters {self.params!r}, fitted to "
-            f"{data}."
+            f"A Laplace approximation ({self.curvature}) over the parameters {self.params!r}, "
+            f"fitted to {data}."
         )
 
 

@@ -1,4 +1,4 @@
-"""What the commands `report` and `evaluate` share: settings that make a run, and what they print."""
+"""What the commands `report` and `evaluate` share: what makes a run, and what they print."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ _PLACES = {
     *("output", "from_run", "overwrite", "title", "json", "progress"),
     *("device", "workers", "cache", "download", "checkpoint"),
 }
-"""Settings that do not change what is found. The checkpoint's content is looked at, not its path."""
+"""Settings that do not change what is found. Of a checkpoint the content counts, not the path."""
 
 
 class Nothing:

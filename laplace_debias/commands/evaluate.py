@@ -1,4 +1,4 @@
-"""`laplace-debias evaluate`: saved posteriors beside the network and its temperature, as a table."""
+"""`laplace-debias evaluate`: saved posteriors, the network and its temperature in a table."""
 
 import tempfile
 from dataclasses import dataclass

@@ -117,4 +117,4 @@ def _evaluate(model: nn.Module, data: Images) -> dict[str, float]:
     device = next(model.parameters()).device
     batches = ImageBatches(data, torch.arange(len(data)), 500)
     probs = torch.cat([model(images.to(device)).softmax(1).cpu() for images, _ in batches])
-    return metrics.evaluate(probs, data.labels)
+    return dict(metrics.evaluate(probs, data.labels, intervals=False))

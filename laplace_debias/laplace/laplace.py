@@ -78,6 +78,8 @@ from laplace_debias.laplace.schemes import (
     scheme_of,
 )
 from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
+from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.randomness import replayed, seeded
 from laplace_debias.system.threads import Lock
 
@@ -1007,8 +1009,14 @@ class Laplace:
         progress: bool = False,
         *,
         link: str = "probit",
-    ) -> dict[str, float]:
-        """Accuracy, NLL, ECE and Brier score on labelled data; OOD detection by the entropy.
+        intervals: bool = True,
+        level: float = 0.95,
+        num_resamples: int = 500,
+    ) -> Report:
+        """Accuracy, NLL and calibration on labelled data; OOD detection by the uncertainty.
+
+        Each metric has a confidence interval over the targets that count, taken as independent:
+        those of one text or picture are not quite, and their intervals too narrow.
 
         Args:
             loader: Labelled batches `(x, y)`.
@@ -1019,14 +1027,22 @@ class Laplace:
             generator: As `predict`; also seeds the order and augmentation of the loaders.
             progress: Show progress bars over the loaders.
             link: As `predict`.
+            intervals: Whether to make confidence intervals.
+            level: Coverage that they aim at; for regression also the probability of the
+                predictive's own intervals, whose coverage and width are measured.
+            num_resamples: Draws of the examples, for the metrics whose interval needs them. They
+                have a generator of their own.
 
         Returns:
-            The metrics by name, as `metrics.evaluate` has them; for several labels as
-            `metrics.evaluate_multilabel`; for regression NLL and RMSE.
+            The metrics by name, each a float with `.low` and `.high`, as `metrics.evaluate` has
+            them; for several labels as `metrics.evaluate_multilabel`; for regression as
+            `metrics.evaluate_regression`, with OOD detection by the variance. `metrics.compare`
+            takes two of them.
 
         Raises:
             ValueError: As `predict`; for an empty loader or one whose targets are all ignored; for
-                `ood` with a regression likelihood.
+                `ood` with a regression whose predictive is not normal; for a level that is not
+                between 0 and 1, or fewer than two draws.
         """
         self._state.check_model()
 
@@ -1042,7 +1058,61 @@ class Laplace:
             batches(loader),
             {name: batches(data) for name, data in (ood or {}).items()},
             self._settings.class_dim,
+            intervals=intervals,
+            level=level,
+            num_resamples=num_resamples,
         )
+
+    def uncertainty(
+        self,
+        x: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        positions: Positions | None = None,
+    ) -> Uncertainty:
+        """Total, aleatoric and epistemic uncertainty of each input.
+
+        Of class probabilities they are the entropy of the predictive, the mean entropy over samples
+        of the parameters, and their mutual information (BALD), in nats, from draws; of several
+        labels summed over them. Of a regression they are variances of each target in its squared
+        units: with `method="glm"` and no `samples` in closed form, else from draws.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            method: `"glm"`, `"glm-mc"` or `"nn"`, as `predict`.
+            samples: Draws; 100 if None.
+            generator: For the draws; torch's global one if None.
+            positions: As `predict`.
+
+        Returns:
+            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`.
+
+        Raises:
+            ValueError: For `method="map"`, which has no uncertainty about the parameters; as
+                `predict`.
+            TypeError: As `predict`.
+            RuntimeError: As `predict`.
+
+        Reference:
+            Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
+            preference learning. 2011.
+        """
+        _check_method(method, samples)
+        if method == "map":
+            raise ValueError(
+                'method="map" has one setting of the parameters and no uncertainty about them: use '
+                "'glm', 'glm-mc' or 'nn'."
+            )
+        state = self._unchanged_state
+        if method == "glm" and samples is None and has_variance_in_closed_form(state.likelihood):
+            deltas = [state.posterior.prior_precision.unsqueeze(0)]
+            mean, variances = grids.moments([state], x, deltas, diagonal=True, positions=positions)
+            return of_moments(state.likelihood, mean, variances[0, 0])
+        with torch.inference_mode(False):
+            draws = self._draws(state, x, method, samples, generator, positions)
+            return of_draws(state.likelihood, draws)
 
     # -------------------------------------------------------------- on disk
 

@@ -116,7 +116,7 @@ def loaded_rows(num_test=120, num_ood=40, has_validation=True, num_outputs=1, se
         num_train=len(x),
         validation=batches_of(*draw(150)) if has_validation else None,
         test=batches_of(*draw(num_test)),
-        ood={"far away": OodData(batches_of(*draw(num_ood, 4.0)))} if num_ood else {},
+        ood={"far-away": OodData(batches_of(*draw(num_ood, 4.0)))} if num_ood else {},
         input_name="row",
     )
 
