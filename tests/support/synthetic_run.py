@@ -149,6 +149,7 @@ def _classification(rng, data, methods, n):
     tables = {}
     for key, _, factor, doubt in methods:
         logits = exact * factor / math.sqrt(1 + doubt * strangeness)
+        logits += 0.4 * doubt * rng.normal(size=logits.shape)
         probs = np.exp(logits - logits.max(1, keepdims=True))
         probs /= probs.sum(1, keepdims=True)
         entropy = -(probs * np.log(probs.clip(1e-300))).sum(1)

@@ -9,36 +9,43 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from laplace_debias.report.page.names import number, significant
+from laplace_debias.report.page.names import significant
 from laplace_debias.report.page.run_folder import Run
 
 _MOST_PIXELS = 128
 _SMALL = 64
 _SHOWN_CLASSES = 2
+_LEAST = 0.005
 _GROUPS = {
     "most_uncertain": (
         "Most uncertain",
-        "{method} is least certain of these. If you could not tell either, its doubt is right.",
+        "“{method}” is least certain of these. If you could not tell either, its doubt is right.",
     ),
     "most_confidently_wrong": (
         "Most confidently wrong",
-        "Mistakes that {method} is surest of. Look for wrong labels first, then for what these "
+        "Mistakes that “{method}” is surest of. Look for wrong labels first, then for what these "
         "have in common.",
     ),
     "most_changed": (
         "Most changed",
-        "Where {method} and {network} differ most. The second line is what changed.",
+        "Where “{method}” and “{network}” differ most.",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What a method says of an example: its most probable classes, or its interval."""
+    """What a method says of an example.
 
-    method: str
+    Attributes:
+        label: The method's.
+        classes: Its most probable classes: name, probability in percent, whether it is the truth.
+        interval: Of a regression, mean and standard deviation, else empty.
+    """
+
     label: str
-    text: str
+    classes: tuple[tuple[str, float, bool], ...] = ()
+    interval: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,13 +107,16 @@ def _example(
     picture, is_small = _picture(run.folder / "examples" / f"{int(entry['index'])}.png")
     if run.is_regression:
         said, truth = entry.get("predictions") or {}, _numbers(entry.get("target"))
-        tell = _interval
+        guesses = tuple(
+            Guess(labels[key], interval=_interval(said[key])) for key in shown if key in said
+        )
     else:
         said, truth = entry.get("probs") or {}, _class_names(run, entry.get("label"))
-        tell = _top_classes
-    guesses = tuple(
-        Guess(key, labels.get(key, key), tell(run, said[key])) for key in shown if key in said
-    )
+        guesses = tuple(
+            Guess(labels[key], _top_classes(run, said[key], entry.get("label")))
+            for key in shown
+            if key in said
+        )
     inputs = entry.get("inputs") or ()
     names = run.meta.get("features") or [f"x{i}" for i in range(1, len(inputs) + 1)]
     values = tuple(
@@ -153,13 +163,18 @@ def _class(run: Run, label: float) -> str:
     return str(classes[index]) if 0 <= index < len(classes) else f"class {index}"
 
 
-def _top_classes(run: Run, probs: list[list[float]]) -> str:
-    return ", ".join(
-        f"{_class(run, label)} {number(100 * prob, 0)} %" for label, prob in probs[:_SHOWN_CLASSES]
+def _top_classes(
+    run: Run, probs: list[list[float]], truth: Any
+) -> tuple[tuple[str, float, bool], ...]:
+    """Those that round to a percent at least, at most two of them."""
+    return tuple(
+        (_class(run, label), 100 * prob, not isinstance(truth, list) and int(label) == truth)
+        for label, prob in probs[:_SHOWN_CLASSES]
+        if prob >= _LEAST
     )
 
 
-def _interval(_: Run, said: Mapping[str, Any]) -> str:
+def _interval(said: Mapping[str, Any]) -> str:
     return f"{_numbers(said['mean'])} ± {_numbers(said['standard_deviation'])}"
 
 

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import IdentityTransform
 
-from laplace_debias.report.page.names import power_of_ten, significant
+from laplace_debias.report.page.names import power_of_ten
 from laplace_debias.report.style import OKABE_ITO, style_axes
 
 WIDTH = 4.4
@@ -30,7 +30,7 @@ _COLOURS = (
 )
 _MARKERS = "osD^vPX"
 _STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-_SETTINGS = {
+_SETTINGS: Any = {
     "svg.fonttype": "none",
     # Labels of methods and sets are other people's: no dollar of theirs is mathematics.
     "text.parse_math": False,
@@ -56,6 +56,16 @@ class Look:
     colour: str
     marker: str
     dashes: Any
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Options of a line without markers."""
+        return {"color": self.colour, "linestyle": self.dashes}
+
+    @property
+    def marked(self) -> dict[str, Any]:
+        """Options of a line with markers."""
+        return {**self.line, "marker": self.marker}
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,11 @@ class Panel:
     def __init__(self, name: str, height: float = 3.2, heights: Sequence[float] = (1,)) -> None:
         self.name = name
         self._figure = Figure(
-            figsize=(WIDTH, height), dpi=_UNITS_PER_INCH, layout="constrained", facecolor="none"
+            figsize=(WIDTH, height),
+            dpi=_UNITS_PER_INCH,
+            layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03),
+            facecolor="none",
         )
-        self._figure.get_layout_engine().set(w_pad=0.03, h_pad=0.04, hspace=0.03)
         grid = self._figure.subplots(
             len(heights), 1, squeeze=False, sharex=True, height_ratios=list(heights)
         )
@@ -144,16 +156,14 @@ class Panel:
             artist.set_gid(f"method:{method}:{next(self._numbers)}")
 
     def note(
-        self, ax: Axes, method: str, x: Sequence[Any], y: Sequence[Any], texts: Sequence[str]
+        self, ax: Axes, method: str, x: Iterable[float], y: Iterable[float], texts: Sequence[str]
     ) -> None:
         """Gives places of the axes texts that the page shows when one looks closer."""
         for place in zip(x, y, texts, strict=True):
             if np.isfinite(place[0]) and np.isfinite(place[1]):
                 self._noted.append((method, ax.transData, *place))
 
-    def finish(
-        self, title: str, alt: str, *, method: str | None = None, note: str = ""
-    ) -> Picture:
+    def finish(self, title: str, alt: str, *, method: str | None = None, note: str = "") -> Picture:
         """Draws it.
 
         Args:
@@ -176,21 +186,24 @@ class Panel:
 
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
-    """A logarithmic axis whose decades are written as powers of ten, at most six of them."""
+    """A logarithmic axis with at most six numbers: powers of ten where some are long."""
     step = max(1, int(np.ceil(np.log10(high / low) / 6))) if high > low > 0 else 1
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
     few = high > low > 0 and high / low < 30
     axis.set_major_locator(
         LogLocator(subs=(1, 2, 5)) if few else LogLocator(base=10.0**step, subs=(1,))
     )
-    axis.set_major_formatter(FuncFormatter(_on_log_axis))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
+    as_power = not few and (low < 1e-3 or high > 1e4)
+    axis.set_major_formatter(
+        FuncFormatter(
+            lambda value, _: (
+                power_of_ten(round(float(np.log10(value)))) if as_power else f"{value:,.10g}"
+            )
+        )
+    )
 
 
-def _on_log_axis(value: float, _: int) -> str:
-    if value <= 0:
-        return ""
-    exponent = np.log10(value)
-    if abs(exponent - round(exponent)) < 1e-9 and not -2 <= exponent <= 3:
-        return power_of_ten(round(float(exponent)))
-    return re.sub(r"\.?0+$", "", significant(value)) if value < 1 else f"{value:,g}"
+def percent_axis(axis: Axis) -> None:
+    """Writes shares as percent."""
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.10g} %"))

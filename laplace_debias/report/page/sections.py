@@ -70,8 +70,8 @@ def _classification(run: Run, looks: dict[str, Look]) -> list[Section]:
         _group(
             "",
             "On the dashed line, confidence is accuracy; below it, the method is over-confident. "
-            "The band is the 95 % interval of the accuracy in each of 15 equal bins; the bars "
-            "count the examples.",
+            "The band is the 95 % interval of the accuracy in each of 15 equal bins, hollow points "
+            "are of fewer than 10 examples; the bars count them, on a logarithmic axis.",
             pictures,
         )
     ]
@@ -82,8 +82,8 @@ def _classification(run: Run, looks: dict[str, Look]) -> list[Section]:
     ]
     risk = _group(
         "",
-        "Keep only the most confident examples, from right to left: the faster the curve falls, the "
-        "better confidence finds the mistakes. Lower is better.",
+        "Keep only the most confident examples, from right to left: the faster the curve falls, "
+        "the better confidence finds the mistakes. Lower is better.",
         kept,
     )
     return [
@@ -152,9 +152,9 @@ def _ood(run: Run, looks: dict[str, Look]) -> Section:
         groups.append(
             _group(
                 f"{kind}: {data.name}" if kind else data.name,
-                "Left, uncertainty of the test set (grey) and of this set (coloured): the less "
-                "they overlap, the better. Right, how many strange examples are found for how "
-                "many false alarms: up and to the left is better.",
+                "Uncertainty of the test set (line) and of this set (filled), heights as square "
+                "roots: the less they overlap, the better. ROC: how many strange examples are "
+                "found at how many false alarms; up and to the left is better.",
                 pair,
             )
         )
@@ -162,7 +162,7 @@ def _ood(run: Run, looks: dict[str, Look]) -> Section:
         groups.append(
             _group(
                 f"Not out-of-distribution: the test set at severity {data.severity}",
-                "The same test examples, corrupted (coloured): still of the known classes, so that "
+                "The same test examples, corrupted (filled): still of the known classes, so that "
                 "nothing is to be detected. Uncertainty should grow as accuracy falls.",
                 [ood.score_histograms(run, looks, data.name, "Uncertainty")],
             )
@@ -223,13 +223,10 @@ def _posterior(run: Run, looks: dict[str, Look]) -> list[Section]:
             [
                 _group(
                     "",
-                    "One row a block of parameters: thick, the middle half of the directions; thin, "
-                    "all of them; the tick is the median. Left of the dashed line, the prior "
+                    "One row a block of parameters: thick, the middle half of the directions; "
+                    "thin, all of them; the tick is the median. Left of the dashed line, the prior "
                     "precision, the prior weighs more. On the right, the prior's mean share.",
-                    [
-                        posterior.spectrum(run, look, precisions[key])
-                        for key, look in looks.items()
-                    ],
+                    [posterior.spectrum(run, look, precisions[key]) for key, look in looks.items()],
                 )
             ],
         ),
@@ -245,8 +242,8 @@ def _costs(run: Run, looks: dict[str, Look]) -> Section:
         [
             _group(
                 "",
-                "Shorter is cheaper; the axes are logarithmic. Time is that of this run, fitting, "
-                "tuning and all predictions; memory is what a method keeps besides the network.",
+                "Shorter is cheaper. Time is that of this run: fitting, tuning and all "
+                "predictions. Memory is what a method keeps besides the network.",
                 pictures,
             )
         ],

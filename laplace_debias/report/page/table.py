@@ -87,7 +87,8 @@ def full_table(run: Run, data: str) -> Table:
 
 def difference_tables(run: Run) -> list[Table]:
     """What the methods do better or worse than each reference, on the same examples."""
-    references = dict.fromkeys(run.differences["reference"])
+    used = set(run.differences["reference"])
+    references = [method.key for method in run.methods if method.key in used]
     tables = [_table(run, _main_columns(run), reference) for reference in references]
     return [table for table in tables if table.columns]
 
@@ -157,7 +158,7 @@ def _cells(
             Cell(
                 f"+{text}" if is_difference and value > 0 and text.strip("0.") else text,
                 f"{number(low, places)} … {number(high, places)}" if high >= low else "",
-                is_best=not is_difference and len(shown) > 1 and value == best,
+                is_best=not is_difference and value == best and shown["value"].nunique() > 1,
                 verdict=_verdict(differences, method.key, name),
             )
         )

@@ -1,16 +1,18 @@
 """Pictures of familiar against strange examples: how uncertain each are, and ROC curves."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import PercentFormatter
 from sklearn.metrics import roc_curve
 
 from laplace_debias.report.page.names import number, significant
-from laplace_debias.report.page.panel import Look, Panel, Picture
+from laplace_debias.report.page.panel import Look, Panel, Picture, percent_axis
 from laplace_debias.report.page.run_folder import Run
 from laplace_debias.report.style import INK
 
 _BINS = 40
+_ROW = 1.42
 _RATES = np.linspace(0, 1, 151)
 _FALSE_ALARMS = np.linspace(0.05, 0.95, 19)
 
@@ -23,7 +25,9 @@ def score_name(run: Run) -> tuple[str, str]:
 
 
 def score_histograms(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | None:
-    """One row a method: uncertainty on the test set in grey, on another set in colour.
+    """One row a method: uncertainty on the test set as a line, on another set filled.
+
+    Heights are square roots of shares, so that rare values are seen beside the many near zero.
 
     Args:
         run: The run.
@@ -41,38 +45,41 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str, title: str) 
         return None
     most = max(np.quantile(values, 0.999) for _, *pair in rows for values in pair)
     edges = np.linspace(0, max(float(most), 1e-12), _BINS + 1)
-    panel = Panel(f"uncertainty-{data}", 0.75 + 0.62 * len(rows))
+    panel = Panel(f"uncertainty-{data}", 0.75 + 0.66 * len(rows))
     ax = panel.axes[0]
     ax.grid(visible=False, axis="y")
     medians = []
     for index, (key, familiar, other) in enumerate(rows):
-        look, base = methods[key], -1.25 * index
-        for values, colour, alpha in ((familiar, INK, 0.22), (other, look.colour, 0.55)):
-            counts = np.histogram(np.minimum(values, edges[-1]), edges)[0]
-            heights = base + counts / counts.max()
-            panel.of(
-                key,
-                ax.stairs(
-                    heights, edges, baseline=base, fill=True, color=colour, alpha=alpha, lw=0
-                ),
-            )
-            # A thin line keeps the shape where the two lie above each other.
-            panel.of(key, ax.stairs(heights, edges, baseline=base, color=colour, lw=0.9))
+        look, base = methods[key], -_ROW * index
+        shares = [
+            np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
+            for values in (familiar, other)
+        ]
+        tallest = max(share.max() for share in shares)
+        filled: dict[str, Any] = {"color": look.colour, "alpha": 0.6, "fill": True, "lw": 0}
+        outline: dict[str, Any] = {"color": INK, "lw": 1}
+        drawn = ((other, shares[1], filled), (familiar, shares[0], outline))
+        for values, counts, line in drawn:
+            heights = base + np.sqrt(counts / tallest)
+            panel.of(key, ax.stairs(heights, edges, baseline=base, **line))
             places = np.flatnonzero(counts)[:: max(1, _BINS // 14)]
             who = "test" if values is familiar else data
             texts = [
-                f"{look.label}, {who}\n{number(100 * counts[i] / len(values), 1)} % from "
+                f"{look.label}, {who}\n{number(100 * counts[i], 1)} % from "
                 f"{significant(edges[i], 2)} to {significant(edges[i + 1], 2)}"
                 for i in places
             ]
             panel.note(ax, key, (edges[places] + edges[places + 1]) / 2, heights[places], texts)
         middle = np.median(familiar), np.median(other)
         medians.append(f"{look.label} {significant(middle[0], 2)} and {significant(middle[1], 2)}")
-        text = ax.text(
-            edges[-1], base + 1.0, look.label, ha="right", va="top", fontsize=9, color=INK
-        )
+        text = ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK)
         panel.of(key, text)
-    ax.set(xlim=(0, edges[-1]), ylim=(-1.25 * len(rows) + 1.2, 1.1), yticks=[], xlabel=label)
+    ax.set(
+        xlim=(0, edges[-1]),
+        ylim=(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02),
+        yticks=[],
+        xlabel=label,
+    )
     ax.spines["left"].set_visible(False)
     alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
     return panel.finish(title, alt)
@@ -98,7 +105,7 @@ def roc(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | 
             continue
         is_strange = np.repeat([0, 1], [len(familiar), len(strange)])
         false, true, _ = roc_curve(is_strange, np.concatenate([familiar, strange]))
-        panel.of(key, *ax.plot(_RATES, np.interp(_RATES, false, true), **_line(look)))
+        panel.of(key, *ax.plot(_RATES, np.interp(_RATES, false, true), lw=1.6, **look.line))
         found = np.interp(_FALSE_ALARMS, false, true)
         texts = [
             f"{look.label}\nfinds {100 * t:.0f} % at {100 * f:.0f} % false alarms"
@@ -111,14 +118,10 @@ def roc(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | 
     ax.set(xlim=(0, 1), ylim=(0, 1.005), xlabel="False alarms among test examples")
     ax.set_ylabel(f"Found of {data}" if len(data) < 25 else "Found")
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(PercentFormatter(1))
+        percent_axis(axis)
     areas = [area for area in areas if area]
     told = f"; area below: {', '.join(areas)}" if areas else ""
     return panel.finish(title, f"ROC curves of {data} against the test set{told}.")
-
-
-def _line(look: Look) -> dict[str, object]:
-    return {"color": look.colour, "linestyle": look.dashes, "lw": 1.6}
 
 
 def _area(run: Run, look: Look, data: str) -> str:

@@ -36,8 +36,9 @@ def sweep(run: Run, look: Look) -> Picture | None:
     told = []
     if flat and all(isinstance(end, int | float) for end in flat):
         ax.axvspan(flat[0], flat[1], color=INK, alpha=0.09, lw=0)
-        told.append(f"within one standard error from {significant(flat[0], 2)} to "
-                    f"{significant(flat[1], 2)}")
+        told.append(
+            f"within one standard error from {significant(flat[0], 2)} to {significant(flat[1], 2)}"
+        )
     ax.fill_between(x, low, high, color=look.colour, alpha=0.22, lw=0)
     ax.plot(x, value, color=look.colour, marker=look.marker, markersize=3.2, lw=1.5)
     if isinstance(chosen, int | float):
@@ -50,15 +51,16 @@ def sweep(run: Run, look: Look) -> Picture | None:
     ax.set_ylabel(f"Validation {name.label}" + (f" ({name.unit})" if name.unit else ""))
     _leave_out_what_hides_the_best(ax, value, name.better)
     texts = [
-        f"prior precision {significant(p)}\n{name.label} "
-        f"{number(v, decimals(a, b, v))} {name.unit}"
+        f"prior precision {significant(p)}\n{name.label} {number(v, decimals(a, b, v))} {name.unit}"
         for p, v, a, b in zip(x, value, low, high, strict=True)
     ]
     panel.note(ax, look.key, x, value, texts)
     note = "; ".join(told)
     return panel.finish(
-        look.label, f"{name.label} against prior precision of {look.label}; {note}.",
-        method=look.key, note=note,
+        look.label,
+        f"{name.label} against prior precision of {look.label}; {note}.",
+        method=look.key,
+        note=note,
     )
 
 
@@ -98,7 +100,7 @@ def spectrum(run: Run, look: Look, prior_precision: float | None) -> Picture | N
     floor = max(positive.min() if positive.size else 1.0, top * 1e-9)
     floor = min(floor, prior_precision or floor)
     shown = magnitudes.clip(min=floor)
-    panel = Panel(f"spectrum-{look.key}", 0.9 + 0.235 * len(blocks))
+    panel = Panel(f"spectrum-{look.key}", 0.95 + 0.235 * len(blocks))
     ax = panel.axes[0]
     y = np.arange(len(blocks))
     ax.hlines(y, shown[:, 0], shown[:, -1], color=look.colour, lw=1, alpha=0.55)
@@ -126,10 +128,14 @@ def spectrum(run: Run, look: Look, prior_precision: float | None) -> Picture | N
     panel.note(ax, look.key, middle, y, texts)
     left_out = len(every) - len(blocks)
     told = f"the {len(blocks)} largest of {len(every)} blocks" if left_out else ""
-    lines = [f"{block['name']} {100 * share:.0f} %" for block, share in zip(blocks, shares)]
+    lines = [
+        f"{block['name']} {100 * share:.0f} %" for block, share in zip(blocks, shares, strict=True)
+    ]
     return panel.finish(
-        look.label, f"Spectrum of {look.label}; the prior's share by block: {', '.join(lines)}.",
-        method=look.key, note=told,
+        look.label,
+        f"Spectrum of {look.label}; the prior's share by block: {', '.join(lines)}.",
+        method=look.key,
+        note=told,
     )
 
 

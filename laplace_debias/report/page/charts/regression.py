@@ -1,12 +1,11 @@
-"""Pictures of a regression: quantiles, coverage of intervals, residuals against their prediction."""
+"""Pictures of a regression: quantiles, coverage of intervals, and residuals."""
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
 from scipy.stats import binom, norm
 
 from laplace_debias.report.page.names import number, significant
-from laplace_debias.report.page.panel import Look, Panel, Picture, log_axis
+from laplace_debias.report.page.panel import Look, Panel, Picture, log_axis, percent_axis
 from laplace_debias.report.page.run_folder import Run
 from laplace_debias.report.style import INK
 
@@ -31,13 +30,17 @@ def quantiles(run: Run, look: Look) -> Picture | None:
     ax.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (4, 3)))
     ax.plot(_LEVELS, observed, color=look.colour, marker=look.marker, markersize=4, lw=1.4)
     _percent_axes(ax, "Quantile that was predicted", "Targets below it")
-    texts = [f"quantile {100 * q:.0f} %\n{100 * o:.1f} % of the targets below it"
-             for q, o in zip(_LEVELS, observed, strict=True)]
+    texts = [
+        f"quantile {100 * q:.0f} %\n{100 * o:.1f} % of the targets below it"
+        for q, o in zip(_LEVELS, observed, strict=True)
+    ]
     panel.note(ax, look.key, _LEVELS, observed, texts)
     gap = number(100 * float(np.abs(observed - _LEVELS).mean()), 1)
     return panel.finish(
-        look.label, f"Calibration of the quantiles of {look.label}: mean gap {gap} %.",
-        method=look.key, note=f"mean gap {gap} %",
+        look.label,
+        f"Calibration of the quantiles of {look.label}: mean gap {gap} %.",
+        method=look.key,
+        note=f"mean gap {gap} %",
     )
 
 
@@ -53,10 +56,11 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
             continue
         level = 2 * norm.cdf(np.abs(found)) - 1
         observed = (level[:, None] <= _LEVELS).mean(0)
-        style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker}
-        panel.of(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **style))
-        texts = [f"{look.label}\n{100 * q:.0f} % interval holds {100 * o:.1f} % of the targets"
-                 for q, o in zip(_LEVELS, observed, strict=True)]
+        panel.of(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
+        texts = [
+            f"{look.label}\n{100 * q:.0f} % interval holds {100 * o:.1f} % of the targets"
+            for q, o in zip(_LEVELS, observed, strict=True)
+        ]
         panel.note(ax, key, _LEVELS, observed, texts)
         told.append(f"{look.label} {100 * observed[-1]:.0f} %")
     if not told:
@@ -82,10 +86,11 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
             groups = [order]  # the same everywhere: there is nothing to sort by
         said = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
         was = np.array([np.sqrt(((target - mean)[group] ** 2).mean()) for group in groups])
-        style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker}
-        panel.of(key, *ax.plot(said, was, lw=1.2, markersize=4.5, **style))
-        texts = [f"{look.label}\npredicted {significant(s)}, residuals {significant(w)}"
-                 for s, w in zip(said, was, strict=True)]
+        panel.of(key, *ax.plot(said, was, lw=1.2, markersize=4.5, **look.marked))
+        texts = [
+            f"{look.label}\npredicted {significant(s)}, residuals {significant(w)}"
+            for s, w in zip(said, was, strict=True)
+        ]
         panel.note(ax, key, said, was, texts)
         ends += [said, was]
         told.append(f"{look.label} over {len(groups)} groups of examples")
@@ -114,4 +119,4 @@ def _standardised(run: Run, method: str) -> np.ndarray | None:
 def _percent_axes(ax: Axes, across: str, up: str) -> None:
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel=across, ylabel=up)
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(PercentFormatter(1))
+        percent_axis(axis)

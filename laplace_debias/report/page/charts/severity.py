@@ -32,8 +32,7 @@ def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
         )
         shift += 0.06
         panel.of(key, ax.vlines(x, low, high, color=look.colour, lw=1.4, alpha=0.6))
-        style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker}
-        panel.of(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **style))
+        panel.of(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.marked))
         texts = [
             f"{look.label}, severity {level}\n{name.label} {_interval(v, a, b)} {name.unit}"
             for level, v, a, b in zip(rows["level"], value, low, high, strict=True)
