@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from laplace_debias.metrics.descriptions import Description
 from laplace_debias.report.page.charts.ood import main_score
 from laplace_debias.report.page.names import (
-    MetricName,
+    SCORES,
     decimals,
     known_first,
     metric_name,
@@ -17,7 +18,7 @@ from laplace_debias.report.page.run_folder import Method, Run
 
 _MAIN = (
     *("accuracy", "nll", "brier", "smooth_ece", "ece", "aurc"),
-    *("rmse", "crps", "coverage", "quantile_calibration"),
+    *("rmse", "crps", "coverage", "quantile_calibration_error"),
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
@@ -27,17 +28,13 @@ class Column:
     """A metric on a set.
 
     Attributes:
-        label: Name of the metric.
+        name: What is known of the metric.
         arrow: To where it is better, may be empty.
-        unit: Of its numbers, may be empty.
-        means: A sentence on it, may be empty.
-        where: Name of the set where it is not the test set, else empty.
+        where: The set if it is not the test set, and the score of an out-of-distribution metric.
     """
 
-    label: str
+    name: Description
     arrow: str
-    unit: str
-    means: str
     where: str
 
 
@@ -79,10 +76,16 @@ def main_table(run: Run) -> Table:
     return _table(run, _main_columns(run))
 
 
-def full_table(run: Run, data: str) -> Table:
-    """Every metric of a set; of an out-of-distribution set by the score that is shown first."""
+def full_tables(run: Run, data: str) -> list[Table]:
+    """Every metric of a set; of an out-of-distribution set a table for each score."""
     rows = run.rows[run.rows["set"] == data]
-    return _table(run, [(data, metric) for metric in known_first(rows["metric"])])
+    scores: list[str | None] = [name for name in SCORES if (rows["score"] == name).any()]
+    metrics = known_first(rows["metric"])
+    tables = [
+        _table(run, [(data, metric) for metric in metrics], score=score)
+        for score in scores or [None]
+    ]
+    return [table for table in tables if table.columns]
 
 
 def difference_tables(run: Run) -> list[Table]:
@@ -102,45 +105,55 @@ def _main_columns(run: Run) -> list[tuple[str, str]]:
     return [(run.test, name) for name in chosen] + [(data.name, "auroc") for data in run.ood]
 
 
-def _table(run: Run, chosen: Sequence[tuple[str, str]], reference: str | None = None) -> Table:
+def _table(
+    run: Run,
+    chosen: Sequence[tuple[str, str]],
+    reference: str | None = None,
+    score: str | None = None,
+) -> Table:
     """Metrics of every method, or what they differ by from a reference."""
     against = run.methods[0].key if reference is None else reference
     methods = [method for method in run.methods if method.key != reference]
     columns, cells = [], []
     for data, metric in chosen:
         differences = run.differences[run.differences["reference"] == against]
-        differences = _of(differences, data, metric)
-        rows = _of(run.rows, data, metric) if reference is None else differences
+        differences = _of(differences, data, metric, score)
+        rows = _of(run.rows, data, metric, score) if reference is None else differences
         rows = rows[rows.index.isin([method.key for method in methods])]
         if rows.empty:
             continue
-        columns.append(_column(run, data, metric))
+        columns.append(_column(run, data, metric, rows))
         cells.append(_cells(rows, differences, methods, metric_name(metric), reference is not None))
     label = next((m.label for m in run.methods if m.key == against), against)
     by_method = tuple(zip(methods, zip(*cells, strict=True), strict=True)) if cells else ()
     return Table(tuple(columns), by_method, label)
 
 
-def _of(rows: pd.DataFrame, data: str, metric: str) -> pd.DataFrame:
-    """The rows of a metric on a set by method, of the score that is shown first."""
+def _of(rows: pd.DataFrame, data: str, metric: str, score: str | None) -> pd.DataFrame:
+    """The rows of a metric on a set by method, by default of the score that is shown first."""
     found = rows[(rows["set"] == data) & (rows["metric"] == metric) & rows["value"].notna()]
-    return found[main_score(found)].drop_duplicates("method").set_index("method")
+    score = score or main_score(found)
+    if score is not None:
+        found = found[found["score"] == score]
+    return found.drop_duplicates("method").set_index("method")
 
 
-def _column(run: Run, data: str, metric: str) -> Column:
+def _column(run: Run, data: str, metric: str, rows: pd.DataFrame) -> Column:
     name = metric_name(metric)
-    where = "" if data == run.test else data
-    return Column(name.label, _ARROWS.get(name.better or "", ""), name.unit, name.means, where)
+    score = rows["score"].iloc[0]
+    where = [] if data == run.test else [data]
+    where += [SCORES.get(score, score)] if isinstance(score, str) else []
+    return Column(name, _ARROWS.get(name.better or "", ""), ", ".join(where))
 
 
 def _cells(
     rows: pd.DataFrame,
     differences: pd.DataFrame,
     methods: Sequence[Method],
-    name: MetricName,
+    name: Description,
     is_difference: bool,
 ) -> list[Cell]:
-    shown = rows[["value", "low", "high"]] * name.factor
+    shown = rows[["value", "low", "high"]]
     places = int(
         pd.Series(
             [decimals(row.low, row.high, row.value) for row in shown.itertuples(index=False)]
@@ -165,7 +178,7 @@ def _cells(
     return cells
 
 
-def _verdict(differences: pd.DataFrame, method: str, name: MetricName) -> str:
+def _verdict(differences: pd.DataFrame, method: str, name: Description) -> str:
     if method not in differences.index:
         return ""
     low, high = differences.loc[method, ["low", "high"]]
@@ -174,6 +187,6 @@ def _verdict(differences: pd.DataFrame, method: str, name: MetricName) -> str:
     if low <= 0 <= high:
         return "not told apart"
     way = "higher" if low > 0 else "lower"
-    if name.better is None:
+    if name.better not in ("higher", "lower"):
         return way
     return "better" if way == name.better else "worse"

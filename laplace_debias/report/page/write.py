@@ -13,7 +13,7 @@ from laplace_debias.report.page.panel import Look, Picture, drawing, looks
 from laplace_debias.report.page.reading import read_run
 from laplace_debias.report.page.run_folder import Run
 from laplace_debias.report.page.sections import Section, sections
-from laplace_debias.report.page.table import difference_tables, full_table, main_table
+from laplace_debias.report.page.table import difference_tables, full_tables, main_table
 from laplace_debias.system.atomic import written_atomically
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -64,11 +64,14 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
     config = run.folder / "config.yaml"
     return environment.get_template("page.html.j2").render(
         run=run,
+        title=str(run.meta["title"]),
+        input_name=str(run.meta.get("input_name") or "example"),
         facts=facts.of_run(run),
         conclusion=_sentences(run.meta.get("conclusion")),
+        notes=_sentences(run.meta.get("notes")),
         main=main_table(run),
         differences=difference_tables(run),
-        full=[(data, full_table(run, data.name)) for data in run.sets],
+        full=[(data, full_tables(run, data.name)) for data in run.sets],
         looks=by_key,
         swatch=legend.swatch,
         sections=shown,
@@ -80,10 +83,8 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
     )
 
 
-def _sentences(conclusion: Any) -> list[str]:
-    if isinstance(conclusion, str):
-        return [conclusion]
-    return [str(sentence) for sentence in conclusion or ()]
+def _sentences(told: Any) -> list[str]:
+    return [told] if isinstance(told, str) else [str(sentence) for sentence in told or ()]
 
 
 def _points(picture: Picture) -> list[list[object]]:

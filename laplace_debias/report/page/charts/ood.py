@@ -35,10 +35,9 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str, title: str) 
         data: Name of the other set.
         title: What the picture is called.
     """
-    column, label = score_name(run)
     rows = []
     for key in methods:
-        pair = [run.column(key, name, column) for name in (run.test, data)]
+        pair = [_scores(run, key, name) for name in (run.test, data)]
         if pair[0] is not None and pair[1] is not None:
             rows.append((key, pair[0], pair[1]))
     if not rows:
@@ -78,7 +77,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str, title: str) 
         xlim=(0, edges[-1]),
         ylim=(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02),
         yticks=[],
-        xlabel=label,
+        xlabel=score_name(run)[1],
     )
     ax.spines["left"].set_visible(False)
     alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
@@ -94,13 +93,12 @@ def roc(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | 
         data: Name of the out-of-distribution set.
         title: What the picture is called.
     """
-    column, _ = score_name(run)
     panel = Panel(f"roc-{data}")
     ax = panel.axes[0]
     ax.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (4, 3)))
     areas = []
     for key, look in methods.items():
-        familiar, strange = (run.column(key, name, column) for name in (run.test, data))
+        familiar, strange = (_scores(run, key, name) for name in (run.test, data))
         if familiar is None or strange is None:
             continue
         is_strange = np.repeat([0, 1], [len(familiar), len(strange)])
@@ -127,13 +125,17 @@ def roc(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | 
 def _area(run: Run, look: Look, data: str) -> str:
     rows = run.rows
     rows = rows[(rows["method"] == look.key) & (rows["set"] == data) & (rows["metric"] == "auroc")]
-    rows = rows[main_score(rows)]
-    return f"{look.label} {number(100 * rows['value'].iloc[0], 1)} %" if len(rows) else ""
+    rows = rows[rows["score"] == main_score(rows)]
+    return f"{look.label} {number(rows['value'].iloc[0], 3)}" if len(rows) else ""
 
 
-def main_score(rows: pd.DataFrame) -> pd.Series:
-    """Which rows of out-of-distribution metrics use the score that the page shows first."""
-    preferred = [name for name in ("entropy", "variance") if (rows["score"] == name).any()]
-    if not preferred:
-        return rows["score"].isna()
-    return rows["score"] == preferred[0]
+def main_score(rows: pd.DataFrame) -> str | None:
+    """The score that the page shows first, of rows of out-of-distribution metrics."""
+    scores = set(rows["score"].dropna())
+    return next((name for name in ("entropy", "variance") if name in scores), None)
+
+
+def _scores(run: Run, method: str, data: str) -> np.ndarray | None:
+    """How uncertain a method is of each example; of several outputs their mean."""
+    values = run.column(method, data, score_name(run)[0])
+    return values.mean(1) if values is not None and values.ndim == 2 else values

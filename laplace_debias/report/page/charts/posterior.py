@@ -27,7 +27,6 @@ def sweep(run: Run, look: Look) -> Picture | None:
     x = np.array([_precision(row) for row in rows])
     value, low, high = (
         np.array([np.nan if row.get(end) is None else row[end] for row in rows], float)
-        * name.factor
         for end in ("value", "low", "high")
     )
     panel = Panel(f"sweep-{look.key}", 2.9)

@@ -27,9 +27,7 @@ def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
             continue
         rows = rows.assign(level=rows["set"].map(levels)).sort_values("level")
         x = rows["level"].to_numpy(float) + shift
-        value, low, high = (
-            rows[end].to_numpy(float) * name.factor for end in ("value", "low", "high")
-        )
+        value, low, high = (rows[end].to_numpy(float) for end in ("value", "low", "high"))
         shift += 0.06
         panel.of(key, ax.vlines(x, low, high, color=look.colour, lw=1.4, alpha=0.6))
         panel.of(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.marked))
@@ -44,7 +42,7 @@ def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
         return None
     ax.set_xticks(sorted(levels.values()), ["none" if x == 0 else str(x) for x in levels.values()])
     ax.set(xlabel="Severity", ylabel=f"{name.label} ({name.unit})" if name.unit else name.label)
-    better = f", {name.better} is better" if name.better else ""
+    better = f", {name.better} is better" if name.better in ("higher", "lower") else ""
     return panel.finish(
         f"{name.label}{better}", f"{name.label} against severity: {'; '.join(ends)}."
     )
