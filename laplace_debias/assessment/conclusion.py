@@ -247,6 +247,8 @@ def _advice(
         )
     elif scaling_helps:
         advice.append(f"Use {methods[scaled]['label'].lower()}.")
+    elif len(methods) == 1:
+        pass
     elif is_regression:
         advice.append(
             "Nothing that was tried improves the predictions beyond chance: keep the network with "

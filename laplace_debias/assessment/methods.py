@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,8 @@ class PosteriorChoice:
     def __post_init__(self) -> None:
         if self.fit_examples is not None and self.fit_examples < 2:
             raise ValueError(f"fit_examples is {self.fit_examples}; expected at least 2")
-        if self.path is not None and self != PosteriorChoice(path=self.path):
+        others = (f for f in fields(self) if f.name != "path")
+        if self.path is not None and any(getattr(self, f.name) != f.default for f in others):
             raise ValueError(
                 f"{self.path} is a posterior that is fitted already: leave out curvature, params "
                 "and the other settings of a fit"

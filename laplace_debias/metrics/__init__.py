@@ -25,8 +25,8 @@ from laplace_debias.metrics.regression_evaluation import evaluate_regression
 from laplace_debias.metrics.report import Report, compare
 from laplace_debias.metrics.resampling import bootstrap, confidence_interval, paired_difference
 from laplace_debias.metrics.selective import RiskCoverageCurve, aurc, risk_coverage_curve
-from laplace_debias.metrics.smooth_ece import smooth_ece
-from laplace_debias.metrics.uncertainty import (
+from laplace_debias.metrics.smoothing import smooth_ece
+from laplace_debias.metrics.uncertainties import (
     Uncertainty,
     logit_variance,
     max_probability,

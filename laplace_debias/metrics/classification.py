@@ -21,7 +21,7 @@ def accuracy(
     labels: Integer[Tensor, " n"],
     *,
     reduction: Reduction = "mean",
-) -> Float[Tensor, "*n"]:
+) -> Float[Tensor, "..."]:
     """Fraction of examples whose most probable class is the label.
 
     Of several most probable classes, the one that `Tensor.argmax` returns counts.
@@ -48,7 +48,7 @@ def nll(
     labels: Integer[Tensor, " n"],
     *,
     reduction: Reduction = "mean",
-) -> Float[Tensor, "*n"]:
+) -> Float[Tensor, "..."]:
     """Mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
 
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
@@ -109,7 +109,7 @@ def brier(
     labels: Integer[Tensor, " n"],
     *,
     reduction: Reduction = "mean",
-) -> Float[Tensor, "*n"]:
+) -> Float[Tensor, "..."]:
     """Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`, summed over the classes.
 
     This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's
@@ -128,11 +128,11 @@ def brier(
     return reduced((probs - one_hot(labels, probs.shape[1])).square().sum(dim=1), reduction)
 
 
-def reduced(values: Float[Tensor, " n"], reduction: str) -> Float[Tensor, "*n"]:
+def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
     """The mean of the examples' values, or the values as they are.
 
     Args:
-        values: `[n]`.
+        values: `[n]`, or of another shape.
         reduction: `"mean"` or `"none"`.
 
     Raises:

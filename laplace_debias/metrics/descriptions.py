@@ -26,8 +26,12 @@ class Description:
 
 _MEAN = "Where the mean over many test examples lies, by Student's t corrected for skewness (Hall)."
 _BIAS = (
-    "Where the error of the population in these bins lies: estimates on few examples are too high "
-    "by chance, so the interval is centred as far below the value as resampled test sets lie above."
+    "Where the error in these bins for many test examples lies: estimates on few examples are too "
+    "high by chance, so the interval reaches down to the value less its bias under resampling."
+)
+_ROUGH = (
+    "A rough range: with few examples a bin the estimate is far too high, and resampling takes "
+    "away only a part of it; compare smooth ECE instead."
 )
 _AREA = (
     "Where the value for many examples of both kinds lies, by the normal approximation of its logit"
@@ -82,23 +86,22 @@ DESCRIPTIONS: dict[str, Description] = {
         "",
         "lower",
         "Gap of confidence and accuracy after smoothing, with no bins to choose.",
-        "Where the smooth ECE of many test examples lies: centred where resampling shows the bias "
-        "of the estimate taken away.",
+        "Where the smooth ECE of many test examples lies; it reaches down to the value less its "
+        "bias under resampling, which is smaller than that of bins.",
     ),
     "mce": Description(
         "MCE",
         "",
         "lower",
         "Largest gap of confidence and accuracy of 15 bins, often that of the smallest bin.",
-        "A rough range: the largest gap is that of a bin with few examples, and resampling tells "
-        "little about it.",
+        _ROUGH,
     ),
     "classwise_ece": Description(
         "Classwise ECE",
         "",
         "lower",
         "Mean over the classes of the gap of each class's probability and its frequency.",
-        _BIAS,
+        _ROUGH,
     ),
     "aurc": Description(
         "AURC",
@@ -140,8 +143,7 @@ DESCRIPTIONS: dict[str, Description] = {
         "",
         "lower",
         f"Share of the test set taken for OOD where 95 % of the {_OOD} are found.",
-        "Where the share for many examples of both kinds lies, by resampling both, its bias taken "
-        "away.",
+        "Where the share for many examples of both kinds lies, by resampling both.",
     ),
     "rmse": Description(
         "RMSE",

@@ -17,7 +17,7 @@ from laplace_debias.metrics.binned import (
 )
 from laplace_debias.metrics.classification import accuracy, brier, ece, nll
 from laplace_debias.metrics.selective import aurc, mean_of_equals
-from laplace_debias.metrics.smooth_ece import on_grid, smooth_ece, smoothed_error
+from laplace_debias.metrics.smoothing import on_grid, smooth_ece, smoothed_error
 from laplace_debias.metrics.statistics import Mean, Proportion, Resampled, Statistic
 
 _NUM_BINS = 15

@@ -70,7 +70,8 @@ def fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
         return alarms.gather(1, detected[first][:, None])[:, 0] / len(order_id)
 
     sizes = (len(scores_id), len(scores_ood))
-    return Resampled(fpr95(scores_id, scores_ood).item(), sizes, resample, scores_id.device)
+    value = fpr95(scores_id, scores_ood).item()
+    return Resampled(value, sizes, resample, scores_id.device, share_of=len(scores_id))
 
 
 def _share_below(

@@ -21,7 +21,7 @@ Real = Float[Tensor, "n *outputs"]
 
 def gaussian_nll(
     mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
-) -> Float[Tensor, "*n"]:
+) -> Float[Tensor, "..."]:
     """Negative log-density of a Gaussian predictive, `½ log(2πσ²) + (y - μ)²/(2σ²)`, in nats.
 
     Of several outputs it is the mean, not the sum.
@@ -63,7 +63,7 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
 
 def crps(
     mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
-) -> Float[Tensor, "*n"]:
+) -> Float[Tensor, "..."]:
     """Continuous ranked probability score of a Gaussian predictive, in the units of the targets.
 
     `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0 it
@@ -85,7 +85,7 @@ def crps(
 
 def crps_samples(
     samples: Float[Tensor, "samples n *outputs"], targets: Real, *, reduction: Reduction = "mean"
-) -> Float[Tensor, "*n"]:
+) -> Float[Tensor, "..."]:
     """Continuous ranked probability score of the empirical distribution of samples.
 
     `E|X - y| - ½ E|X - X'|` with X and X' drawn from the S samples, `S log S` work.
@@ -153,7 +153,7 @@ def sample_interval(
 
 def interval_coverage(
     low: Real, high: Real, targets: Real, *, reduction: Reduction = "mean"
-) -> Float[Tensor, "*n"]:
+) -> Float[Tensor, "..."]:
     """Fraction of targets in their interval, ends included; compare with the interval's level.
 
     Args:
@@ -172,7 +172,7 @@ def interval_coverage(
     return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
 
 
-def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "*n"]:
+def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "..."]:
     """Mean width of intervals, in the units of the targets; narrower is better at equal coverage.
 
     Arguments and errors are those of `interval_coverage`.

@@ -28,7 +28,7 @@ def evaluate_regression(
     mean: Real,
     standard_deviation: Real,
     targets: Real,
-    ood: Mapping[str, Real] | None = None,
+    ood: Mapping[str, Float[Tensor, "..."]] | None = None,
     *,
     log_probs: Float[Tensor, " n"] | None = None,
     intervals: bool = True,

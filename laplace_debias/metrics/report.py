@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from laplace_debias.metrics.intervals import Interval
-from laplace_debias.metrics.statistics import Sampling, Statistic
+from laplace_debias.metrics.statistics import Sampling, Statistic, differences_of, intervals_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -93,10 +93,10 @@ def report_of(
         targets: What the predictions were held against: the same for those that are compared.
         how: How intervals are made; None for none.
     """
-    intervals = {
-        name: Interval(statistic.value) if how is None else statistic.interval(how)
-        for name, statistic in statistics.items()
-    }
+    if how is None:
+        intervals = {name: Interval(statistic.value) for name, statistic in statistics.items()}
+    else:
+        intervals = intervals_of(statistics, how)
     level = Sampling().level if how is None else how.level
     return Report(intervals, level, statistics, targets)
 
@@ -157,8 +157,7 @@ def compare(a: Report, b: Report, *, num_resamples: int = 500, seed: int = 0) ->
                 f"`{name}` is over {mine[name].sizes} examples in `a` and {its[name].sizes} in "
                 "`b`; expected the same examples. Evaluate both on the same loaders."
             )
-    differences = {name: mine[name].difference(its[name], how) for name in common}
-    return Report(differences, a.level)
+    return Report(differences_of({name: mine[name] for name in common}, its, how), a.level)
 
 
 def _check_same_targets(a: Tensor | None, b: Tensor | None) -> None:

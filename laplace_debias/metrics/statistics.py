@@ -6,7 +6,7 @@ an area under a curve, or a sum over bins, of which only resampling tells the sp
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,8 +196,8 @@ def _standard_error(influences: Sequence[Tensor]) -> float:
 class Resampled(Statistic):
     """A metric whose spread only resampling tells.
 
-    The interval is centred where the bias of the estimate, as the draws show it, is taken away, and
-    as wide as they spread. It is extended to hold the value.
+    The interval reaches from the value to where its bias, as the draws show it, is taken away, and
+    on both sides as far as the draws spread. It is wider than it need be rather than too narrow.
 
     Attributes:
         value: The metric.
@@ -205,6 +205,8 @@ class Resampled(Statistic):
         resample: From counts `[draws, n]` of each set to the metric of each draw, `[draws]`.
         device: Where `resample` computes.
         highest: A bound of the metric from above.
+        share_of: Of how many examples it is a share, if it is one. Its interval is then at least
+            Wilson's, also where no draw differs from another.
     """
 
     value: float
@@ -212,6 +214,7 @@ class Resampled(Statistic):
     resample: Callable[..., Float[Tensor, " draws"]]
     device: torch.device
     highest: float = 1.0
+    share_of: int | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -220,26 +223,77 @@ class Resampled(Statistic):
 
     def interval(self, how: Sampling) -> Interval:
         """The value with its confidence interval."""
-        draws = [self.resample(*counts) for counts in how.counts(self.sizes, self.device)]
-        low, high = _bias_corrected(self.value, torch.cat(draws), how)
-        low, high = max(0.0, low), min(self.highest, high)
-        return Interval(self.value, min(low, self.value), max(high, self.value))
+        return self.of_draws(draws_of([self], how)[0], how)
+
+    def of_draws(self, draws: Float[Tensor, " draws"], how: Sampling) -> Interval:
+        """The interval by the metric of draws of the examples."""
+        low, high = _bias_corrected(self.value, draws, how)
+        if self.share_of is not None:
+            ends = of_proportion(self.value * self.share_of, self.share_of, how.level)
+            low, high = min(low, ends[0]), max(high, ends[1])
+        return Interval(self.value, max(0.0, low), min(self.highest, high))
 
     def difference(self, other: "Resampled", how: Sampling) -> Interval:
         """This minus another method's, on the same examples."""
-        draws = [
-            self.resample(*counts) - other.resample(*counts)
-            for counts in how.counts(self.sizes, self.device)
-        ]
+        mine, its = draws_of([self, other], how)
+        return self.difference_of_draws(other, mine - its, how)
+
+    def difference_of_draws(
+        self, other: "Resampled", draws: Float[Tensor, " draws"], how: Sampling
+    ) -> Interval:
+        """The interval by the differences of draws of the examples."""
         value = self.value - other.value
-        low, high = _bias_corrected(value, torch.cat(draws), how)
-        return Interval(value, min(low, value), max(high, value))
+        return Interval(value, *_bias_corrected(value, draws, how))
+
+
+def draws_of(statistics: Sequence[Resampled], how: Sampling) -> list[Float[Tensor, " draws"]]:
+    """Each metric of the same draws of the examples, float64; counts are made once for all."""
+    found: dict[int, list[Tensor]] = {index: [] for index in range(len(statistics))}
+    groups: dict[tuple[tuple[int, ...], torch.device], list[int]] = {}
+    for index, statistic in enumerate(statistics):
+        groups.setdefault((statistic.sizes, statistic.device), []).append(index)
+    for (sizes, device), members in groups.items():
+        for counts in how.counts(sizes, device):
+            for index in members:
+                found[index].append(statistics[index].resample(*counts))
+    return [torch.cat(draws).double() for draws in found.values()]
+
+
+def intervals_of(statistics: Mapping[str, Statistic], how: Sampling) -> dict[str, Interval]:
+    """Each statistic with its interval."""
+    resampled = {name: one for name, one in statistics.items() if isinstance(one, Resampled)}
+    draws = dict(zip(resampled, draws_of(list(resampled.values()), how), strict=True))
+    return {
+        name: one.of_draws(draws[name], how) if isinstance(one, Resampled) else one.interval(how)
+        for name, one in statistics.items()
+    }
+
+
+def differences_of(
+    a: Mapping[str, Statistic], b: Mapping[str, Statistic], how: Sampling
+) -> dict[str, Interval]:
+    """Differences a - b of statistics with the same names, paired over the examples."""
+    pairs = {name: (one, b[name]) for name, one in a.items()}
+    resampled = {
+        name: (mine, its)
+        for name, (mine, its) in pairs.items()
+        if isinstance(mine, Resampled) and isinstance(its, Resampled)
+    }
+    both = [one for pair in resampled.values() for one in pair]
+    draws = iter(draws_of(both, how))
+    found = {
+        name: mine.difference_of_draws(its, next(draws) - next(draws), how)
+        for name, (mine, its) in resampled.items()
+    }
+    return {
+        name: found[name] if name in found else mine.difference(its, how)
+        for name, (mine, its) in pairs.items()
+    }
 
 
 def _bias_corrected(value: float, draws: Tensor, how: Sampling) -> tuple[float, float]:
-    draws = draws.double()
-    centre = 2 * value - draws.mean().item()
-    if len(draws) < 2:
-        return math.nan, math.nan
+    # Draws show the bias, but on draws it is larger: the truth may lie where the value is, or where
+    # all of the bias is taken away.
+    unbiased = 2 * value - draws.mean().item()
     half = student_quantile(how.level, len(draws) - 1) * draws.std().item()
-    return centre - half, centre + half
+    return min(value, unbiased) - half, max(value, unbiased) + half

@@ -58,13 +58,14 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
         >>> uncertainty(agree).epistemic.item(), round(uncertainty(differ).epistemic.item(), 4)
         (0.0, 0.6931)
     """
-    if isinstance(probs, Tensor) and probs.ndim not in (2, 3):
+    if not isinstance(probs, Tensor):
+        check_probs(probs)
+    if probs.ndim not in (2, 3) or not len(probs):
         raise ValueError(
             f"`probs` has shape {list(probs.shape)}; expected [samples, n, classes], or "
-            "[samples, n] probabilities of class 1."
+            "[samples, n] probabilities of class 1, with at least one sample."
         )
-    samples = len(probs) if isinstance(probs, Tensor) else 0
-    checked = check_probs(probs.flatten(0, 1) if samples else probs).unflatten(0, (samples, -1))
+    checked = check_probs(probs.flatten(0, 1)).unflatten(0, (len(probs), -1))
     total = special.entr(checked.mean(0)).sum(-1)
     aleatoric = special.entr(checked).sum(-1).mean(0)
     # Entropy is concave; only rounding makes a difference negative.
