@@ -125,6 +125,14 @@ def test_colours_are_those_of_the_theme(page):
     assert "var(--blue, #0072b2)" in body.lower()
     bare = re.findall(r"(?<!, )#[0-9a-fA-F]{6}\b", body)
     assert bare == []
+    named = set(re.findall(r"var\(--([\w-]+)", body))
+    styles = page[page.index("<style>") : page.index("</style>")]
+    for name in named:
+        assert len(re.findall(rf"--{name}: #", styles)) == 3, name  # light, dark, dark by system
+    # Black is what SVG takes where nothing is said: it would not be seen in the dark.
+    texts = re.findall(r"<text ([^>]*)>", body)
+    assert all("fill: var(--ink" in text for text in texts)
+    assert len(texts) > 200
 
 
 def test_every_group_of_pictures_says_how_to_read_it(page):

@@ -164,7 +164,9 @@ def test_it_prints(opened, tmp_path):
     page.pdf(path=tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes()[:5] == b"%PDF-"
     assert (tmp_path / "page.pdf").stat().st_size > 50_000
+    page.set_viewport_size({"width": 680, "height": 960})  # A4 between its margins
     page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert paper(page) == "rgb(255, 255, 255)"
     assert not page.locator("#theme").is_visible()
 
