@@ -147,7 +147,7 @@ class NoiseProfile:
         Raises:
             ValueError: If the residuals are zero.
         """
-        squares, log_dets, outputs = joined(parts, "tune on")
+        squares, log_dets, outputs, _ = joined(parts, "tune on")
         factor = math.sqrt(float(squares.sum() / outputs.sum()))
         if factor == 0:
             raise ValueError(

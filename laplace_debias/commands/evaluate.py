@@ -1,0 +1,111 @@
+"""`laplace-debias evaluate`: saved posteriors, the network and its temperature in a table."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from laplace_debias.assessment import assess
+from laplace_debias.assessment.methods import (
+    NETWORK,
+    TEMPERATURE,
+    Method,
+    PosteriorChoice,
+)
+from laplace_debias.assessment.run_folder import read_json
+from laplace_debias.commands.compared import Nothing, identity_of, tell
+from laplace_debias.laplace.files import posterior_file
+from laplace_debias.sources.load import load
+from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.system.checks import check_at_least
+from laplace_debias.system.console import Lines, Printer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SourceSettings):
+    """What is compared.
+
+    Attributes:
+        posterior: Files of `laplace-debias fit` or `tune`, which are used as they are; each method
+            is called as its file.
+        with_temperature: Whether each of these is there a second time with a temperature on top.
+        examples: How many examples of each set the posteriors predict, chosen at random; all if
+            None.
+        num_resamples: Draws for the intervals of metrics that have no closed form.
+
+    Raises:
+        ValueError: As `SourceSettings`; if a number is out of range, or two files have one name.
+    """
+
+    posterior: tuple[Path, ...] = ()
+    with_temperature: bool = False
+    examples: int | None = None
+    num_resamples: int = 500
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 2, "examples", "num_resamples")
+        names = [path.stem for path in self.posterior]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"posterior has two files of one name, {', '.join(names)}: rename one of them"
+            )
+
+
+def run(settings: Settings, console: Printer | None = None) -> dict[str, object]:
+    """Compare, and print the table and what it shows; nothing is written.
+
+    Returns:
+        `rows` and `differences`, as `metrics.json` of a run folder has them.
+
+    Raises:
+        FileNotFoundError: If there is no such posterior.
+        ValueError: If network, data or a posterior are missing, damaged or do not belong together.
+    """
+    console = Nothing() if settings.json else console or Lines()
+    for path in settings.posterior:
+        # Reading data can take minutes, so a missing or damaged posterior is refused before.
+        posterior_file.load(path)
+    loaded = load(settings)
+    methods = [NETWORK]
+    if loaded.validation is not None and loaded.task != "regression":
+        methods.append(TEMPERATURE)
+    for path in settings.posterior:
+        methods += _of_file(path, settings)
+    with tempfile.TemporaryDirectory(prefix="laplace-debias-") as folder:
+        found = assess(
+            loaded,
+            Path(folder) / "run",
+            methods,
+            settings=identity_of(settings),
+            seed=settings.seed,
+            num_resamples=settings.num_resamples,
+            console=console,
+        )
+        tell(found, console, settings.json, {})
+        return read_json(found.path / "metrics.json")
+
+
+def _of_file(path: Path, settings: Settings) -> list[Method]:
+    choice = PosteriorChoice(path=path)
+    key = f"posterior-{path.stem.lower()}"
+    key = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in key)
+    plain = Method(
+        key=key,
+        label=path.stem,
+        describes=choice.described,
+        posterior=choice,
+        examples=settings.examples,
+    )
+    if not settings.with_temperature:
+        return [plain]
+    return [
+        plain,
+        Method(
+            key=f"{key}-temperature",
+            label=f"{path.stem}, temperature",
+            describes=f"{choice.described} With a temperature on top.",
+            posterior=choice,
+            has_temperature=True,
+            examples=settings.examples,
+        ),
+    ]
