@@ -27,7 +27,8 @@ examples: .venv/.installed
 # A run that was broken off goes on where it stopped. `OMP_NUM_THREADS=1 make -j2 experiments` makes
 # two at a time, and `make experiment-NAME` one.
 CONFIGS := $(wildcard configs/experiments/*.yaml)
-ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS))
+ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS)) \
+  $(filter %/comparison.yaml,$(CONFIGS))
 ON_CIFAR := $(filter-out $(ON_CHECKPOINT),$(shell grep -l '^problem: .*cifar' $(CONFIGS)))
 ON_DIGITS := $(filter-out $(ON_CHECKPOINT) $(ON_CIFAR),$(CONFIGS))
 HAS_CIFAR := $(LAPLACE_DEBIAS_DATA)
@@ -56,7 +57,7 @@ experiment-runtime: | $(filter-out experiment-runtime,$(call targets,$(CHOSEN)))
 endif
 $(call targets,$(CONFIGS)): experiment-%: .venv/.installed
 	$(BIN)/laplace-debias experiment $(or $(NAME_$*),$*) --config configs/experiments/$*.yaml \
-	  --resume $(SOURCE)
+	  $(if $(filter comparison,$*),,--resume) $(SOURCE)
 
 # `make test` leaves out what is marked slow; CI and `make test-all` run everything.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal

@@ -46,7 +46,8 @@ def imported(path: str, option: str) -> Any:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise ValueError(
-                f"{option} {path}: there is no module {missing}; run the command in the folder that "
+                f"{option} {path}: there is no module {missing}; run the command in the folder "
+                "that "
                 f"holds {missing.replace('.', '/')}.py (this is {here}), or install it"
             ) from error
         raise ValueError(
@@ -54,7 +55,8 @@ def imported(path: str, option: str) -> Any:
         ) from error
     except Exception as error:
         raise ValueError(
-            f"{option} {path}: importing {module_name} raised {described(error)}; --traceback shows "
+            f"{option} {path}: importing {module_name} raised {described(error)}; --traceback "
+            "shows "
             "where"
         ) from error
     for attribute in attributes.split("."):
@@ -76,7 +78,8 @@ def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) 
     """
     if not callable(function):
         raise ValueError(
-            f"{option} {path} is of type {type(function).__name__} and cannot be called; expected a "
+            f"{option} {path} is of type {type(function).__name__} and cannot be called; expected "
+            "a "
             "function"
         )
     try:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from laplace_debias.sources.imports import called, described, imported
@@ -33,7 +32,8 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
     else:
         if settings.checkpoint is None and not settings.pretrained:
             raise ValueError(
-                f"{settings.timm or settings.torchvision} has no trained weights; give --checkpoint, "
+                f"{settings.timm or settings.torchvision} has no trained weights; give "
+                "--checkpoint, "
                 "or --pretrained for the published ones"
             )
         arguments = dict(settings.model_args)
@@ -88,9 +88,7 @@ def _made(
     make: Any, name: str, library: str, pretrained: bool, arguments: dict[str, Any]
 ) -> nn.Module:
     try:
-        # Whatever random weights it begins with, torch's global generator stays where it is.
-        with torch.random.fork_rng(devices=[]):
-            return make(name, pretrained=pretrained, **arguments)
+        return make(name, pretrained=pretrained, **arguments)
     except Exception as error:
         if pretrained and not isinstance(error, TypeError):
             raise ConnectionError(

@@ -1,23 +1,23 @@
 """Whether a network and data belong together: one batch, before any work."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.imports import described
 from laplace_debias.sources.loaded import Task
 from laplace_debias.sources.parts import Parts
 
 
 @torch.no_grad()
-def task_of_outputs(model: nn.Module, batches: Batches, parts: Parts, given: Task | None) -> Task:
+def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | None) -> Task:
     """What the outputs mean, after a check that they fit the data.
 
     Args:
         model: The network, in evaluation mode.
-        batches: The training examples, on the CPU.
+        batch: The first batch of training examples, on the CPU.
         parts: What the data says.
         given: What the user says; None to find it.
 
@@ -25,9 +25,6 @@ def task_of_outputs(model: nn.Module, batches: Batches, parts: Parts, given: Tas
         ValueError: If the network cannot take the inputs, its outputs do not fit the targets, or
             neither data nor user says what they mean.
     """
-    batch = next(iter(batches), None)
-    if batch is None:
-        raise ValueError("the training data is empty; expected at least one batch")
     task = given or parts.task
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
         # Dicts of a collator: `Laplace` reads and checks them.
@@ -80,3 +77,20 @@ def _task_of_labels(y: Tensor, outputs: Tensor | None) -> Task:
         f"what the outputs mean is not known from targets of shape {list(y.shape)} and dtype "
         f"{y.dtype}: give --task"
     )
+
+
+def check_labels(parts: Parts, task: Task) -> None:
+    """Refuse labels of data in memory that are not classes of the data; others a fit refuses.
+
+    Raises:
+        ValueError: If a label is out of range.
+    """
+    if task != "binary":
+        return
+    for name in ("train", "validation", "test"):
+        targets = getattr(getattr(parts, name), "targets", None)
+        if isinstance(targets, Tensor) and len(targets) and int(targets.max()) > 1:
+            raise ValueError(
+                f"the {name} labels go up to {int(targets.max())}, but the network has one output: "
+                "expected 0 or 1"
+            )

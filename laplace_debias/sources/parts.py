@@ -1,6 +1,6 @@
 """Data in parts, and the batches that are made of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,14 +108,14 @@ def split_by_seed(
 
 
 def batches_of(
-    part: Part, settings: SourceSettings, limit: str, *, mixed: bool = False
+    part: Part, settings: SourceSettings, limit: str | None = None, *, mixed: bool = False
 ) -> tuple[Batches, int | None]:
     """Batches in an order that is the same each time, of some of the examples.
 
     Args:
         part: Examples, or batches of them.
         settings: Size of the batches, seed, number of examples.
-        limit: Name of the setting that says how many of them.
+        limit: Name of the setting that says how many of them; all if None.
         mixed: Whether the order is random, by the seed; else it is the part's own.
 
     Returns:
@@ -126,8 +126,8 @@ def batches_of(
         ValueError: If there are no examples, or fewer than the limit; if the part can be read only
             once, or it gives batches to which a limit or a batch size cannot be applied.
     """
-    name = limit.removesuffix("_examples")
-    wanted = getattr(settings, limit)
+    name = "data" if limit is None else f"{limit.removesuffix('_examples')} data"
+    wanted = None if limit is None else getattr(settings, limit)
     options: dict[str, Any] = {}
     size = settings.batch_size
     dataset: Any = part
@@ -135,17 +135,20 @@ def batches_of(
         sampler = part.sampler
         plain = isinstance(sampler, RandomSampler | SequentialSampler) and part.batch_size
         if not plain or len(sampler) != len(part.dataset):  # type: ignore[arg-type]
-            return _as_they_are(part, settings, limit)
+            return _as_they_are(part, settings, limit, name)
         dataset, options = part.dataset, {"collate_fn": part.collate_fn}
         size = size or part.batch_size
         options["num_workers"] = settings.workers or part.num_workers
     elif not (hasattr(part, "__getitem__") and isinstance(part, Dataset)):
-        return _as_they_are(part, settings, limit)
+        return _as_they_are(part, settings, limit, name)
     number = len(dataset)
     if number == 0:
-        raise ValueError(f"the {name} data is empty; expected at least one example")
+        raise ValueError(f"the {name} is empty; expected at least one example")
+    if limit == "ood_examples" and wanted is not None:
+        # One number for all sets, some of which may be smaller.
+        wanted = min(wanted, number)
     if wanted is not None and wanted > number:
-        raise ValueError(f"{limit} is {wanted}; there are {number} {name} examples: lower it")
+        raise ValueError(f"{limit} is {wanted}; the {name} has {number} examples: lower it")
     generator = torch.Generator().manual_seed(settings.seed)
     if mixed:
         indices = torch.randperm(number, generator=generator)[:wanted]
@@ -165,25 +168,27 @@ def batches_of(
 
 
 def _as_they_are(
-    part: Iterable[Any], settings: SourceSettings, limit: str
+    part: Any, settings: SourceSettings, limit: str | None, name: str
 ) -> tuple[Batches, int | None]:
     """Batches of a user's own, which cannot be put into another order."""
-    name = limit.removesuffix("_examples")
     for option in (limit, "batch_size"):
-        if getattr(settings, option) is not None:
+        if option is not None and getattr(settings, option) is not None:
             raise ValueError(
-                f"{option} is given, but the {name} data is batches of {type(part).__name__}; "
+                f"{option} is given, but the {name} is batches of {type(part).__name__}; "
                 "return a data set or a plain DataLoader of one, or leave the option out"
             )
     if not isinstance(part, Iterable):
         raise ValueError(
-            f"the {name} data is of type {type(part).__name__}; expected a DataLoader, a data set "
+            f"the {name} is of type {type(part).__name__}; expected a DataLoader, a data set "
             "or a list of batches"
         )
     if iter(part) is part:
         raise ValueError(
-            f"the {name} data is an iterator, which can be read only once; return a DataLoader, a "
+            f"the {name} is an iterator, which can be read only once; return a DataLoader, a "
             "data set or a list of batches"
         )
     dataset = getattr(part, "dataset", None)
-    return part, len(dataset) if hasattr(dataset, "__len__") else None
+    if isinstance(dataset, Sized):
+        return part, len(dataset)
+    # A list of batches is in memory, so counting it costs nothing.
+    return part, sum(len(batch[1]) for batch in part) if isinstance(part, Sequence) else None

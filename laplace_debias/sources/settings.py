@@ -35,11 +35,11 @@ class SourceSettings:
         checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
             with `weights_only=True`. Entries `split.train` and `split.val` of a problem's
             checkpoint say which images it was trained on.
-        data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or class folders alone),
-            a NumPy archive `.npz` (`x_train`, `y_train`, `x_val`, `y_val`, `x_test`, `y_test`; or
-            `x` and `y`), a table (`.csv` or `.parquet`, or a folder with `train.csv`, `val.csv`
-            and `test.csv`), or an import path `my_pkg.data:make` of a callable that returns
-            loaders. With `problem`, what `laplace-debias train` takes.
+        data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or class folders
+            alone), a NumPy archive `.npz` (`x_train`, `y_train`, `x_val`, `y_val`, `x_test`,
+            `y_test`; or `x` and `y`), a table (`.csv` or `.parquet`, or a folder with `train.csv`,
+            `val.csv` and `test.csv`), or an import path `my_pkg.data:make` of a callable that
+            returns loaders. With `problem`, what `laplace-debias train` takes.
         target: The column that a table's network predicts.
         features: The columns that it takes, in this order; all but the target if None.
         standardise: Whether a table's features are standardised by the mean and the standard
@@ -60,7 +60,7 @@ class SourceSettings:
             stays the number of all of them.
         validation_examples: How many validation examples, chosen by the seed; all if None.
         test_examples: How many test examples, chosen by the seed; all if None.
-        ood_examples: How many examples of each out-of-distribution set; all if None.
+        ood_examples: How many examples of each out-of-distribution set at most; all if None.
         batch_size: Examples per batch; 64 if None, and for loaders of your own theirs.
         workers: Processes that read the data beside this one.
         cache: Folder for decoded images of a problem; see `problems.cifar10`.

@@ -52,7 +52,8 @@ def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
         if targets.ndim != 1 or (targets != np.rint(targets)).any() or targets.min(initial=0) < 0:
             raise ValueError(
                 f"{where} has shape {list(targets.shape)} and values {targets.min(initial=0):g} … "
-                f"{targets.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, for "
+                f"{targets.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, "
+                "for "
                 f"task={task}"
             )
         if task == "binary" and targets.max(initial=0) > 1:

@@ -1,6 +1,7 @@
 """Trained weights from files, as people save them."""
 
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +52,8 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} is of another network: none of its {len(tensors)} names "
             f"({', '.join(list(tensors)[:3])}, …) is one of the {len(names)} of "
-            f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was saved "
+            f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was "
+            "saved "
             "from, with its arguments as --model_args.KEY=VALUE"
         )
     return load_state(model, tensors, str(path))
@@ -61,7 +63,8 @@ def _pickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if "weights_only" in str(error) or "Unsupported" in str(error):
+        # Torch names what it does not unpickle; other files it cannot read at all.
+        if re.search("Unsupported (global|class)|GLOBAL", str(error)):
             raise ValueError(
                 f"{path} holds pickled Python objects, which could run code and are not read; save "
                 "the weights alone where the network was made: torch.save(model.state_dict(), PATH)"

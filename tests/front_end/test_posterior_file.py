@@ -8,8 +8,8 @@ import torch
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.commands import network
 from laplace_debias.problems import DataSource, get_problem, load_problem, save_checkpoint
+from laplace_debias.sources import loading
 
 PROBLEM = get_problem("allcnn-digits")
 
@@ -38,7 +38,7 @@ def command(name: str, checkpoint: Path, *options: str) -> list[str]:
     [
         ("debiased", ["--batch_size=6"], [(0, 6), (6, 12)]),
         ("mini", ["--batch_size=9"], [(0, 9)]),
-        ("full", ["--batch_size=8", "--full_examples=12"], [(0, 12)]),
+        ("full", ["--batch_size=8", "--train_examples=12"], [(0, 12)]),
         ("mini", ["--batch_size=9", "--scale=true"], [(0, 9)]),
     ],
 )
@@ -160,7 +160,7 @@ def test_tune_refuses_images_that_the_network_was_trained_on(
         val = dataclasses.replace(data.val, labels=model(x).argmax(1))
         return model, dataclasses.replace(data, val=val)
 
-    monkeypatch.setattr(network, "load_problem", told_the_answers)
+    monkeypatch.setattr(loading, "load_problem", told_the_answers)
     options = [f"--posterior={posterior}", f"--output={output}", "--validation_examples=50"]
     assert main(command("tune", checkpoint, *options)) == 2
     told = " ".join(capsys.readouterr().err.split())
