@@ -180,7 +180,7 @@ def _execute(
         if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
             action = parser._option_string_actions[f"--{field.name}"]
             action.nargs, action.const = "?", "true"
-    parsed = parser.parse_args(_with_named(arguments))
+    parsed = parser.parse_args(_with_named(_respelled(settings, arguments)))
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     chosen = instantiate(parsed)
@@ -195,11 +195,20 @@ def _execute(
                 found = as_json(options, run(options))
             print(json.dumps(found, allow_nan=False))
     except KeyboardInterrupt:
+        if getattr(options, "goes_on", False):
+            return _stopped("give the same command again, and it goes on from what is stored")
         if not hasattr(options, "resume"):
             return _stopped("nothing is kept of it; give the same command again")
         resume = "" if options.resume else " with --resume"
         return _stopped(f"give the same command again{resume}, and it goes on from what is stored")
     return 0
+
+
+def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
+    """Options that the settings have under another name, such as a word of Python's."""
+    spelled: Mapping[str, str] = getattr(settings, "spelled", {})
+    parts = [argument.partition("=") for argument in arguments]
+    return [f"{spelled.get(option, option)}{equals}{value}" for option, equals, value in parts]
 
 
 def _with_named(arguments: Sequence[str]) -> list[str]:

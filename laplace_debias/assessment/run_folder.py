@@ -81,8 +81,9 @@ class RunFolder:
             FileExistsError: If the folder holds other files, or a run of other settings.
             ValueError: If its `run.json` is damaged.
         """
-        if self.path.is_dir() and overwrite:
+        if self.path.is_dir() and overwrite and (self.path / "run.json").exists():
             self._remove()
+            return None
         if self.path.exists() and not self.path.is_dir():
             raise FileExistsError(f"{self.path} is a file; name a folder as --output")
         run = self.read_run() if self.path.is_dir() else None

@@ -7,10 +7,10 @@ whose settings have `json` has a function `as_json(settings, result)`, which giv
 
 COMMANDS = {
     "demo": "Train a small network on digits and make it Bayesian four ways.",
-    "evaluate": "Compare saved posteriors with the network and its temperature, as a table.",
     "fit": "Fit the posterior of a trained network and save it.",
     "tune": "Tune a saved posterior's prior precision.",
     "predict": "Predict with a saved posterior, into a table.",
+    "evaluate": "Compare saved posteriors with the network and its temperature, as a table.",
     "report": "Judge a network's uncertainty: methods compared, in one page.",
     "spectrum": "Measure leading eigenpairs, trace and density of a network's curvature.",
     "train": "Train a test problem's network.",

@@ -3,6 +3,7 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import (
@@ -11,11 +12,9 @@ from laplace_debias.assessment.methods import (
     Method,
     PosteriorChoice,
 )
-from laplace_debias.assessment.run_folder import read_json
-from laplace_debias.commands.compared import Nothing, identity_of, tell
+from laplace_debias.commands.compared import found_in, identity_of, tell
 from laplace_debias.laplace.files import posterior_file
-from laplace_debias.sources.load import load
-from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
 
@@ -51,17 +50,18 @@ class Settings(SourceSettings):
             )
 
 
-def run(settings: Settings, console: Printer | None = None) -> dict[str, object]:
+def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
     """Compare, and print the table and what it shows; nothing is written.
 
     Returns:
-        `rows` and `differences`, as `metrics.json` of a run folder has them.
+        `rows` and `differences`, as `metrics.json` of a run folder has them; sets, methods and
+        conclusion as its `run.json`.
 
     Raises:
         FileNotFoundError: If there is no such posterior.
         ValueError: If network, data or a posterior are missing, damaged or do not belong together.
     """
-    console = Nothing() if settings.json else console or Lines()
+    console = console or Lines()
     for path in settings.posterior:
         # Reading data can take minutes, so a missing or damaged posterior is refused before.
         posterior_file.load(path)
@@ -81,8 +81,13 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, object]
             num_resamples=settings.num_resamples,
             console=console,
         )
-        tell(found, console, settings.json, {})
-        return read_json(found.path / "metrics.json")
+        tell(found, console)
+        return found_in(found)
+
+
+def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` prints."""
+    return found
 
 
 def _of_file(path: Path, settings: Settings) -> list[Method]:

@@ -3,14 +3,13 @@
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from laplace_debias.assessment import PosteriorChoice, RunFolder, assess
 from laplace_debias.assessment.methods import chosen_methods
-from laplace_debias.commands.compared import Nothing, config_of, identity_of, run_in, tell
+from laplace_debias.commands.compared import config_of, found_in, identity_of, run_in, tell
 from laplace_debias.report.page import write_page
-from laplace_debias.sources.load import load
-from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.atomic import check_target
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
@@ -34,12 +33,15 @@ class Settings(SourceSettings):
             chosen at random; they take a hundred times as long an example. All if None.
         num_resamples: Draws for the intervals of metrics that have no closed form.
         overwrite: Whether an earlier run in the folder is replaced.
+        spelled: How options are written that Python has other words for.
+        goes_on: The same command goes on with a run that was broken off.
 
     Raises:
         ValueError: As `SourceSettings`; if a number is out of range.
     """
 
     spelled: ClassVar = {"--from": "--from_run"}
+    goes_on: ClassVar = True
 
     output: Path = Path("results/report")
     from_run: Path | None = None
@@ -69,15 +71,20 @@ def run(settings: Settings, console: Printer | None = None) -> Path:
         ValueError: If network or data are missing, damaged or do not belong together.
         OSError: If the folder cannot be written; the same command goes on.
     """
-    console = Nothing() if settings.json else console or Lines()
+    console = console or Lines()
     if settings.from_run is not None:
         folder = run_in(settings.from_run)
     else:
         folder = _assessed(settings, console)
     page = write_page(folder.path)
-    tell(folder, console, settings.json, {"folder": str(folder.path), "page": str(page)})
+    tell(folder, console)
     console.print(f"Page: {page}", soft_wrap=True)
     return page
+
+
+def as_json(settings: Settings, page: Path) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {"page": str(page), **found_in(RunFolder(page.parent))}
 
 
 def _assessed(settings: Settings, console: Printer) -> RunFolder:

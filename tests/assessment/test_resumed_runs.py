@@ -65,7 +65,7 @@ def breaking_after(writes, error, monkeypatch):
         plain(path, data)
 
     monkeypatch.setattr(run_folder, "write_bytes", write)
-    monkeypatch.setattr("laplace_debias.assessment.assess.write_bytes", write)
+    monkeypatch.setattr("laplace_debias.assessment.run.write_bytes", write)
 
 
 def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
@@ -94,8 +94,8 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
         raise AssertionError("predicted again")
 
     before = contents(unbroken)
-    monkeypatch.setattr("laplace_debias.assessment.assess.predict_set", refuse)
-    monkeypatch.setattr("laplace_debias.assessment.assess.fitted", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.run.predict_set", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.run.fitted", refuse)
     again = run(loaded, unbroken.path, title="Another title")
     assert json.dumps(contents(again)) == json.dumps(before)
     assert again.read_run()["title"] == "Another title"

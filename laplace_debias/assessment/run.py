@@ -415,7 +415,7 @@ class _Run:
         network = self.families[0]
         shared = [f for f in self.families if f.posterior is not None and f.examples is None]
         missing = self._missing(network, part)
-        if not missing or not shared or not self._missing(shared[0], part):
+        if not missing or not shared:
             return
         self.say(f"Predicting {part.name}: {_labels([*network.methods, *shared[0].methods])}")
         found = self._predicted(shared[0], part.batches, None)
