@@ -14,6 +14,7 @@ from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.system.ranks import current
 
 Predict = Callable[[Inputs], Distribution]
 
@@ -46,18 +47,19 @@ class Scored(NamedTuple):
 
 
 def joined(parts: Sequence[Scored], what: str) -> Scored:
-    """The scores of several batches in one.
+    """The scores of several batches in one, of all processes that share them.
 
     Args:
-        parts: Those of each batch.
+        parts: Those of each batch of this process.
         what: What there is to do with them, for the error.
 
     Raises:
         ValueError: If there is no batch, or no target that counts.
     """
-    if not parts:
+    of_all = current().on_all([torch.cat(some) for some in zip(*parts, strict=True)] or None)
+    if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
-    scored = Scored(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    scored = Scored(*of_all)
     if not len(scored.log_probs):
         raise ValueError(
             f"Every target of the loader is ignored: nothing to {what}. Pass batches in which at "
@@ -96,7 +98,11 @@ def evaluate_predictions(
         is_multilabel = _is_multilabel(predictive)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         parts.append(score(likelihood, predictive, y, class_dim))
+    ranks = current()
     scored = joined(parts, "evaluate")
+    # A process without examples has not seen what is predicted.
+    kinds = ranks.exchange([is_multilabel, has_probabilities])
+    is_multilabel, has_probabilities = (any(of) for of in zip(*kinds, strict=True))
     if not has_probabilities:
         if ood:
             raise ValueError("OOD detection by the entropy needs class probabilities.")
@@ -105,9 +111,10 @@ def evaluate_predictions(
     ood_probs = {}
     for name, data in ood.items():
         predicted = [_flat(predict(x))[0] for x, _ in data]
-        if not predicted:
+        of_all = ranks.on_all([torch.cat(predicted)] if predicted else None)
+        if of_all is None:
             raise ValueError(f"The OOD loader {name!r} holds no batch.")
-        ood_probs[name] = torch.cat(predicted)
+        (ood_probs[name],) = of_all
     if is_multilabel:
         report = metrics.evaluate_multilabel(scored.values, scored.labels.long(), ood_probs)
     else:

@@ -25,6 +25,7 @@ from laplace_debias.curvature.network.batches import (
     Counted,
     FirstBatchKnown,
     Pairs,
+    source_of,
     with_progress,
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
@@ -36,6 +37,7 @@ from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.precision import is_narrow, wide
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
@@ -43,7 +45,7 @@ from laplace_debias.curvature.network.shadow import (
     check_usable,
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import grids, links, noise, predictive, tuning
+from laplace_debias.laplace import grids, links, noise, predictive, shards, tuning
 from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.data_size import (
     Expected,
@@ -79,6 +81,7 @@ from laplace_debias.laplace.schemes import (
 )
 from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.system.randomness import seeded
+from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
 
 PriorPrecision = float | Tensor
@@ -313,12 +316,14 @@ class Laplace:
     def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
         """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
 
+        A process without examples looks at those of the first one that has some.
+
         Raises:
             ValueError: If there is no last layer, it is not what it was, or there is no batch; if
                 the shapes leave open where the classes are; as `BayesianParameters.verified`.
             NotImplementedError: As `BayesianParameters.verified`.
         """
-        for x, y in self._on_device(batches.first):
+        for x, y in self._on_device(shards.first_batch(current(), batches.first)):
             plain, found = unwrapped(self.model), self._selected
             if found is None or is_last_layer(self._params):
                 found = BayesianParameters.of(plain, self._params, self._settings, x)
@@ -338,6 +343,7 @@ class Laplace:
 
     # ---------------------------------------------------------------- fitting
 
+    @together("fit")
     def fit(
         self,
         train_loader: Batches | Scheme,
@@ -403,24 +409,28 @@ class Laplace:
             raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
         if scale:
             check_scale(train_loader)
+        ranks = current()
+        is_shared = check_shared(ranks, train_loader)
         given = None if num_data is None else check_num_data(num_data)
         if mode == "full":
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode)
+            return self._fit(scheme, expected, generator, mode, is_shared=is_shared)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
-        if len(batches) < wanted.num_batches:
+        most = max(ranks.exchange(len(batches)))
+        if most < wanted.num_batches:
             raise ValueError(
                 f'mode="{mode}" needs {wanted.num_batches} batch(es), the loader gave '
-                f"{len(batches)}: use a smaller batch size or more data."
+                f"{most}: use a smaller batch size or more data."
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, scale_data)
+        return self._fit(scheme, expected, generator, mode, scale_data, is_shared)
 
+    @together("fit")
     def fit_batches(
         self,
         directions: Batches,
@@ -457,8 +467,10 @@ class Laplace:
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
         scheme = scheme_of(directions, magnitudes, folds)
+        of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
+        is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(scheme, expected, generator, scheme.mode, scale)
+        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared)
 
     def _fit(
         self,
@@ -467,6 +479,7 @@ class Laplace:
         generator: torch.Generator | None,
         mode: str,
         scale: Batches | None = None,
+        is_shared: bool = False,
     ) -> "Laplace":
         kind = self._settings.kind
         scheme.check(kind)
@@ -474,10 +487,14 @@ class Laplace:
             check_scale(scale, scheme.measured[0])
         plain = _plain(self.model)
         check_no_autocast(self._first_parameter.device)
+        ranks = current()
+        expected = expected.over(ranks)
         with torch.inference_mode(False):
-            problem = self._settings.problem(plain, self.likelihood, generator)
+            problem = self._settings.problem(plain, self.likelihood, generator).on(ranks)
             known = FirstBatchKnown(seeded(scheme.first_read, generator))
             parameters = self._look_at(known)
+            first = self._checked(known.first)
+            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
             network = network_of(self.model, parameters.names, self._settings)
             backend = choose_backend(network, self._backend, parameters.blocks)
             problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
@@ -533,14 +550,21 @@ class Laplace:
 
         Questions about numbers that still lie on the CPU are asked there: a fit moves them.
         """
+        ranks = current()
         ignored = getattr(self.likelihood, "ignore_index", None)
         of_targets = None if look_at_shapes(self.likelihood) else self._first_parameter.device
-        return Counted(
-            self._checked(batches, generator, None, of_targets),
+        checked = self._checked(batches, generator, None, of_targets)
+        counted = Counted(
+            checked,
             self.likelihood.counts_any,
             "" if ignored is None else f"ignore_index={ignored}",
             what,
+            ranks,
         )
+        if ranks.size == 1 or self._settings.fisher.kind != "mc":
+            return counted
+        sizes = lambda: [len(y) for _, y in checked]  # noqa: E731
+        return Placed(counted, place_of(ranks, source_of(batches), sizes))
 
     def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
         device = self._first_parameter.device
@@ -549,9 +573,9 @@ class Laplace:
     def _checked(
         self,
         batches: Batches,
-        generator: torch.Generator | None,
-        device: torch.device | None,
-        of_targets: torch.device | None,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+        of_targets: torch.device | None = None,
     ) -> Checked:
         if not isinstance(batches, FirstBatchKnown):
             batches = seeded(batches, generator)
@@ -900,6 +924,7 @@ class Laplace:
 
     # ------------------------------------------------- tuning and evaluation
 
+    @together("tune")
     def tune(
         self,
         loader: Batches | None = None,
@@ -962,6 +987,7 @@ class Laplace:
             grid = torch.as_tensor(grid, dtype=torch.float64)
             self._state.check_model()
             links.check_link(link, self.likelihood)
+            self._check_shared(loader)
             batches = self._on_device(with_progress(loader, progress, "tune"), generator)
             found = tuning.tune_on_grid(
                 partial(self.predict_grid, link=link),
@@ -976,6 +1002,14 @@ class Laplace:
         self.prior_precision = found.prior_precision
         return found
 
+    @staticmethod
+    def _check_shared(loader: Batches) -> None:
+        """Require held-out data that the processes share, where there are several."""
+        ranks = current()
+        if ranks.size > 1:
+            check_shared(ranks, loader)
+            refuse_misleading(data_size(loader))
+
     def _tune_noise(self) -> tuning.Tuning:
         found, fitted = noise.tune_noise(self._state)
         with _EXCHANGE:
@@ -983,6 +1017,7 @@ class Laplace:
             self._prior_precision = fitted.posterior.prior_precision
         return found
 
+    @together("evaluate")
     def evaluate(
         self,
         loader: Batches,
@@ -1015,6 +1050,8 @@ class Laplace:
                 `ood` with a regression likelihood.
         """
         self._state.check_model()
+        for data in (loader, *(ood or {}).values()):
+            self._check_shared(data)
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator, link=link)
@@ -1032,6 +1069,7 @@ class Laplace:
 
     # -------------------------------------------------------------- on disk
 
+    @together("save")
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
@@ -1054,7 +1092,11 @@ class Laplace:
             OSError: If the path is a folder, a device or may not be written; if the disk is full.
                 What was there before is still there.
         """
-        posterior_file.save(Path(path), self._unchanged_state, own_likelihood)
+        state, ranks = self._unchanged_state, current()
+        if ranks.rank == 0:
+            posterior_file.save(Path(path), state, own_likelihood)
+        # Nobody goes on before the file is there.
+        ranks.exchange(None)
 
     def export(
         self,

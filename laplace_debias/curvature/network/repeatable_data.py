@@ -75,7 +75,7 @@ class Data:
         self.sizes: list[int] = []
         for index, batch in enumerate(batches):
             inputs, targets = read(batch, f"Batch {index}")
-            mark = _mark(inputs, targets)
+            mark = mark_of(inputs, targets)
             if not math.isfinite(mark):
                 raise ValueError(
                     f"Batch {len(self.sizes)} holds NaN or Inf: remove these examples."
@@ -122,7 +122,7 @@ class Data:
 
     def _is_same(self, index: int, inputs: Inputs, targets: Tensor) -> bool:
         return num_examples(inputs) == self.sizes[index] and math.isclose(
-            _mark(inputs, targets), self._marks[index], rel_tol=1e-9, abs_tol=1e-6
+            mark_of(inputs, targets), self._marks[index], rel_tol=1e-9, abs_tol=1e-6
         )
 
     def _refuse(self, index: int) -> None:
@@ -158,7 +158,7 @@ def _check_repeatable(batches: Any) -> None:
         )
 
 
-def _mark(inputs: Inputs, targets: Tensor) -> float:
+def mark_of(inputs: Inputs, targets: Tensor) -> float:
     """A number that changes with the order of the examples and with any of their entries.
 
     It is not finite if they hold NaN or Inf where that is refused, see `Data`.
