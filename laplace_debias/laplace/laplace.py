@@ -37,13 +37,13 @@ from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.precision import is_narrow, wide
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
     check_no_autocast,
     check_usable,
 )
+from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace import grids, links, noise, predictive, shards, tuning
 from laplace_debias.laplace.asked import Asked, OutputChoice

@@ -1,15 +1,13 @@
 """What several processes must agree on before they fit together."""
 
-import hashlib
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.repeatable_data import mark_of
+from laplace_debias.curvature.network.same_model import check_same_model
 from laplace_debias.curvature.network.shards import refuse_same
 from laplace_debias.system.ranks import Ranks
 
@@ -49,23 +47,13 @@ def check_alike(
     """
     if ranks.size == 1:
         return
+    check_same_model(ranks, model)
     marks = [mark_of(x, y) for x, y in first]
-    tensors = fingerprint(model, ())
-    digest = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
-    said = ranks.exchange([digest, block_names, marks[0] if marks and not is_shared else None])
-    refuse_same([mark for *_, mark in said], "begins with the same batch")
-    for rank, (other, names, _) in enumerate(said):
-        if other != said[0][0]:
-            wrong = ranks.exchange(tensors)
-            name = changed(wrong[0], wrong[rank])[0]
+    said = ranks.exchange([block_names, marks[0] if marks and not is_shared else None])
+    refuse_same([mark for _, mark in said], "begins with the same batch")
+    for rank, (names, _) in enumerate(said):
+        if names != said[0][0]:
             raise ValueError(
-                f"The model of rank {rank} is not that of rank 0: {name} differs. Load one "
-                "checkpoint on all ranks, or send rank 0's state to the others "
-                "(`torch.distributed.broadcast`); a DistributedDataParallel model's statistics of "
-                "batch normalisation differ after training."
-            )
-        if names != said[0][1]:
-            raise ValueError(
-                f"Rank {rank} finds the curvature blocks {names}, rank 0 {said[0][1]}: their first "
+                f"Rank {rank} finds the curvature blocks {names}, rank 0 {said[0][0]}: their first "
                 "batches take different branches of the model. Name the parameters, params=[...]."
             )

@@ -262,6 +262,23 @@ def together(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     return decorate
 
 
+def refuse_ranks(what: str, instead: str) -> None:
+    """Refuse what is not there for several processes.
+
+    Args:
+        what: What it is.
+        instead: What to do.
+
+    Raises:
+        NotImplementedError: If several processes share the work.
+    """
+    if current().size > 1:
+        raise NotImplementedError(
+            f"{what} is not there for data that several processes share ({instead}): use it on one "
+            "process's data, within `laplace_debias.alone()`."
+        )
+
+
 def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     for part, tensor in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""Processes of gloo's process group that tests hand work to: started once, grouped anew each time."""
+"""Processes that tests hand work to: started once, with a process group of their own a task."""
 
 import multiprocessing
 import os

@@ -45,7 +45,8 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     sums = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(C)}, _ON_FIRST)
     found = {key: _eigenpairs(C / seen.num_examples) for key, C in sums.items()}
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
-    assert along is not None and U is not None
+    assert along is not None
+    assert U is not None
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
         along = pooled(on_others, along, problem.dtype)
@@ -150,7 +151,8 @@ def _on_first(
     complete = [some for some in of_all if some is not None]
     found = {DENSE_BLOCK: decomposed(complete)} if complete else {}
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
-    assert along is not None and U is not None
+    assert along is not None
+    assert U is not None
     return along, U
 
 

@@ -20,8 +20,8 @@ from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.system.memory import MOST_GRANTED, granted
 
 # From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.

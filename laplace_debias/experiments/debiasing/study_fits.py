@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from laplace_debias import metrics
 from laplace_debias.curvature.fits.crossfit import exact_crossfit
-from laplace_debias.curvature.fits.folds import Fold
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.fits.folds import Fold
 from laplace_debias.curvature.fits.kfac import exact_sums
 from laplace_debias.curvature.fits.output_curvature import mean_output_curvature
 from laplace_debias.curvature.fits.problem import Problem
