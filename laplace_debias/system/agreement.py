@@ -54,7 +54,7 @@ class Agreement:
     @classmethod
     def of_default_group(cls) -> "Agreement":
         """The one of the present default group, made at the first call."""
-        group = dist.distributed_c10d._get_default_group()
+        group = _group()
         if not _CURRENT or _CURRENT[0][0] is not group:
             for _, old in _CURRENT:
                 old._pulse.stop()
@@ -211,6 +211,11 @@ def error_of(told: bytes) -> Exception:
     return RankError(message)
 
 
+def _group() -> Any:
+    """The default group; None if there is none any more."""
+    return dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+
+
 class Pulse:
     """A thread that shows that this rank is alive, and sees which others are not.
 
@@ -225,6 +230,7 @@ class Pulse:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._group = _group()
         self._failed = ""
         self.found: Exception | None = None
         self._is_over = threading.Event()
@@ -245,11 +251,12 @@ class Pulse:
     def stop(self) -> None:
         """End the thread: the process ends, or the group is another one."""
         self._is_over.set()
-        self._thread.join(5)
+        self._thread.join(2 * PULSE)
 
     def _run(self) -> None:
         beat = 0
-        while not self._is_over.wait(PULSE if beat else 0):
+        # Of a group that was destroyed the store may be gone, too.
+        while not self._is_over.wait(PULSE if beat else 0) and self._group is _group():
             beat += 1
             try:
                 self._store.set(f"pulse/{self._rank}", str(beat))

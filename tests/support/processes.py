@@ -20,6 +20,8 @@ class Processes:
 
     def __init__(self):
         self._workers = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = 0
 
     def run(self, num_ranks, task, *args):
         """The results of a task, by rank; an error is `(its class's name, its message)`."""
@@ -34,8 +36,8 @@ class Processes:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
-        self._folder = tempfile.TemporaryDirectory()
-        store = Path(self._folder.name) / "store"
+        self._count += 1
+        store = Path(self._folder.name) / str(self._count)
         for rank, (_, pipe) in enumerate(self._workers[:num_ranks]):
             pipe.send_bytes(pickle.dumps((task, rank, num_ranks, store.as_uri(), args)))
 

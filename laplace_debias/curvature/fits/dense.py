@@ -123,7 +123,7 @@ def fit_crossfit_dense(
             return _leading(joined, rank, problem.dtype)
         return _eigenpairs(joined.T @ joined)
 
-    def crossfitted(rows: list[Rows]) -> tuple[Tensor, Tensor]:
+    def crossfitted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         values, U = leading(rows)
         total = torch.zeros_like(values)
         for index, fold_rows in enumerate(rows):
@@ -144,7 +144,9 @@ def fit_crossfit_dense(
 
 
 def _on_first(
-    problem: Problem, rows: list[Rows], decomposed: Callable[[list[Rows]], tuple[Tensor, Tensor]]
+    problem: Problem,
+    rows: list[Tensor],
+    decomposed: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """What is made of the rows of all processes: by the first of them, for all."""
     of_all = [problem.ranks.on_first(some) for some in rows]
@@ -156,11 +158,11 @@ def _on_first(
     return along, U
 
 
-def _leading_of_all(problem: Problem, rank: int) -> Callable[[list[Rows]], tuple[Tensor, Tensor]]:
+def _leading_of_all(problem: Problem, rank: int) -> Callable[[list[Tensor]], tuple[Tensor, Tensor]]:
     return lambda rows: _leading(rows[0], rank, problem.dtype)
 
 
-def _joined(problem: Problem, rows: list[Rows], size: int) -> Rows:
+def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
     """The rows of one process, which may have none."""
     if rows:
         return torch.cat(rows)
