@@ -104,6 +104,11 @@ class Laplace:
     one model or of several. Where a thread fits or tunes an object that others use, a call of
     theirs sees it as it was before or as it is after, `evaluate` batch by batch.
 
+    In a process group of `torch.distributed` the processes fit together: each reads its part of the
+    data (`ShardedBatches`), and each has the posterior of all of it. `fit`, `fit_batches`, `tune`,
+    `evaluate` and `save` are called on all of them, in the same order; see `alone` for one process
+    on its own. `predict` and the rest work on each alone.
+
     Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
     a function of it and of the data, the order of a shuffling loader included, and torch's global
     generator on the CPU is left as it was.
@@ -364,7 +369,8 @@ class Laplace:
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold.
+                whole first batch, magnitudes out of fold. Of several processes the first batch is
+                the union of their first batches.
                 They are short for `Full`, `Split` and `CrossFit` of `schemes`.
             num_data: N, the number of training examples, which the curvature is scaled to whatever
                 the fit sees (a subset, say, that stands for all). If None, N is the number of
@@ -387,7 +393,9 @@ class Laplace:
                 the likelihood, NaN in the outputs; if the model draws random numbers or mixes the
                 examples of a batch; if every target is ignored; for `num_data` below 1 or above
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
-                number of examples than the loader told.
+                number of examples than the loader told. In a process group, on all processes with
+                the number of the one it comes from; also if two of them read the same data, or if
+                their models differ.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
@@ -1073,6 +1081,7 @@ class Laplace:
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
+        Of several processes the first one writes, and the others wait for it.
         The model itself is not in it. The file has a checksum, and the same posterior gives the
         same bytes. What stood at the path is replaced once the new file is complete; a symbolic
         link stays, and the file that it leads to is replaced.
