@@ -1,6 +1,6 @@
 """The last layer of a timm network: what Laplace changes on held-out images, better or not.
 
-A `resnet10t` is trained briefly on few of scikit-learn's digits, drawn at 32 × 32 in RGB. With your
+timm's smallest EfficientNet is trained briefly on few of scikit-learn's digits, drawn at 32 × 32 in RGB. With your
 own network, `timm.create_model(..., checkpoint_path=...)` takes the place of the training.
 
 Run with `python examples/timm_last_layer.py`; it takes seconds and downloads nothing.
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--architecture", default="resnet10t", help="name of a timm architecture")
-    parser.add_argument("--epochs", type=int, default=4, help="epochs of training")
+    parser.add_argument("--architecture", default="test_efficientnet", help="name of a timm architecture")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of training")
     parser.add_argument("--train", type=int, default=300, help="training images")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and the network")
     options = parser.parse_args(arguments)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     train, val, test = random_split(digits, parts)
 
     model = timm.create_model(options.architecture, num_classes=10)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(options.epochs):
         for x, y in DataLoader(train, batch_size=25, shuffle=True, drop_last=True):
             optimizer.zero_grad()
