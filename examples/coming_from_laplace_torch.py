@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     # laplace-torch: la.optimize_prior_precision(method="marglik")
     # Ours searches a bounded range, theirs takes steps of Adam. Both set the prior precision.
-    found["prior precision by the marginal likelihood"] = float(la.tune(method="marglik"))
+    found["prior precision by the marginal likelihood"] = la.tune(method="marglik").prior_precision
 
     # laplace-torch: la.log_marginal_likelihood()
     # Ours has every constant. A weight and its bias are two blocks here, so values differ.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     # laplace-torch: la.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
     # Ours takes one pass over the data for the whole grid, and scores the NLL.
-    found["prior precision by validation"] = float(la.tune(val_loader))
+    found["prior precision by validation"] = la.tune(val_loader).prior_precision
 
     # laplace-torch: probs = la(x, pred_type="glm", link_approx="probit")
     # Ours gives a distribution: `.probs`, `.entropy()`, `.log_prob(y)`, `.sample()`.
@@ -71,13 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     # laplace-torch: la(x, pred_type="nn", link_approx="mc", n_samples=100)
     # Both run the network with drawn weights; ours leaves the user's model as it was throughout.
-    before = [parameter.clone() for parameter in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     la.predict(x[400:], method="nn", samples=100, generator=generator)
-    changes = [(p - old).abs().max() for p, old in zip(model.parameters(), before, strict=True)]
+    changes = [
+        (p.detach() - old).abs().max() for p, old in zip(model.parameters(), before, strict=True)
+    ]
     found["largest change of the model"] = float(torch.stack(changes).max())
 
     # laplace-torch: f_mean, f_var = la._glm_predictive_distribution(x)
-    mean, covariance = la.functional(x[400:])  # [B, C] and [B, C, C], a public method here
+    _mean, covariance = la.functional(x[400:])  # [B, C] and [B, C, C], a public method here
     found["mean variance of the logits"] = float(covariance.diagonal(dim1=1, dim2=2).mean())
 
     # laplace-torch: torch.save(la.state_dict(), path); la.load_state_dict(torch.load(path))

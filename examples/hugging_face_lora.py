@@ -30,7 +30,9 @@ FILLERS = ["the", "film", "was", "and", "its", "plot", "very", "a", "bit"]
 
 def review(*moods: str) -> str:
     """Filler words in any order, with a word of each mood among them."""
-    words = random.choices(FILLERS, k=random.randint(4, 9)) + [random.choice(WORDS[m]) for m in moods]
+    words = random.choices(FILLERS, k=random.randint(4, 9)) + [
+        random.choice(WORDS[m]) for m in moods
+    ]
     return " ".join(random.sample(words, len(words)))
 
 
@@ -58,8 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         return DataLoader(rows, 32, shuffle, collate_fn=DataCollatorWithPadding(tokenizer))
 
     # One label in ten is wrong, as labels of people are.
-    given = [(review(("blame", "praise")[n % 2]), n % 2 ^ (random.random() < 0.1)) for n in range(800)]
-    train, val, test = loader(given[:400], shuffle=True), loader(given[400:600]), loader(given[600:])
+    given = [
+        (review(("blame", "praise")[n % 2]), n % 2 ^ (random.random() < 0.1)) for n in range(800)
+    ]
+    train, val, test = (
+        loader(given[:400], shuffle=True),
+        loader(given[400:600]),
+        loader(given[600:]),
+    )
     mixed = loader([(review("blame", "praise"), 0) for _ in range(200)])
 
     config = DistilBertConfig(

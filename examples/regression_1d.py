@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     found = {name: float(v.sqrt()) for name, v in zip(places, variance.flatten(), strict=True)}
     print(f"noise: tuned {tuned.sigma:.3f}, true {NOISE}; prior {tuned.prior_precision:.3g}")
     for name, value in found.items():
-        print(f"standard deviation of the network's output {name} (x = {places[name]}): {value:.3f}")
+        print(
+            f"standard deviation of the network's output {name} (x = {places[name]}): {value:.3f}"
+        )
 
     grid = torch.linspace(-6, 8, 400)[:, None]
     marginals = la.marginals(grid)  # with the noise: where a new y is to be expected
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     ax.plot(grid, grid.sin(), "--", color="grey", linewidth=1, label="truth, without noise")
     ax.plot(x, y, ".", color="black", markersize=3, label="data")
     ax.set(xlabel="x", ylabel="y", ylim=(-3, 3))
-    ax.legend(frameon=False, loc="upper left", ncols=2)
+    ax.legend(frameon=False, loc="lower left")
     options.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.picture, dpi=150)
     print(f"Picture: {options.picture}")

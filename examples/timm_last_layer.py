@@ -1,7 +1,8 @@
 """The last layer of a timm network: what Laplace changes on held-out images, better or not.
 
-timm's smallest EfficientNet is trained briefly on few of scikit-learn's digits, drawn at 32 × 32 in RGB. With your
-own network, `timm.create_model(..., checkpoint_path=...)` takes the place of the training.
+timm's smallest EfficientNet is trained briefly on few of scikit-learn's digits, drawn at 32 × 32 in
+RGB. With your own network, `timm.create_model(..., checkpoint_path=...)` takes the place of the
+training.
 
 Run with `python examples/timm_last_layer.py`; it takes seconds and downloads nothing.
 """
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--architecture", default="test_efficientnet", help="name of a timm architecture")
+    parser.add_argument(
+        "--architecture", default="test_efficientnet", help="name of a timm architecture"
+    )
     parser.add_argument("--epochs", type=int, default=20, help="epochs of training")
     parser.add_argument("--train", type=int, default=300, help="training images")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and the network")

@@ -1,8 +1,8 @@
 """Your own training script: a timm network on a folder of images, two epochs, one checkpoint.
 
 The last line that it prints asks how far the network's probabilities can be trusted; nothing of
-laplace-debias is imported here. `--make-data` writes a folder to try it on: scikit-learn's digits as
-`train/`, `val/` and `test/` with a folder for each class, and textures, which are no digits.
+laplace-debias is imported here. `--make-data` writes a folder to try it on: scikit-learn's digits
+as `train/`, `val/` and `test/` with a folder for each class, and textures, which are no digits.
 
 Run with `python examples/train_timm_on_a_folder.py --make-data`; it downloads nothing.
 """
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     parser.add_argument("--ood", type=Path, default=Path("results/folder/textures"))
     parser.add_argument("--checkpoint", type=Path, default=Path("results/folder/net.safetensors"))
     parser.add_argument("--make-data", action="store_true", help="write both folders first")
-    parser.add_argument("--train", type=int, default=1000, help="training images to write")
+    parser.add_argument("--train", type=int, default=600, help="training images to write")
     parser.add_argument("--timm", default="test_efficientnet", help="name of a timm architecture")
     parser.add_argument("--epochs", type=int, default=2, help="epochs of training")
     parser.add_argument("--seed", type=int, default=0, help="seed of the data and the network")
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
         create_dataset("", str(options.data), split=split, transform=transform)
         for split in ("train", "val")
     )
-    loader = DataLoader(train, batch_size=32, shuffle=True, drop_last=True)
+    loader = DataLoader(train, batch_size=16, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     steps = options.epochs * len(loader)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
