@@ -1,19 +1,17 @@
 """What the documents say runs."""
 
 import doctest
-import importlib.util
+import importlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from laplace_debias.cli import main
-from laplace_debias.problems import Recipe
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
@@ -117,52 +115,3 @@ def test_make_tells_which_experiments_it_skips_and_why(given):
         assert is_run != is_told, config.stem
     for name, variable in names.items():
         assert (variable in skipped) == (name not in given)
-
-
-# Fewer steps of everything, by the examples' own constants.
-SHORT = Recipe(batch_size=50, cycles=((2, 0.1),), clip_norm=5.0)
-REDUCED = {
-    "influence_functions": {"DIGITS_RECIPE": SHORT, "DAMPING": 0.1},
-    "matrix_free_posterior": {"NUM_STEPS": 20, "NUM_SAMPLES": 4},
-    "newton_step": {"NUM_STEPS": 2, "SHOWN": (0, 1, 2)},
-    "pruning": {"DIGITS_RECIPE": SHORT, "NUM_PRODUCTS": 5},
-    "quickstart": {"DIGITS_RECIPE": SHORT},
-    "spectrum": {"NUM_STEPS": 1, "EVERY": 2, "NUM_PRODUCTS": 10, "NUM_PROBES": 1, "TOL": 0.3},
-}
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
-
-def test_every_example_has_a_reduced_size():
-    assert set(REDUCED) == {path.stem for path in EXAMPLES}
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run_at_reduced_size(example, tmp_path, monkeypatch, capsys):
-    """Every line of them in a few seconds; the next test runs them as they are."""
-    monkeypatch.chdir(tmp_path)
-    spec = importlib.util.spec_from_file_location(example.stem, example)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, value in REDUCED[example.stem].items():
-        monkeypatch.setattr(module, name, value)
-    module.main()
-    check_example(example, tmp_path, capsys.readouterr().out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(example, tmp_path):
-    run = subprocess.run(
-        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    check_example(example, tmp_path, run.stdout)
-
-
-def check_example(example, folder, printed):
-    """It printed something, and the pictures that it names are there."""
-    assert printed
-    pictures = re.findall(r"^Picture: (\S+)$", printed, re.MULTILINE)
-    assert pictures or example.stem == "quickstart"
-    for picture in pictures:
-        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
