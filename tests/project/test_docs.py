@@ -1,7 +1,9 @@
 """What the documents say runs."""
 
+import dataclasses
 import doctest
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -10,8 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from laplace_debias.cli import main
+from laplace_debias.problems import Recipe
+from laplace_debias.sources import SourceSettings
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
@@ -50,11 +55,28 @@ def test_the_pages_that_teach_have_code():
 def test_the_commands_of_the_guide_run(training, tmp_path, monkeypatch):
     lines = [line for block in blocks_of(GUIDE, "bash") for line in block.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("laplace-debias ")]
-    assert [command[1] for command in commands] == ["train", "fit", "tune"]
+    assert [command[1] for command in commands] == ["train", "fit", "tune", "predict"]
     monkeypatch.chdir(tmp_path)
     for command in commands:
         options = training if command[1] == "train" else []
         assert main([*command[1:], *options, "--progress=false"]) == 0, command
+
+
+def test_options_in_the_guide_exist():
+    lines = [line for block in blocks_of(GUIDE, "text") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("laplace-debias ")]
+    assert {command[1] for command in commands} == {"fit", "tune", "predict", "spectrum"}
+    for _, name, *options in commands:
+        settings = importlib.import_module(f"laplace_debias.commands.{name}").Settings
+        known = {field.name for field in dataclasses.fields(settings)} | {"config"}
+        assert {option[2:] for option in options if option.startswith("--")} <= known
+
+
+def test_the_settings_file_in_the_guide_is_one():
+    (block,) = blocks_of(GUIDE, "yaml")
+    content = yaml.safe_load(block).items()
+    made = SourceSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in content})
+    assert made.model_args == {"width": 64}
 
 
 def test_the_readme_is_short():
