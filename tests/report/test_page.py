@@ -1,10 +1,12 @@
 """The page of a run folder as a file: what it holds, what it leaves out, what it refuses."""
 
+import html
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
+import a_run
 import matplotlib
 import numpy as np
 import pandas as pd
@@ -102,7 +104,7 @@ def test_names_of_others_are_text(page):
 
 
 def test_names_of_methods_are_text_in_pictures_too(tmp_path):
-    folder = make_run(tmp_path / "run", n=60, shifts=False)
+    folder = make_run(tmp_path / "run", n=60, shifts=False, posterior=False)
     meta = json.loads((folder / "run.json").read_text())
     label = "</script><b onclick='x'>$x_1$ & </svg>"
     meta["methods"][0]["label"] = meta["title"] = label
@@ -123,6 +125,14 @@ def test_colours_are_those_of_the_theme(page):
     assert "var(--blue, #0072b2)" in body.lower()
     bare = re.findall(r"(?<!, )#[0-9a-fA-F]{6}\b", body)
     assert bare == []
+    named = set(re.findall(r"var\(--([\w-]+)", body))
+    styles = page[page.index("<style>") : page.index("</style>")]
+    for name in named:
+        assert len(re.findall(rf"--{name}: #", styles)) == 3, name  # light, dark, dark by system
+    # Black is what SVG takes where nothing is said: it would not be seen in the dark.
+    texts = re.findall(r"<text ([^>]*)>", body)
+    assert all("fill: var(--ink" in text for text in texts)
+    assert len(texts) > 200
 
 
 def test_every_group_of_pictures_says_how_to_read_it(page):
@@ -135,16 +145,12 @@ def test_every_group_of_pictures_says_how_to_read_it(page):
     assert len(set(labels)) == len(labels)
 
 
-def test_the_same_folder_gives_the_same_page(folder, page):
+def test_the_same_folder_gives_the_same_page_and_matplotlib_is_left_as_it_was(folder, page):
     pictures = {path: path.read_bytes() for path in (folder / "pictures").iterdir()}
+    settings = dict(matplotlib.rcParams)
     assert written(folder) == page
     assert {path: path.read_bytes() for path in (folder / "pictures").iterdir()} == pictures
-
-
-def test_settings_of_matplotlib_are_left_as_they_were(folder):
-    before = dict(matplotlib.rcParams)
-    write_page(folder)
-    assert dict(matplotlib.rcParams) == before
+    assert dict(matplotlib.rcParams) == settings
 
 
 def test_it_tells_how_it_was_made(page):
@@ -155,7 +161,7 @@ def test_it_tells_how_it_was_made(page):
 
 
 def test_large_pictures_are_made_smaller(tmp_path):
-    folder = make_run(tmp_path / "run", n=60, shifts=False)
+    folder = make_run(tmp_path / "run", n=60, shifts=False, ood=False, posterior=False)
     rng = np.random.default_rng(0)
     for index in range(36):
         write_picture(folder / "examples" / f"{index}.png", rng, size=300)
@@ -178,7 +184,7 @@ def test_a_small_run_has_no_empty_frames(tmp_path):
 
 
 def test_a_regression_has_quantiles_intervals_and_residuals(tmp_path):
-    folder = make_run(tmp_path / "run", "regression", n=200, pictures=False)
+    folder = make_run(tmp_path / "run", "regression", n=200, shifts=False, pictures=False)
     text = written(folder)
     names = {path.stem for path in (folder / "pictures").iterdir()}
     assert {"coverage", "residuals", "quantiles-network", "sweep-laplace"} <= names
@@ -187,7 +193,8 @@ def test_a_regression_has_quantiles_intervals_and_residuals(tmp_path):
 
 
 def test_several_outputs_of_a_regression(tmp_path):
-    folder = make_run(tmp_path / "run", "regression", n=100, pictures=False)
+    options = {"posterior": False, "pictures": False}
+    folder = make_run(tmp_path / "run", "regression", n=100, **options)
     for path in (folder / "predictions").rglob("*.parquet"):
         table = pd.read_parquet(path)
         for name in set(table.columns) - {"index"}:
@@ -198,8 +205,8 @@ def test_several_outputs_of_a_regression(tmp_path):
 
 
 def test_a_method_that_predicts_some_examples_says_so(tmp_path):
-    folder = make_run(tmp_path / "run", n=1000, shifts=False, ood=False)
-    path = folder / "predictions" / "laplace" / "test.parquet"
+    folder = make_run(tmp_path / "run", n=1000, shifts=False, ood=False, posterior=False)
+    path = folder / "predictions" / "temperature" / "test.parquet"
     pd.read_parquet(path).iloc[::4].to_parquet(path)
     text = written(folder)
     assert text.count("250 of 1,000") == 1
@@ -250,7 +257,7 @@ def test_what_is_not_there_is_left_out(tmp_path):
     ],
 )
 def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, told):
-    folder = make_run(tmp_path / "run", n=40, shifts=False)
+    folder = make_run(tmp_path / "run", n=40, shifts=False, ood=False)
     spoil(folder)
     with pytest.raises(error, match=re.escape(told)) as caught:
         write_page(folder)
@@ -263,3 +270,17 @@ def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, tol
 def test_a_folder_that_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         write_page(tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classification", "regression", "binary", "multilabel"])
+def test_the_page_of_a_run_that_was_computed(tmp_path, task):
+    folder = a_run.make_run(tmp_path / "run", task)
+    text = written(folder)
+    sentence = json.loads((folder / "run.json").read_text())["conclusion"][0]
+    assert sentence[:40] in html.unescape(text).replace("\u00a0", " ")
+    assert 'id="ood"' in text
+    assert 'id="examples"' in text
+    assert ('id="calibration"' in text) == (task != "multilabel")
+    names = set(re.findall(r'id="picture-([\w.-]+)"', text))
+    assert {"time", "memory", "sweep-last-layer", "spectrum-laplace"} <= names

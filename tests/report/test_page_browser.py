@@ -106,11 +106,11 @@ def test_a_method_can_be_hidden_in_every_picture_and_shown_again(opened):
     assert sum(before["laplace"][name] > 0 for name in several) >= 10
     assert before["laplace"]["picture-severity-nll"] > 0
     assert before["laplace"]["picture-time"] > 0
-    page.get_by_label("Laplace, all layers").uncheck()
+    page.get_by_role("checkbox", name="Laplace, all layers").uncheck()
     assert set(shown_of(page, "laplace").values()) == {0}
     assert shown_of(page, "network") == before["network"]
     assert not page.locator("#picture-sweep-laplace").is_visible()
-    page.get_by_label("Laplace, all layers").check()
+    page.get_by_role("checkbox", name="Laplace, all layers").check()
     assert shown_of(page, "laplace") == before["laplace"]
 
 
@@ -153,7 +153,7 @@ def test_values_at_the_pointer_and_by_keys(opened):
     box = figure.locator("[data-method=network] use").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     assert "severity 0" in tip.text_content()
-    page.get_by_label("Network as it is").uncheck()
+    page.get_by_role("checkbox", name="Network as it is").uncheck()
     svg.focus()
     page.keyboard.press("ArrowRight")
     assert "Network as it is" not in tip.text_content()
@@ -164,7 +164,9 @@ def test_it_prints(opened, tmp_path):
     page.pdf(path=tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes()[:5] == b"%PDF-"
     assert (tmp_path / "page.pdf").stat().st_size > 50_000
+    page.set_viewport_size({"width": 680, "height": 960})  # A4 between its margins
     page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert paper(page) == "rgb(255, 255, 255)"
     assert not page.locator("#theme").is_visible()
 

@@ -102,7 +102,7 @@ def test_risk_coverage_is_the_error_rate_of_those_kept(folder, run, drawn):
         assert min(near) - 0.06 <= risk <= max(near) + 0.06
 
 
-def test_equally_confident_examples_are_kept_together(tmp_path, drawn):
+def test_equally_confident_examples_count_as_their_mean(tmp_path, drawn):
     folder = make_run(tmp_path / "run", n=200)
     path = folder / "predictions" / "network" / "test.parquet"
     table = pd.read_parquet(path)
@@ -253,7 +253,7 @@ def test_the_table_marks_the_best_and_what_is_beyond_chance(tmp_path):
     assert table.reference == "Network as it is"
     first, second = difference_tables(run)
     assert (first.reference, second.reference) == ("Network as it is", "Temperature scaling")
-    assert cells(first, "NLL")["laplace"].value == "+0.0100"
+    assert cells(first, "NLL")["laplace"].value == "+0.010"
     assert cells(second, "NLL")["network"].verdict == "worse"
     assert cells(second, "NLL")["laplace"].verdict == ""  # its interval is not known
     assert not any(cell.is_best for _, row in first.rows for cell in row)
@@ -263,6 +263,16 @@ def test_where_all_are_equal_none_is_the_best(tmp_path):
     keys = ("network", "temperature")
     run = table_of(tmp_path, [(key, "test", "accuracy", 0.9, 0.8, 1.0) for key in keys], [])
     assert not any(cell.is_best for cell in cells(main_table(run), "Accuracy").values())
+
+
+def test_a_method_on_fewer_examples_is_not_the_best(tmp_path):
+    rows = [("network", 0.8, 100), ("temperature", 0.85, 100), ("laplace", 0.9, 20)]
+    run = table_of(
+        tmp_path, [(key, "test", "accuracy", v, v - 0.1, v + 0.1) for key, v, _ in rows], []
+    )
+    run.rows["num_examples"] = [count for *_, count in rows]
+    marked = {key: cell.is_best for key, cell in cells(main_table(run), "Accuracy").items()}
+    assert [key for key, is_best in marked.items() if is_best] == ["temperature"]
 
 
 def test_scores_of_ood_sets_are_kept_apart(run):

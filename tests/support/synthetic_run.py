@@ -234,7 +234,7 @@ def _of_classes(table):
         "accuracy": (probs.argmax(1) == labels).astype(float),
         "nll": -np.log(true.clip(1e-300)),
         "brier": ((probs - np.eye(10)[labels]) ** 2).sum(1),
-        "ece": metrics.ece(torch.from_numpy(probs), torch.from_numpy(labels)).item(),
+        "ece": metrics.ece(torch.tensor(probs), torch.tensor(labels)).item(),
     }
 
 

@@ -12,7 +12,11 @@ THEME = {
     GRID: "grid",
     "#FFFFFF": "paper",
     "#7F7F7F": "grey",
-    **{colour: name.replace(" ", "-") for name, colour in OKABE_ITO.items()},
+    **{
+        colour: name.replace(" ", "-")
+        for name, colour in OKABE_ITO.items()
+        if name not in ("black", "yellow")
+    },
 }
 """CSS variables of the page by the colours in which pictures are drawn."""
 

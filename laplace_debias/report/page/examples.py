@@ -118,10 +118,7 @@ def _example(
             if key in said
         )
     inputs = entry.get("inputs") or ()
-    names = run.meta.get("features") or [f"x{i}" for i in range(1, len(inputs) + 1)]
-    values = tuple(
-        (str(name), significant(float(x))) for name, x in zip(names, inputs, strict=False)
-    )
+    values = tuple((f"x{i}", significant(float(x))) for i, x in enumerate(inputs, start=1))
     return Example(int(entry["index"]), truth, picture, is_small, values, guesses)
 
 

@@ -156,7 +156,7 @@ class Panel:
             artist.set_gid(f"method:{method}:{next(self._numbers)}")
 
     def note(
-        self, ax: Axes, method: str, x: Iterable[float], y: Iterable[float], texts: Sequence[str]
+        self, ax: Axes, method: str, x: Iterable[Any], y: Iterable[Any], texts: Sequence[str]
     ) -> None:
         """Gives places of the axes texts that the page shows when one looks closer."""
         for place in zip(x, y, texts, strict=True):

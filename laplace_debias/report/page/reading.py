@@ -38,7 +38,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     metrics = read_json(folder / "metrics.json")
     methods = tuple(_method(entry, folder) for entry in meta["methods"])
     sets = tuple(_data_set(entry, folder) for entry in meta["sets"])
-    columns = ["method", "set", "metric", "value", "low", "high", "score"]
+    columns = ["method", "set", "metric", "value", "low", "high", "score", "num_examples"]
     where = folder / "metrics.json"
     return Run(
         folder,
@@ -113,11 +113,11 @@ def _table(metrics: Any, name: str, columns: list[str], path: Path) -> pd.DataFr
     rows = metrics.get(name) if isinstance(metrics, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} has no list {name!r}: delete it and {AGAIN}.")
-    needed = set(columns) - {"score"}
+    needed = set(columns) - {"score", "num_examples"}
     for row in rows:
         if needed - set(row):
             missing = ", ".join(sorted(needed - set(row)))
             raise ValueError(f"{path} has an entry in {name!r} without {missing}: {AGAIN}.")
     frame = pd.DataFrame(rows, columns=columns)
-    numbers = ["value", "low", "high"]
+    numbers = ["value", "low", "high", "num_examples"]
     return frame.assign(**{column: pd.to_numeric(frame[column]) for column in numbers})

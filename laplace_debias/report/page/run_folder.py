@@ -66,7 +66,8 @@ class Run:
         meta: `run.json`.
         methods: The methods in the order in which they are shown.
         sets: The sets of examples.
-        rows: `rows` of `metrics.json`: `method`, `set`, `metric`, `value`, `low`, `high`, `score`.
+        rows: `rows` of `metrics.json`: `method`, `set`, `metric`, `value`, `low`, `high`, `score`,
+            `num_examples`.
         differences: Its `differences`: the same with `reference`.
     """
 

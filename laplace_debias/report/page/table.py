@@ -45,7 +45,7 @@ class Cell:
     Attributes:
         value: The figure as text, a dash where there is none.
         interval: `low … high`, empty where it is not known.
-        is_best: Whether no other method has a better one.
+        is_best: Whether no other method that was judged on as many examples has a better one.
         verdict: Of a difference beyond chance `better` or `worse` (`higher` or `lower` where
             neither is better), `not told apart` of others, empty where nothing is compared.
     """
@@ -159,7 +159,7 @@ def _cells(
             [decimals(row.low, row.high, row.value) for row in shown.itertuples(index=False)]
         ).median()
     )
-    best = {"higher": shown["value"].max(), "lower": shown["value"].min()}.get(name.better or "")
+    best = _best(rows, name)
     cells = []
     for method in methods:
         if method.key not in shown.index:
@@ -171,11 +171,21 @@ def _cells(
             Cell(
                 f"+{text}" if is_difference and value > 0 and text.strip("0.") else text,
                 f"{number(low, places)} … {number(high, places)}" if high >= low else "",
-                is_best=not is_difference and value == best and shown["value"].nunique() > 1,
+                is_best=not is_difference and method.key in best,
                 verdict=_verdict(differences, method.key, name),
             )
         )
     return cells
+
+
+def _best(rows: pd.DataFrame, name: Description) -> set[str]:
+    """The methods with the best value, of those that were judged on the most examples."""
+    counts = rows["num_examples"].fillna(0)
+    values = rows["value"][counts == counts.max()]
+    if name.better not in ("higher", "lower") or values.nunique() < 2:
+        return set()
+    best = values.max() if name.better == "higher" else values.min()
+    return set(values.index[values == best])
 
 
 def _verdict(differences: pd.DataFrame, method: str, name: Description) -> str:

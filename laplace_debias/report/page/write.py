@@ -62,6 +62,8 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
     )
     environment.filters |= {"inline": embed.inline, "points": _points, "tidy": _tidy}
     config = run.folder / "config.yaml"
+    num_predicted = {m.key: run.num_predicted(m.key, run.test) for m in run.methods}
+    num_test = next(data.num_examples for data in run.sets if data.name == run.test)
     return environment.get_template("page.html.j2").render(
         run=run,
         title=str(run.meta["title"]),
@@ -76,8 +78,9 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
         swatch=legend.swatch,
         sections=shown,
         examples=example_groups(run),
-        num_predicted={m.key: run.num_predicted(m.key, run.test) for m in run.methods},
-        num_test=next(data.num_examples for data in run.sets if data.name == run.test),
+        num_predicted=num_predicted,
+        num_test=num_test,
+        has_parts=any(0 < (count or 0) < (num_test or 0) for count in num_predicted.values()),
         made=facts.made(run),
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )

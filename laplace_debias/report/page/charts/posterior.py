@@ -116,8 +116,8 @@ def spectrum(run: Run, look: Look, prior_precision: float | None) -> Picture | N
     share_axis = ax.twinx()
     share_axis.set_ylim(ax.get_ylim())
     share_axis.set_yticks(y, [f"{100 * share:.0f} %" for share in shares], fontsize=8)
-    share_axis.tick_params(length=0)
-    share_axis.spines[["top", "right", "left"]].set_visible(False)
+    share_axis.tick_params(length=0, labelcolor=INK)
+    share_axis.spines[:].set_visible(False)
     texts = [
         f"{block['name']}\n{block['num_parameters']:,} parameters\n"
         f"quartiles {', '.join(significant(m[quarter], 2) for quarter in _QUARTILES)}\n"
