@@ -98,14 +98,13 @@ def test_tune_by_the_marginal_likelihood_goes_back_into_the_file(checkpoint, tmp
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fit", ["--mode=full", "--full_examples=0"], "full_examples is 0"),
-        ("fit", ["--mode=mini", "--full_examples=9"], "mode=full alone"),
-        ("fit", ["--full_examples=100000"], "there are 1000 images"),
+        ("fit", ["--mode=full", "--train_examples=0"], "train_examples is 0"),
+        ("fit", ["--train_examples=100000"], "train data has 1000 examples"),
         ("fit", ["--batch_size=0"], "batch_size is 0"),
         ("fit", ["--mode=ful"], "mode"),
-        ("fit", ["--scale=true"], "sees all images"),
+        ("fit", ["--scale=true"], "sees all examples"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),
-        ("tune", ["--validation_examples=100000"], "there are 297 images"),
+        ("tune", ["--validation_examples=100000"], "validation data has 297 examples"),
         ("tune", ["--method=marglik", "--metric=ece"], "needs no data"),
         ("tune", ["--prior_precisions=[0.0]"], "positive"),
     ],

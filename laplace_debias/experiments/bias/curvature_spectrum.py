@@ -190,7 +190,9 @@ def decompose(
     )
     clock.stop("all eigenvalues")
     k = spectrum.vectors.shape[1]
-    leading, others = spectrum.values[:k], spectrum.values[k:]
+    size = len(spectrum.vectors)
+    # Where there are more rows than parameters, the values behind the last one are rounding.
+    leading, others = spectrum.values[:k], spectrum.values[k:size]
     pairs = EigenPairs(
         leading,
         spectrum.vectors,
@@ -201,7 +203,6 @@ def decompose(
         f"{spectrum.left_out:.2g} of those left out",
     )
     trace = torch.tensor(spectrum.trace, dtype=leading.dtype, device=leading.device)
-    size = len(spectrum.vectors)
     rest = torch.cat([others, others.new_zeros(size - len(others))])
     density = spectral_density(
         Diagonal(rest),
