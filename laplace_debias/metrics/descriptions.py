@@ -181,8 +181,7 @@ DESCRIPTIONS: dict[str, Description] = {
         _BIAS.replace(" in these bins", ""),
     ),
 }
-"""By the name of a metric in `evaluate`, `evaluate_multilabel`, `evaluate_regression` and
-`evaluate_ood`."""
+"""Descriptions by the name of a metric, as reports have it."""
 
 
 def describe(name: str) -> Description:
