@@ -78,6 +78,11 @@ class Tuning:
                 if low < high
                 else f"Every other value tried is worse by more than {within}."
             )
+            if low < high == max(row["prior_precision"] for row in self.table):
+                said.append(
+                    "That is up to the largest value tried: the data hardly tell the best from the "
+                    "network without uncertainty of its parameters."
+                )
         return " ".join([*said, *self.notes])
 
     def __repr__(self) -> str:
