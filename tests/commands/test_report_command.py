@@ -108,11 +108,13 @@ def test_what_cannot_be_is_told_in_one_line(place, options, told, capsys):
 
 def test_saved_posteriors_are_evaluated_and_nothing_is_written(place, capsys):
     before = sorted(path.name for path in place.iterdir())
-    arguments = ["evaluate", *SOURCE, "--posterior+=mine.safetensors", "--json"]
+    (place / "second.safetensors").write_bytes((place / "mine.safetensors").read_bytes())
+    files = ["--posterior=mine.safetensors", "--posterior", "second.safetensors"]
+    arguments = ["evaluate", *SOURCE, *files, "--json"]
     assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
     keys = [method["key"] for method in found["methods"]]
-    assert keys == ["network", "temperature", "posterior-mine"]
+    assert keys == ["network", "temperature", "posterior-mine", "posterior-second"]
     (row,) = (
         row
         for row in found["rows"]
@@ -126,9 +128,9 @@ def test_saved_posteriors_are_evaluated_and_nothing_is_written(place, capsys):
     expected = -la.predict(x).log_prob(y).mean()
     assert row["value"] == pytest.approx(float(expected), rel=1e-5)
     after = sorted(path.name for path in place.iterdir() if path.name != "__pycache__")
-    assert after == before
+    assert after == sorted([*before, "second.safetensors"])
 
 
 def test_a_missing_posterior_is_told(place, capsys):
-    assert main(["evaluate", *SOURCE, "--posterior=[nowhere.safetensors]"]) == 2
+    assert main(["evaluate", *SOURCE, "--posterior=nowhere.safetensors"]) == 2
     assert "nowhere.safetensors" in capsys.readouterr().err
