@@ -145,7 +145,7 @@ LAPLACE = Method(
         "examples."
     ),
     posterior=PosteriorChoice(mode="crossfit", fit_examples=512),
-    examples=500,
+    examples=300,
 )
 
 

@@ -1,9 +1,9 @@
 """`laplace-debias evaluate`: saved posteriors, the network and its temperature in a table."""
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import (
@@ -24,18 +24,21 @@ class Settings(SourceSettings):
     """What is compared.
 
     Attributes:
-        posterior: Files of `laplace-debias fit` or `tune`, which are used as they are; each method
-            is called as its file.
+        posterior: A file of `laplace-debias fit` or `tune`, as often as wanted, each of which is
+            used as it is; methods are called as their files.
         with_temperature: Whether each of these is there a second time with a temperature on top.
         examples: How many examples of each set the posteriors predict, chosen at random; all if
             None.
         num_resamples: Draws for the intervals of metrics that have no closed form.
+        spelled: An option that is given again adds to what was given.
 
     Raises:
         ValueError: As `SourceSettings`; if a number is out of range, or two files have one name.
     """
 
-    posterior: tuple[Path, ...] = ()
+    spelled: ClassVar = {"--posterior": "--posterior+"}
+
+    posterior: list[Path] = field(default_factory=list)
     with_temperature: bool = False
     examples: int | None = None
     num_resamples: int = 500

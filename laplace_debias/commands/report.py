@@ -30,7 +30,7 @@ class Settings(SourceSettings):
             place of `laplace` where `methods` is not given.
         with_temperature: Whether each of these is there a second time with a temperature on top.
         examples: How many examples of each set posteriors over more than the last layer predict,
-            chosen at random; they take a hundred times as long an example. All if None.
+            chosen at random; such predictions take some forty times as long. All if None.
         num_resamples: Draws for the intervals of metrics that have no closed form.
         overwrite: Whether an earlier run in the folder is replaced.
         spelled: How options are written that Python has other words for.
@@ -49,7 +49,7 @@ class Settings(SourceSettings):
     methods: tuple[str, ...] | None = None
     posteriors: dict[str, PosteriorChoice] = field(default_factory=dict)
     with_temperature: bool = False
-    examples: int | None = 500
+    examples: int | None = 300
     num_resamples: int = 500
     overwrite: bool = False
 

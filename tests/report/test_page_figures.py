@@ -102,7 +102,7 @@ def test_risk_coverage_is_the_error_rate_of_those_kept(folder, run, drawn):
         assert min(near) - 0.06 <= risk <= max(near) + 0.06
 
 
-def test_equally_confident_examples_are_kept_together(tmp_path, drawn):
+def test_equally_confident_examples_count_as_their_mean(tmp_path, drawn):
     folder = make_run(tmp_path / "run", n=200)
     path = folder / "predictions" / "network" / "test.parquet"
     table = pd.read_parquet(path)

@@ -124,16 +124,11 @@ def _regression(run: Run, looks: dict[str, Look]) -> list[Section]:
             [
                 _group(
                     "",
-                    "Above the dashed line, intervals hold more targets than they promise; below "
-                    "it, fewer.",
-                    [regression.coverage(run, looks)],
-                ),
-                _group(
-                    "",
-                    "Examples in groups by predicted standard deviation. Above the dashed line, "
-                    "errors are larger than predicted. Points far apart from left to right tell "
-                    "easy from hard examples.",
-                    [regression.residuals(run, looks)],
+                    "Coverage: above the dashed line, intervals hold more targets than they "
+                    "promise. Residuals, in groups by predicted standard deviation: above the "
+                    "line, errors are larger than predicted; points far apart from left to right "
+                    "tell easy from hard examples.",
+                    [regression.coverage(run, looks), regression.residuals(run, looks)],
                 ),
             ],
         ),

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from scipy.stats import binomtest
 
-from laplace_debias.metrics import reliability_curve
+from laplace_debias.metrics import reliability_curve, risk_coverage_curve
 from laplace_debias.report.page.names import number
 from laplace_debias.report.page.panel import Look, Panel, Picture, percent_axis
 from laplace_debias.report.page.run_folder import Run
@@ -17,6 +17,7 @@ from laplace_debias.report.style import INK
 
 _BINS = 15
 _MANY = 10
+_FEWEST_KEPT = 50
 _SHARES = np.linspace(0, 1, 201)[1:]
 
 
@@ -120,7 +121,7 @@ def _draw_counts(ax: Axes, bins: _Bins, look: Look) -> None:
 def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | None:
     """Error rate among the most confident examples against their share, all methods.
 
-    Examples of equal confidence are kept or refused together.
+    Of examples of equal confidence each counts as their mean error.
 
     Args:
         run: The run.
@@ -156,15 +157,10 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
 
 def _risk_curve(probs: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shares kept and error rates among them, at most 200 places."""
-    confidence = probs.max(1)
-    order = np.argsort(-confidence, kind="stable")
-    wrong = (probs.argmax(1) != labels)[order]
-    last_of_ties = np.append(np.diff(confidence[order]) != 0, True)
-    kept = np.flatnonzero(last_of_ties) + 1
-    share, risk = kept / len(labels), np.cumsum(wrong)[kept - 1] / kept
+    curve = risk_coverage_curve(torch.from_numpy(probs), torch.from_numpy(labels))
     # The error rate of a handful of examples says nothing.
-    enough = kept >= min(50, len(labels))
-    share, risk = share[enough], risk[enough]
+    first = min(_FEWEST_KEPT, len(labels)) - 1
+    share, risk = curve.coverage.numpy()[first:], curve.risk.numpy()[first:]
     few = np.unique(np.searchsorted(share, _SHARES).clip(max=len(share) - 1))
     return share[few], risk[few]
 
