@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from laplace_debias.cli import main
-from laplace_debias.problems import Recipe
 from laplace_debias.sources import SourceSettings
 
 ROOT = Path(__file__).parents[2]
