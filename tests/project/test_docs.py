@@ -73,8 +73,9 @@ def test_options_in_the_guide_exist():
 
 def test_the_settings_file_in_the_guide_is_one():
     (block,) = blocks_of(GUIDE, "yaml")
-    content = yaml.safe_load(block).items()
-    made = SourceSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in content})
+    content = yaml.safe_load(block)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+    made = SourceSettings(**options | {"checkpoint": Path(content["checkpoint"])})
     assert made.model_args == {"width": 64}
 
 
