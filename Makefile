@@ -19,8 +19,10 @@ bench: .venv/.bench
 demo: .venv/.installed
 	$(BIN)/laplace-debias demo
 
+ON_A_FOLDER := examples/train_timm_on_a_folder.py
 examples: .venv/.installed
-	for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+	for example in $(filter-out $(ON_A_FOLDER),$(wildcard examples/*.py)); do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+	$(BIN)/python $(ON_A_FOLDER) --make-data
 
 # The paper's experiments, reduced: those on the digits; with LAPLACE_DEBIAS_DATA (CIFAR-10) those on
 # small networks trained first; with LAPLACE_DEBIAS_CHECKPOINT too those on a trained All-CNN-C.

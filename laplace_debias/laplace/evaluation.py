@@ -18,6 +18,7 @@ from laplace_debias.metrics.evaluation import nll_of_log_probs
 from laplace_debias.metrics.regression_evaluation import rmse_statistic
 from laplace_debias.metrics.report import report_of
 from laplace_debias.metrics.statistics import Sampling
+from laplace_debias.system.ranks import current
 
 Predict = Callable[[Inputs], Distribution]
 
@@ -52,22 +53,20 @@ class Scored(NamedTuple):
 
 
 def joined(parts: Sequence[Scored], what: str) -> Scored:
-    """The scores of several batches in one.
+    """The scores of several batches in one, of all processes that share them.
 
     Args:
-        parts: Those of each batch.
+        parts: Those of each batch of this process.
         what: What there is to do with them, for the error.
 
     Raises:
         ValueError: If there is no batch, or no target that counts.
     """
-    if not parts:
+    columns = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
+    of_all = current().on_all([torch.cat(column) for column in columns if column] or None)
+    if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
-    values, log_probs, labels = (
-        torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3]
-    )
-    deviations = [part.deviations for part in parts if part.deviations is not None]
-    scored = Scored(values, log_probs, labels, torch.cat(deviations) if deviations else None)
+    scored = Scored(*of_all)
     if not len(scored.log_probs):
         raise ValueError(
             f"Every target of the loader is ignored: nothing to {what}. Pass batches in which at "
@@ -116,7 +115,11 @@ def evaluate_predictions(
         is_multilabel = _is_multilabel(predictive)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         parts.append(score(likelihood, predictive, y, class_dim))
+    ranks = current()
     scored = joined(parts, "evaluate")
+    # A process without examples has not seen what is predicted.
+    kinds = ranks.exchange([is_multilabel, has_probabilities])
+    is_multilabel, has_probabilities = (any(of) for of in zip(*kinds, strict=True))
     if not has_probabilities:
         return _of_regression(scored, predict, ood, how, intervals)
     ood_probs = {name: _over(data, name, _probs_of(predict)) for name, data in ood.items()}
@@ -168,11 +171,12 @@ def _of_regression(
 
 
 def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:
-    """What is predicted on an OOD set."""
+    """What is predicted on an OOD set, of all processes."""
     predicted = [of_inputs(x) for x, _ in data]
-    if not predicted:
+    of_all = current().on_all([torch.cat(predicted)] if predicted else None)
+    if of_all is None:
         raise ValueError(f"The OOD loader {name!r} holds no batch.")
-    return torch.cat(predicted)
+    return of_all[0]
 
 
 def _probs_of(predict: Predict) -> Callable[[Inputs], Tensor]:

@@ -42,7 +42,7 @@ def look_at(
             "targets' units, or tune it after the fit, as la.tune(validation_loader) does, or "
             'la.tune(method="marglik", sigma=True).',
             UserWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)

@@ -25,6 +25,7 @@ from laplace_debias.curvature.network.batches import (
     Counted,
     FirstBatchKnown,
     Pairs,
+    source_of,
     with_progress,
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
@@ -42,8 +43,9 @@ from laplace_debias.curvature.network.shadow import (
     check_no_autocast,
     check_usable,
 )
+from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import grids, links, predictive, tune, tuning
+from laplace_debias.laplace import grids, links, predictive, shards, tune, tuning
 from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.data_size import (
     Expected,
@@ -81,6 +83,7 @@ from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.randomness import replayed, seeded
+from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
 
 PriorPrecision = float | Tensor
@@ -102,6 +105,11 @@ class Laplace:
     Any number of threads may predict, sample, evaluate and save with one object, and fit objects of
     one model or of several. Where a thread fits or tunes an object that others use, a call of
     theirs sees it as it was before or as it is after, `evaluate` batch by batch.
+
+    In a process group of `torch.distributed` the processes fit together: each reads its part of the
+    data (`ShardedBatches`), and each has the posterior of all of it. `fit`, `fit_batches`, `tune`,
+    `evaluate` and `save` are called on all of them, in the same order; see `alone` for one process
+    on its own. `predict` and the rest work on each alone.
 
     Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
     a function of it and of the data, the order of a shuffling loader included, and torch's global
@@ -315,12 +323,14 @@ class Laplace:
     def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
         """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
 
+        A process without examples looks at those of the first one that has some.
+
         Raises:
             ValueError: If there is no last layer, it is not what it was, or there is no batch; if
                 the shapes leave open where the classes are; as `BayesianParameters.verified`.
             NotImplementedError: As `BayesianParameters.verified`.
         """
-        for x, y in self._on_device(batches.first):
+        for x, y in self._on_device(shards.first_batch(current(), batches.first)):
             plain, found = unwrapped(self.model), self._selected
             if found is None or is_last_layer(self._params):
                 found = BayesianParameters.of(plain, self._params, self._settings, x)
@@ -340,6 +350,7 @@ class Laplace:
 
     # ---------------------------------------------------------------- fitting
 
+    @together("fit")
     def fit(
         self,
         train_loader: Batches | Scheme,
@@ -360,7 +371,8 @@ class Laplace:
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold.
+                whole first batch, magnitudes out of fold. Of several processes the first batch is
+                the union of their first batches.
                 They are short for `Full`, `Split` and `CrossFit` of `schemes`.
             num_data: N, the number of training examples, which the curvature is scaled to whatever
                 the fit sees (a subset, say, that stands for all). If None, N is the number of
@@ -383,7 +395,9 @@ class Laplace:
                 the likelihood, NaN in the outputs; if the model draws random numbers or mixes the
                 examples of a batch; if every target is ignored; for `num_data` below 1 or above
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
-                number of examples than the loader told.
+                number of examples than the loader told. In a process group, on all processes with
+                the number of the one it comes from; also if two of them read the same data, or if
+                their models differ.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
@@ -405,24 +419,28 @@ class Laplace:
             raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
         if scale:
             check_scale(train_loader)
+        ranks = current()
+        is_shared = check_shared(ranks, train_loader)
         given = None if num_data is None else check_num_data(num_data)
         if mode == "full":
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode)
+            return self._fit(scheme, expected, generator, mode, is_shared=is_shared)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
-        if len(batches) < wanted.num_batches:
+        most = max(ranks.exchange(len(batches)))
+        if most < wanted.num_batches:
             raise ValueError(
                 f'mode="{mode}" needs {wanted.num_batches} batch(es), the loader gave '
-                f"{len(batches)}: use a smaller batch size or more data."
+                f"{most}: use a smaller batch size or more data."
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, scale_data)
+        return self._fit(scheme, expected, generator, mode, scale_data, is_shared)
 
+    @together("fit")
     def fit_batches(
         self,
         directions: Batches,
@@ -459,8 +477,10 @@ class Laplace:
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
         scheme = scheme_of(directions, magnitudes, folds)
+        of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
+        is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(scheme, expected, generator, scheme.mode, scale)
+        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared)
 
     def _fit(
         self,
@@ -469,6 +489,7 @@ class Laplace:
         generator: torch.Generator | None,
         mode: str,
         scale: Batches | None = None,
+        is_shared: bool = False,
     ) -> "Laplace":
         kind = self._settings.kind
         scheme.check(kind)
@@ -476,10 +497,14 @@ class Laplace:
             check_scale(scale, scheme.measured[0])
         plain = _plain(self.model)
         check_no_autocast(self._first_parameter.device)
+        ranks = current()
+        expected = expected.over(ranks)
         with torch.inference_mode(False):
-            problem = self._settings.problem(plain, self.likelihood, generator)
+            problem = self._settings.problem(plain, self.likelihood, generator).on(ranks)
             known = FirstBatchKnown(seeded(scheme.first_read, generator))
             parameters = self._look_at(known)
+            first = self._checked(known.first)
+            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
             network = network_of(self.model, parameters.names, self._settings)
             backend = choose_backend(network, self._backend, parameters.blocks)
             problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
@@ -535,14 +560,21 @@ class Laplace:
 
         Questions about numbers that still lie on the CPU are asked there: a fit moves them.
         """
+        ranks = current()
         ignored = getattr(self.likelihood, "ignore_index", None)
         of_targets = None if look_at_shapes(self.likelihood) else self._first_parameter.device
-        return Counted(
-            self._checked(batches, generator, None, of_targets),
+        checked = self._checked(batches, generator, None, of_targets)
+        counted = Counted(
+            checked,
             self.likelihood.counts_any,
             "" if ignored is None else f"ignore_index={ignored}",
             what,
+            ranks,
         )
+        if ranks.size == 1 or self._settings.fisher.kind != "mc":
+            return counted
+        sizes = lambda: [len(y) for _, y in checked]  # noqa: E731
+        return Placed(counted, place_of(ranks, source_of(batches), sizes))
 
     def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
         device = self._first_parameter.device
@@ -551,9 +583,9 @@ class Laplace:
     def _checked(
         self,
         batches: Batches,
-        generator: torch.Generator | None,
-        device: torch.device | None,
-        of_targets: torch.device | None,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+        of_targets: torch.device | None = None,
     ) -> Checked:
         if not isinstance(batches, FirstBatchKnown):
             batches = seeded(batches, generator)
@@ -902,6 +934,7 @@ class Laplace:
 
     # ------------------------------------------------- tuning and evaluation
 
+    @together("tune")
     def tune(
         self,
         loader: Batches | None = None,
@@ -981,6 +1014,7 @@ class Laplace:
                 )
             self._state.check_model()
             links.check_link(link, self.likelihood)
+            self._check_shared(loader)
             passes = replayed(with_progress(loader, progress, "tune"), generator)
             wanted = tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator))
             found, fitted = tune.on_data(
@@ -999,6 +1033,15 @@ class Laplace:
             self._prior_precision = fitted.posterior.prior_precision
         return found
 
+    @staticmethod
+    def _check_shared(loader: Batches) -> None:
+        """Require held-out data that the processes share, where there are several."""
+        ranks = current()
+        if ranks.size > 1:
+            check_shared(ranks, loader)
+            refuse_misleading(data_size(loader))
+
+    @together("evaluate")
     def evaluate(
         self,
         loader: Batches,
@@ -1045,6 +1088,8 @@ class Laplace:
                 between 0 and 1, or fewer than two draws.
         """
         self._state.check_model()
+        for data in (loader, *(ood or {}).values()):
+            self._check_shared(data)
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator, link=link)
@@ -1116,9 +1161,11 @@ class Laplace:
 
     # -------------------------------------------------------------- on disk
 
+    @together("save")
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
+        Of several processes the first one writes, and the others wait for it.
         The model itself is not in it. The file has a checksum, and the same posterior gives the
         same bytes. What stood at the path is replaced once the new file is complete; a symbolic
         link stays, and the file that it leads to is replaced.
@@ -1138,7 +1185,11 @@ class Laplace:
             OSError: If the path is a folder, a device or may not be written; if the disk is full.
                 What was there before is still there.
         """
-        posterior_file.save(Path(path), self._unchanged_state, own_likelihood)
+        state, ranks = self._unchanged_state, current()
+        if ranks.rank == 0:
+            posterior_file.save(Path(path), state, own_likelihood)
+        # Nobody goes on before the file is there.
+        ranks.exchange(None)
 
     def export(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -22,6 +22,7 @@ from laplace_debias.laplace.validation_scores import (
     NoiseProfile,
     examples_of,
 )
+from laplace_debias.system.ranks import current
 
 STEP = 0.4
 """Powers of ten between two points of the default grid, and of a grid that goes on."""
@@ -74,11 +75,20 @@ class Look:
             num_examples += predictives[0].batch_shape[0]
             for kept, predicted in zip(parts, predictives, strict=True):
                 kept.append(self.scores.of_batch(predicted, y))
-        ids = torch.cat(examples)
+        ids = _of_all(torch.cat(examples), num_examples)
         return [
             self.scores.of_all(point, of_point, ids)
             for point, of_point in zip(points, parts, strict=True)
         ]
+
+
+def _of_all(examples: Int[Tensor, " n"], num_examples: int) -> Int[Tensor, " m"]:
+    """The example of each target of all processes, counted on from one process to the next."""
+    ranks = current()
+    before = sum(ranks.exchange(num_examples)[: ranks.rank])
+    of_all = ranks.on_all([examples + before])
+    assert of_all is not None
+    return of_all[0]
 
 
 @dataclass(frozen=True)

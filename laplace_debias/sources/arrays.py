@@ -82,6 +82,11 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         notes = ()
     task = settings.task or task_of(parts["train"][1], f"y_train of {path}")
     pixels = image_pixels(parts["train"][0], settings)
+    if pixels is None and (settings.mean is not None or settings.std is not None):
+        raise ValueError(
+            f"mean and std are of images; {path} has inputs of shape "
+            f"{list(parts['train'][0].shape[1:])}: leave them out"
+        )
     examples = {
         part: _examples(x, y, task, pixels, f"{path}, {part}") for part, (x, y) in parts.items()
     }

@@ -46,19 +46,28 @@ def find_data(settings: SourceSettings) -> Found:
     path = Path(text)
     if is_import_path(text):
         _check_options(settings, "data of your own", "target", "features", "image_size")
+        if not settings.standardise:
+            raise ValueError("standardise is for tables, not for data of your own: leave it out")
         return _read(own_parts(text, settings))
     if not path.exists():
         raise ValueError(f"nothing is at {path}, which --data names: check the path")
+    files = table_files(path)
+    if not settings.standardise and files is None:
+        raise ValueError(f"standardise is for tables, and {path} is none: leave it out")
     if path.suffix == ".npz":
         _check_options(settings, "a .npz file", "target", "features", "image_size")
         return _read(archive_parts(path, settings))
-    if (files := table_files(path)) is not None:
+    if files is not None:
         _check_options(settings, "a table", "image_size", "mean", "std")
         parts, columns = table_parts(files, settings)
         return _read(parts, columns)
     if path.is_dir():
         _check_options(settings, "a folder of images", "target", "features")
         folder = find_image_folder(path)
+        if settings.task not in (None, "classification", "binary"):
+            raise ValueError(f"task is {settings.task}; class folders make a classification")
+        if settings.task == "binary" and len(folder.classes) != 2:
+            raise ValueError(f"task is binary; {path} has {len(folder.classes)} classes, not two")
 
         def opened(model: nn.Module) -> tuple[Parts, View | None, Columns | None]:
             return *folder.open(settings, model), None

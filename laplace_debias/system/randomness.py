@@ -90,10 +90,14 @@ class _Stream:
 
 
 class SeededBatches:
-    """Batches that are read with a stream of their own in the global generator's place."""
+    """Batches that are read with a stream of their own in the global generator's place.
+
+    Attributes:
+        source: The batches.
+    """
 
     def __init__(self, batches: Iterable[Any], stream: _Stream) -> None:
-        self._batches = batches
+        self.source = self._batches = batches
         self._stream = stream
 
     def __iter__(self) -> Iterator[Any]:
