@@ -238,14 +238,16 @@ def _advice(
         )
     posterior_helps = best is not None and to_network[best].is_better
     scaling_helps = scaled is not None and to_network[scaled].is_better
-    if posterior_helps and (not scaling_helps or to_scaled[best].is_better):
+    if best is not None and posterior_helps and (not scaling_helps or to_scaled[best].is_better):
         advice.append(f"Use “{methods[best]['label']}”.")
-    elif posterior_helps and not to_scaled[best].is_worse:
+    elif (
+        best is not None and scaled is not None and posterior_helps and not to_scaled[best].is_worse
+    ):
         advice.append(
             f"{methods[scaled]['label']} is as good here and costs one number: use it, unless you "
             "need what a posterior alone tells, the epistemic uncertainty."
         )
-    elif scaling_helps:
+    elif scaled is not None and scaling_helps:
         advice.append(f"Use {methods[scaled]['label'].lower()}.")
     elif len(methods) == 1:
         pass

@@ -41,7 +41,7 @@ from laplace_debias.assessment.run_folder import (
     write_table,
 )
 from laplace_debias.assessment.spectra import spectrum_of
-from laplace_debias.assessment.temperature import fit_temperature
+from laplace_debias.assessment.temperature import fit_temperature, kind_of
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.inputs import tensors_of
@@ -372,7 +372,8 @@ class _Run:
                 family, self.loaded.validation, self._validation_positions(family)
             )
             log_probs, targets = found.predicted.log_probs, found.targets
-        best = fit_temperature(log_probs, targets, task)
+        assert log_probs is not None
+        best = fit_temperature(log_probs, targets, kind_of(task))
         for method in missing:
             entry = self.entry(method.key)
             entry["temperature"] = best.value
@@ -394,13 +395,17 @@ class _Run:
                 self._predict_network(part)
                 for family in self.families:
                     self._predict(family, part)
-                num_examples = table_says(self._path(self.methods[0], part))["num_examples"]
+                num_examples = self._told(self.methods[0], part)["num_examples"]
                 for entry in self.run["sets"]:
                     if entry["name"] == part.name:
                         entry["num_examples"] = num_examples
 
     def _path(self, method: Method, part: DataSet) -> Path:
         return self.folder.predictions(method.key, part.name)
+
+    def _told(self, method: Method, part: DataSet) -> dict[str, Any]:
+        """What a table that is complete says of itself."""
+        return table_says(self._path(method, part)) or {}
 
     def _missing(self, family: Family, part: DataSet) -> list[Method]:
         paths = {method: self._path(method, part) for method in family.methods}
@@ -432,7 +437,7 @@ class _Run:
         positions = None
         if family.examples is not None:
             # The network comes first and predicts all: its table knows how many there are.
-            size = table_says(self._path(self.methods[0], part))["num_examples"]
+            size = self._told(self.methods[0], part)["num_examples"]
             positions = chosen_positions(size, family.examples, self.seed)
         found = self._predicted(family, part.batches, positions)
         for method in missing:
@@ -479,7 +484,7 @@ class _Run:
             of_test = {method.key: tables[method.key, "test"] for method in self.methods}
             write_examples(self.folder, self.loaded, of_test, network)
             for method in self.methods:
-                told = [table_says(self._path(method, part)) for part in self.sets]
+                told = [self._told(method, part) for part in self.sets]
                 seconds = sum(part["seconds"] for part in told)
                 predicted = sum(part["num_examples"] for part in told)
                 entry = self.entry(method.key)

@@ -10,6 +10,8 @@ from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
 
 REQUIRED = {
+    "evaluate": ["--problem=convnet-digits"],
+    "report": ["--problem=convnet-digits"],
     "fit": ["--model=m:b", "--output=x.safetensors"],
     "predict": ["--model=m:b", "--posterior=x.safetensors", "--output=x.csv"],
     "spectrum": ["--model=m:b"],
