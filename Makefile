@@ -19,15 +19,18 @@ bench: .venv/.bench
 demo: .venv/.installed
 	$(BIN)/laplace-debias demo
 
+ON_A_FOLDER := examples/train_timm_on_a_folder.py
 examples: .venv/.installed
-	for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+	for example in $(filter-out $(ON_A_FOLDER),$(wildcard examples/*.py)); do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+	$(BIN)/python $(ON_A_FOLDER) --make-data
 
 # The paper's experiments, reduced: those on the digits; with LAPLACE_DEBIAS_DATA (CIFAR-10) those on
 # small networks trained first; with LAPLACE_DEBIAS_CHECKPOINT too those on a trained All-CNN-C.
 # A run that was broken off goes on where it stopped. `OMP_NUM_THREADS=1 make -j2 experiments` makes
 # two at a time, and `make experiment-NAME` one.
 CONFIGS := $(wildcard configs/experiments/*.yaml)
-ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS))
+ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS)) \
+  $(filter %/comparison.yaml,$(CONFIGS))
 ON_CIFAR := $(filter-out $(ON_CHECKPOINT),$(shell grep -l '^problem: .*cifar' $(CONFIGS)))
 ON_DIGITS := $(filter-out $(ON_CHECKPOINT) $(ON_CIFAR),$(CONFIGS))
 HAS_CIFAR := $(LAPLACE_DEBIAS_DATA)
@@ -56,7 +59,7 @@ experiment-runtime: | $(filter-out experiment-runtime,$(call targets,$(CHOSEN)))
 endif
 $(call targets,$(CONFIGS)): experiment-%: .venv/.installed
 	$(BIN)/laplace-debias experiment $(or $(NAME_$*),$*) --config configs/experiments/$*.yaml \
-	  --resume $(SOURCE)
+	  $(if $(filter comparison,$*),,--resume) $(SOURCE)
 
 # `make test` leaves out what is marked slow; CI and `make test-all` run everything.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal

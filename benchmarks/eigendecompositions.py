@@ -31,7 +31,7 @@ def _ours(settings: Settings, dtype: torch.dtype) -> Callable[[], Run]:
     def build() -> Run:
         problem = problem_of(settings.model(), "mc", dtype=dtype)
         sums, seen = factor_sums(problem, [settings.data(settings.batch)])
-        return lambda _: eigenbases(dict(sums), seen.num_examples)
+        return lambda _: eigenbases(problem, dict(sums), seen.num_examples)
 
     return build
 

@@ -114,8 +114,9 @@ def _factors(settings: VisionSettings) -> Callable[[], Run]:
 
 def _eigenbases(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
-        sums, seen = factor_sums(_problem(settings), [settings.data(_size(settings))])
-        return lambda _: eigenbases(dict(sums), seen.num_examples)
+        problem = _problem(settings)
+        sums, seen = factor_sums(problem, [settings.data(_size(settings))])
+        return lambda _: eigenbases(problem, dict(sums), seen.num_examples)
 
     return build
 

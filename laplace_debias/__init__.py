@@ -9,8 +9,10 @@ from laplace_debias.curvature.losses.likelihoods import (
     MultiLabel,
 )
 from laplace_debias.curvature.network.inputs import OneArgument
+from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.laplace import CrossFit, Full, Laplace, Split
 from laplace_debias.quadratic import Quadratic
+from laplace_debias.system.ranks import alone
 
 __all__ = [
     "Bernoulli",
@@ -24,5 +26,7 @@ __all__ = [
     "MultiLabel",
     "OneArgument",
     "Quadratic",
+    "ShardedBatches",
     "Split",
+    "alone",
 ]

@@ -1,21 +1,28 @@
-"""The command line: `laplace-debias demo | train | fit | tune | evaluate | spectrum | ...`.
+"""The command line: `laplace-debias demo | train | fit | tune | predict | spectrum | ...`.
 
 A command is imported when it is chosen: help and mistyped names cost no import of torch.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS
 
 _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
+_EXTRAS |= {"pandas", "pyarrow", "jinja2"}
 _HINT = "pip install 'laplace-debias[cli]'"
+_TRACEBACK = "--traceback"
+# Errors whose text is meant for the user.
+_SAID = (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,20 +34,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 2 after an error that is told in one line, or 130 after Ctrl-C.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    rest = [argument for argument in given if argument != _TRACEBACK]
     try:
-        return _run(sys.argv[1:] if arguments is None else list(arguments))
+        return _run(rest)
     except KeyboardInterrupt:
         return _stopped("it has not begun; give the same command again")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
-            raise
-        return _fail(f"this command needs {error.name}, which is not installed: {_HINT}")
-    except (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError) as error:
-        return _fail(str(error))
-    except ImportError as error:
-        if _HINT not in str(error):
-            raise
-        return _fail(str(error))
+    except Exception as error:
+        if len(rest) < len(given):
+            traceback.print_exc()
+        return _fail(_told(error))
+
+
+def _told(error: Exception) -> str:
+    """What an error says in one line."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        if error.name.partition(".")[0] in _EXTRAS:
+            return f"this command needs {error.name}, which is not installed: {_HINT}"
+    elif isinstance(error, _SAID) or (isinstance(error, ImportError) and _HINT in str(error)):
+        return str(error) or type(error).__name__
+    # Nobody foresaw it, so its type says as much as its text.
+    return f"{type(error).__name__}: {error}; {_TRACEBACK} shows where"
 
 
 def _run(arguments: list[str]) -> int:
@@ -50,7 +64,11 @@ def _run(arguments: list[str]) -> int:
     command, rest = _chosen(prog, description, commands, arguments)
     if command != "experiment":
         module = importlib.import_module(f"laplace_debias.commands.{command}")
-        return _execute(f"{prog} {command}", commands[command], module.Settings, module.run, rest)
+        as_json = getattr(module, "as_json", None)
+        description = commands[command]
+        return _execute(
+            f"{prog} {command}", description, module.Settings, module.run, rest, as_json
+        )
     experiments = _experiments()
     helps = {name: f"{entry.figure}: {entry.help}" for name, entry in experiments.items()}
     name, rest = _chosen(f"{prog} experiment", commands[command], helps, rest, _list)
@@ -127,8 +145,9 @@ def _execute(
     prog: str,
     description: str,
     settings: type,
-    run: Callable[[Any], object],
+    run: Callable[[Any], Any],
     arguments: list[str],
+    as_json: Callable[[Any, Any], Mapping[str, Any]] | None = None,
 ) -> int:
     """Run a command with the settings that its options, or a YAML file of them, make.
 
@@ -138,6 +157,8 @@ def _execute(
         settings: The dataclass of its settings.
         run: Runs with an instance of these.
         arguments: The options.
+        as_json: What `--json` prints, from the settings and what `run` returns; None for a command
+            without this option.
     """
     from jsonargparse import ArgumentParser
 
@@ -151,27 +172,69 @@ def _execute(
     also = [option for option in most if option not in given]
 
     # A cut off option is a mistyped one, not whatever begins like it.
-    parser = Parser(prog=prog, description=description, allow_abbrev=False)
+    epilog = f"{_TRACEBACK}: show where in the source an error came from, too."
+    parser = Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of these options.")
     parser.add_class_arguments(settings, as_group=False)
     for field in dataclasses.fields(settings):
         if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
             action = parser._option_string_actions[f"--{field.name}"]
             action.nargs, action.const = "?", "true"
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args(_with_named(_respelled(settings, arguments)))
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     chosen = instantiate(parsed)
     del chosen["config"]
     options = settings(**vars(chosen))
     try:
-        run(options)
+        if as_json is None or not options.json:
+            run(options)
+        else:
+            # What libraries and the user's own modules print goes elsewhere.
+            with contextlib.redirect_stdout(sys.stderr):
+                found = as_json(options, run(options))
+            print(json.dumps(found, allow_nan=False))
     except KeyboardInterrupt:
+        if getattr(options, "goes_on", False):
+            return _stopped("give the same command again, and it goes on from what is stored")
         if not hasattr(options, "resume"):
             return _stopped("nothing is kept of it; give the same command again")
         resume = "" if options.resume else " with --resume"
         return _stopped(f"give the same command again{resume}, and it goes on from what is stored")
     return 0
+
+
+def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
+    """Options that the settings have under another name, such as a word of Python's."""
+    spelled: Mapping[str, str] = getattr(settings, "spelled", {})
+    parts = [argument.partition("=") for argument in arguments]
+    return [f"{spelled.get(option, option)}{equals}{value}" for option, equals, value in parts]
+
+
+def _with_named(arguments: Sequence[str]) -> list[str]:
+    """Options with `--ood NAME=PATH` written as `--ood.NAME=PATH`, which may be repeated."""
+    result: list[str] = []
+    waiting = False
+    for argument in arguments:
+        named = argument.removeprefix("--ood=") if argument.startswith("--ood=") else None
+        if waiting and not argument.startswith("--"):
+            named = argument
+        elif waiting:
+            break
+        waiting = argument == "--ood" and not waiting
+        if waiting:
+            continue
+        # A JSON or YAML mapping of all of them is left to the parser.
+        if named is None or named.lstrip().startswith("{"):
+            result += [argument] if named is None else [f"--ood={named}"]
+            continue
+        name, equals, path = named.partition("=")
+        if not equals or not path or not name:
+            raise ValueError(f"--ood {named}; expected --ood NAME=PATH, for example digits=PATH")
+        result.append(f"--ood.{name}={path}")
+    if waiting:
+        raise ValueError("--ood has no value; expected --ood NAME=PATH, for example digits=PATH")
+    return result
 
 
 def _explained(message: str, options: Iterable[str], also: Sequence[str] = ()) -> str:

@@ -1,1 +1,16 @@
-"""Is a network's uncertainty any good: methods compared on its data, in a run folder."""
+"""Is a network's uncertainty any good: methods compared, and what a run leaves behind."""
+
+from laplace_debias.assessment.methods import Method, PosteriorChoice, default_methods
+from laplace_debias.assessment.run import assess
+from laplace_debias.assessment.run_folder import RunFolder
+from laplace_debias.assessment.temperature import FittedTemperature, fit_temperature
+
+__all__ = [
+    "FittedTemperature",
+    "Method",
+    "PosteriorChoice",
+    "RunFolder",
+    "assess",
+    "default_methods",
+    "fit_temperature",
+]

@@ -1,130 +1,119 @@
-"""`laplace-debias evaluate`: four posteriors of a trained All-CNN-C on CIFAR-10, compared."""
+"""`laplace-debias evaluate`: saved posteriors, the network and its temperature in a table."""
 
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
-import torch
-from rich.console import Console
-from torch import nn
-
-from laplace_debias.experiments.posteriors.comparison import (
-    ComparisonResult,
-    ComparisonSettings,
-    compare,
+from laplace_debias.assessment import assess
+from laplace_debias.assessment.methods import (
+    NETWORK,
+    TEMPERATURE,
+    Method,
+    PosteriorChoice,
 )
-from laplace_debias.experiments.posteriors.comparison_report import report_comparison
-from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
-from laplace_debias.experiments.shared.held_out import check_held_out, hits_of
-from laplace_debias.experiments.shared.setup import plain_console
-from laplace_debias.problems import (
-    ImageDataset,
-    all_cnn_c,
-    cifar10,
-    load_checkpoint,
-    random_split,
-)
-
-NUM_VALIDATION = 5000
-"""How many of the 50,000 training images are held out by default."""
+from laplace_debias.commands.compared import found_in, identity_of, tell
+from laplace_debias.laplace.files import posterior_file
+from laplace_debias.sources import SourceSettings, load
+from laplace_debias.system.checks import check_at_least
+from laplace_debias.system.console import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is evaluated.
+class Settings(SourceSettings):
+    """What is compared.
 
     Attributes:
-        data: CIFAR-10: an image folder, an archive of one, or a torchvision root.
-        checkpoint: The trained All-CNN-C, a safetensors file; it may hold `split.train` and
-            `split.val`, indices into the training images in the order of the data it was trained
-            on.
-        output: Folder of the tables and pictures.
-        cache: Folder for decoded images; see `problems.cifar10`.
-        check_examples: How many test images the checkpoint is checked on first; all if None.
-        min_accuracy: The least accuracy of the trained network that is accepted there.
-        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        comparison: What is compared.
-        progress: Whether to show progress bars.
-    """
-
-    data: Path
-    checkpoint: Path
-    output: Path = Path("results/allcnnc_cifar10")
-    cache: Path | None = None
-    check_examples: int | None = None
-    min_accuracy: float = 0.5
-    device: str = "auto"
-    comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "check_examples")
-
-
-def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
-    """Load, check, compare, print tables and write pictures.
-
-    Returns:
-        What was measured.
+        posterior: A file of `laplace-debias fit` or `tune`, as often as wanted, each of which is
+            used as it is; methods are called as their files.
+        with_temperature: Whether each of these is there a second time with a temperature on top.
+        examples: How many examples of each set the posteriors predict, chosen at random; all if
+            None.
+        num_resamples: Draws for the intervals of metrics that have no closed form.
+        spelled: An option that is given again adds to what was given.
 
     Raises:
-        ValueError: If the data or the checkpoint is missing, damaged, or belongs to another
-            network or other data; as `compare`.
-        OSError: If the results cannot be written.
+        ValueError: As `SourceSettings`; if a number is out of range, or two files have one name.
     """
-    console = console or plain_console()
-    settings.output.mkdir(parents=True, exist_ok=True)
-    device = device_from(settings.device)
-    model = all_cnn_c()
-    extra = load_checkpoint(model, settings.checkpoint)
-    model.eval().to(device)
-    training = cifar10(settings.data, True, settings.cache, progress=settings.progress)
-    test = cifar10(settings.data, False, settings.cache, progress=settings.progress)
-    if "split.train" in extra and "split.val" in extra:
-        split = extra["split.train"], extra["split.val"]
-    else:
-        split = random_split(len(training), NUM_VALIDATION, settings.comparison.seed)
-        console.print(
-            "The checkpoint holds no split: the validation images are a random choice, which the "
-            "network may have been trained on."
-        )
-    train, validation = (training.subset(indices) for indices in split)
-    _check_network(model, test, validation, settings, console)
-    result = compare(model, train, validation, test, settings.comparison, settings.progress)
-    report_comparison(result, settings.output, console)
-    return result
+
+    spelled: ClassVar = {"--posterior": "--posterior+"}
+
+    posterior: list[Path] = field(default_factory=list)
+    with_temperature: bool = False
+    examples: int | None = None
+    num_resamples: int = 500
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 2, "examples", "num_resamples")
+        names = [path.stem for path in self.posterior]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"posterior has two files of one name, {', '.join(names)}: rename one of them"
+            )
 
 
-def _check_network(
-    model: nn.Module,
-    test: ImageDataset,
-    validation: ImageDataset,
-    settings: Settings,
-    console: Console,
-) -> None:
-    """Refuse a network that knows too little, or was trained on the validation images."""
-    checked, held_out = (
-        hits_of(
-            model,
-            _every_kth(data, settings.check_examples),
-            settings.comparison.eval_batch_size,
-            settings.progress,
+def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
+    """Compare, and print the table and what it shows; nothing is written.
+
+    Returns:
+        `rows` and `differences`, as `metrics.json` of a run folder has them; sets, methods and
+        conclusion as its `run.json`.
+
+    Raises:
+        FileNotFoundError: If there is no such posterior.
+        ValueError: If network, data or a posterior are missing, damaged or do not belong together.
+    """
+    console = console or Lines()
+    for path in settings.posterior:
+        # Reading data can take minutes, so a missing or damaged posterior is refused before.
+        posterior_file.load(path)
+    loaded = load(settings)
+    methods = [NETWORK]
+    if loaded.validation is not None and loaded.task != "regression":
+        methods.append(TEMPERATURE)
+    for path in settings.posterior:
+        methods += _of_file(path, settings)
+    with tempfile.TemporaryDirectory(prefix="laplace-debias-") as folder:
+        found = assess(
+            loaded,
+            Path(folder) / "run",
+            methods,
+            settings=identity_of(settings),
+            seed=settings.seed,
+            num_resamples=settings.num_resamples,
+            console=console,
         )
-        for data in (test, validation)
+        tell(found, console)
+        return found_in(found)
+
+
+def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` prints."""
+    return found
+
+
+def _of_file(path: Path, settings: Settings) -> list[Method]:
+    choice = PosteriorChoice(path=path)
+    key = f"posterior-{path.stem.lower()}"
+    key = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in key)
+    plain = Method(
+        key=key,
+        label=path.stem,
+        describes=choice.described,
+        posterior=choice,
+        examples=settings.examples,
     )
-    accuracy = checked.mean().item()
-    console.print(f"Test accuracy of the trained network, {len(checked):,} images: {accuracy:.4f}")
-    if accuracy < settings.min_accuracy:
-        raise ValueError(
-            f"the network's test accuracy is {accuracy:.3f}; expected at least "
-            f"{settings.min_accuracy}: check that checkpoint and data belong together, or lower "
-            "min_accuracy"
-        )
-    check_held_out(checked, held_out)
-
-
-def _every_kth(data: ImageDataset, number: int | None) -> ImageDataset:
-    # Images come class by class, so every k-th one is taken.
-    if number is None or number >= len(data):
-        return data
-    return data.subset(torch.arange(number) * len(data) // number)
+    if not settings.with_temperature:
+        return [plain]
+    return [
+        plain,
+        Method(
+            key=f"{key}-temperature",
+            label=f"{path.stem}, temperature",
+            describes=f"{choice.described} With a temperature on top.",
+            posterior=choice,
+            has_temperature=True,
+            examples=settings.examples,
+        ),
+    ]

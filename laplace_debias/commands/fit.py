@@ -1,25 +1,24 @@
-"""`laplace-debias fit`: the posterior of a test problem's network, in a file."""
+"""`laplace-debias fit`: the posterior of a trained network, in a file."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from laplace_debias.commands.network import NetworkSettings, check_output, some_indices
-from laplace_debias.experiments.shared.checks import check_at_least
+from laplace_debias.commands.network import check_output, plain, print_notes
 from laplace_debias.laplace import Laplace
-from laplace_debias.problems import ImageBatches
+from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.console import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(NetworkSettings):
+class Settings(SourceSettings):
     """What is fitted.
 
     Attributes:
         output: The posterior, a `.safetensors` file.
-        mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training images; `mini`,
+        mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training examples; `mini`,
             one batch of them; `debiased`, two; `crossfit`, one in folds.
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
         params: Which parameters are Bayesian.
@@ -27,16 +26,14 @@ class Settings(NetworkSettings):
         joint: Whether a layer's weight and bias make one block.
         sharing: How the positions of a convolution or a sequence share a weight.
         prior_precision: δ, before it is tuned.
-        full_examples: How many training images, chosen at random, stand for all of them with
-            `mode=full`; all if None.
-        scale: Whether the curvature of few images is scaled by forward passes over all of them; not
-            with `mode=full`.
+        sigma: Standard deviation of a regression's noise, in the target's unit; 1 if None.
+        scale: Whether the curvature of few examples is scaled by forward passes over all of them;
+            not with `mode=full`.
         folds: How many folds `mode=crossfit` cuts its batch into, 2 if None.
         overwrite: Whether an existing file is replaced.
 
     Raises:
-        ValueError: If the problem is unknown, a number out of range, or an option does not belong
-            to the mode.
+        ValueError: As `SourceSettings`; if an option does not belong to the mode.
     """
 
     output: Path
@@ -47,60 +44,59 @@ class Settings(NetworkSettings):
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
     prior_precision: float = 1.0
-    full_examples: int | None = None
+    sigma: float | None = None
     scale: bool = False
     folds: int | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "full_examples")
-        if self.full_examples is not None and self.mode != "full":
-            raise ValueError(
-                f"full_examples is {self.full_examples} with mode={self.mode}; give it with "
-                "mode=full alone: the other modes see batches of batch_size"
-            )
         if self.folds is not None and self.mode != "crossfit":
             raise ValueError(
                 f"folds is {self.folds} with mode={self.mode}; give it with mode=crossfit alone"
             )
         if self.scale and self.mode == "full":
-            raise ValueError("scale is true with mode=full, which sees all images: leave scale out")
+            raise ValueError(
+                "scale is true with mode=full, which sees all examples: leave scale out"
+            )
 
 
 def run(settings: Settings, console: Printer | None = None) -> Laplace:
-    """Fit a posterior to the training images and save it.
+    """Fit a posterior to the training examples and save it.
 
     Returns:
         The posterior.
 
     Raises:
         FileExistsError: If the file exists.
-        ValueError: If data or checkpoint is missing, damaged or of another problem; as `Laplace`.
+        ValueError: As `load` and `Laplace`; if there is a sigma without a regression.
         OSError: If the file cannot be written.
     """
     console = console or Lines()
     output = settings.output
     check_output(output, settings.overwrite)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    model, data = settings.load()
+    loaded = load(settings)
+    if settings.sigma is not None and loaded.task != "regression":
+        raise ValueError(f"sigma is the noise of a regression; the task is {loaded.task}")
+    print_notes(loaded, console)
     la = Laplace(
-        model,
+        loaded.model,
+        likelihood=loaded.task,
         curvature=settings.curvature,
         params=settings.params,
         prior_precision=settings.prior_precision,
         fisher=settings.fisher,
         joint=settings.joint,
         sharing=settings.sharing,
+        sigma=settings.sigma,
     )
-    generator = torch.Generator().manual_seed(settings.seed)
-    seen = some_indices(data.train, settings.full_examples, generator, "full_examples")
-    batches = ImageBatches(data.train, seen, settings.batch_size)
     la.fit(
-        *(batches, settings.mode, len(data.train), generator, settings.progress),
+        *(loaded.train, settings.mode, loaded.num_train),
+        *(torch.Generator().manual_seed(settings.seed), settings.progress),
         scale=settings.scale,
         folds=settings.folds,
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output)
     console.print(
         f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
@@ -109,3 +105,16 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace:
     )
     console.print(f"Posterior: {output}", soft_wrap=True)
     return la
+
+
+def as_json(settings: Settings, la: Laplace) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "posterior": str(settings.output),
+        "curvature": settings.curvature,
+        "mode": settings.mode,
+        "num_parameters": len(la.mean),
+        "num_blocks": len(la.block_names),
+        "num_data": la.num_data,
+        "prior_precision": plain(la.prior_precision),
+    }

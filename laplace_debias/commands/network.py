@@ -1,69 +1,15 @@
-"""What the commands `fit` and `tune` share: a trained network, some of its images, an output."""
+"""What the commands on a network share: an output that is checked, notes, JSON."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
-from laplace_debias.experiments.shared.settings import ProblemSettings
-from laplace_debias.problems import Images, ProblemData, get_problem, load_problem
+from laplace_debias.sources import Loaded
 from laplace_debias.system.atomic import check_target
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkSettings(ProblemSettings):
-    """Which trained network, and where.
-
-    Attributes:
-        checkpoint: The trained network, a file of `laplace-debias train`; the published weights if
-            None.
-        batch_size: Images per batch.
-        needed_by_most: Options that can be left out for few problems only.
-    """
-
-    needed_by_most: ClassVar = ("data", "checkpoint")
-
-    checkpoint: Path | None = None
-    batch_size: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "batch_size")
-
-    def load(self) -> tuple[nn.Module, ProblemData]:
-        """The network, in evaluation mode, on the device; and its data, on the CPU.
-
-        Raises:
-            ValueError: If data or checkpoint is missing, damaged or of another problem.
-            ConnectionError: If a download fails.
-        """
-        device = device_from(self.device)
-        problem = get_problem(self.problem)
-        model, data = load_problem(problem, self.source, self.checkpoint, seed=self.seed)
-        return model.to(device), data
-
-
-def some_indices(
-    images: Images, number: int | None, generator: torch.Generator, name: str
-) -> Tensor:
-    """Indices of some images chosen at random, or of all in random order.
-
-    Args:
-        images: The data set.
-        number: How many; all if None.
-        generator: Source of the choice.
-        name: What the setting is called.
-
-    Raises:
-        ValueError: If there are fewer images.
-    """
-    if number is not None and number > len(images):
-        raise ValueError(f"{name} is {number}; there are {len(images)} images: lower it")
-    return torch.randperm(len(images), generator=generator)[:number]
+from laplace_debias.system.console import Printer
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -76,3 +22,22 @@ def check_output(path: Path, overwrite: bool) -> None:
     check_target(path, make_folders=True)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; choose another --output, or give --overwrite")
+
+
+def print_notes(loaded: Loaded, console: Printer) -> None:
+    """What a reader should know of a network and its data, a line each."""
+    for note in loaded.notes:
+        console.print(note, soft_wrap=True)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: lists and numbers for tensors, null for what is not finite."""
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -3,12 +3,13 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from laplace_debias.commands.network import plain, print_notes
 from laplace_debias.curvature import GGN, Hessian
 from laplace_debias.experiments.bias.curvature_spectrum import (
     SpectrumBudget,
@@ -18,50 +19,48 @@ from laplace_debias.experiments.bias.curvature_spectrum import (
     measure,
 )
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.setup import plain_console
-from laplace_debias.problems import DataSource, Images, get_problem, load_problem, train
+from laplace_debias.problems import get_problem, train
 from laplace_debias.report.style import save
 from laplace_debias.report.tables import write_csv
+from laplace_debias.sources import SourceSettings, Task, load
+from laplace_debias.system.device import device_from
+
+_LOSSES: dict[Task, tuple[str, nn.Module]] = {
+    "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
+    "binary": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
+    "multilabel": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
+    "regression": ("mean squared error", nn.MSELoss()),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(SpectrumBudget):
+class Settings(SpectrumBudget, SourceSettings):
     """Which spectrum is measured, and how.
 
     Attributes:
-        problem: Name of the test problem, or its letter in the paper.
-        data: Its data, as `laplace-debias train` takes it; nothing for the digits.
-        checkpoint: A file of `laplace-debias train`. If None, a problem of the digits is trained
-            first, and other problems use published weights.
-        cache: Folder for decoded images; see `problems.cifar10`.
-        matrix: `ggn` or `hessian`, of the mean cross-entropy.
+        matrix: `ggn` or `hessian`, of the mean loss: cross-entropy, binary cross-entropy or squared
+            error, by the task.
         method: `lanczos`: iterations, estimates of trace and density. `rows`, for the GGN of some
             hundred examples: all eigenvalues through the products of its rows, without estimates.
-        examples: How many of the training images the loss is taken over: the first ones.
-        batch_size: Images per batch. Results do not depend on it.
-        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
+        examples: How many of the training examples the loss is taken over, chosen by the seed.
+        batch_size: Examples per batch. Results do not depend on it.
         output: Folder of the tables and the picture.
 
     Raises:
-        ValueError: If a number is out of range or the problem is unknown.
+        ValueError: As `SourceSettings`; if a number is out of range.
     """
 
-    problem: str = "allcnnc-cifar10-one-cycle"
-    data: Path | None = None
-    checkpoint: Path | None = None
-    cache: Path | None = None
     matrix: Literal["ggn", "hessian"] = "ggn"
     method: Literal["lanczos", "rows"] = "lanczos"
     examples: int = 500
-    batch_size: int = 50
-    device: str = "auto"
+    batch_size: int | None = 50
     output: Path = Path("results/spectrum")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        get_problem(self.problem)
-        check_at_least(self, 1, "examples", "batch_size")
+        SpectrumBudget.__post_init__(self)
+        SourceSettings.__post_init__(self)
+        check_at_least(self, 1, "examples")
         if self.method == "rows" and self.matrix != "ggn":
             raise ValueError(f"method rows is for the GGN, not for {self.matrix}: use lanczos")
 
@@ -73,36 +72,38 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
         What was measured.
 
     Raises:
-        ValueError: If the data or the checkpoint is missing, damaged or of another problem, or
-            there are fewer images than asked for.
+        ValueError: As `load`; if there are fewer examples than asked for.
         OSError: If the results cannot be written.
     """
     console = console or plain_console()
-    settings.output.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    model, data = _trained(settings)
-    if settings.examples > len(data):
-        raise ValueError(
-            f"examples is {settings.examples}; expected at most {len(data)}, the training images"
-        )
-    device = device_from(settings.device)
-    # Convolutions are a fifth faster with the channels of a pixel side by side.
-    last = torch.channels_last
-    model.to(device).to(memory_format=last)
-    batches = [
-        data.batch(some) for some in torch.arange(settings.examples).split(settings.batch_size)
-    ]
-    batches = [(x.to(device, memory_format=last), y.to(device)) for x, y in batches]
+    model, batches, task = _trained(settings, console)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    device = next(model.parameters()).device
+    name, loss = _LOSSES[task]
+    if task == "binary":
+        batches = [(x, y.reshape(-1, 1)) for x, y in batches]
+    if task in ("binary", "multilabel"):
+        batches = [(x, y.float()) for x, y in batches]
+    batches = [(x.to(device), y.to(device)) for x, y in batches]
+    if settings.problem is not None:
+        # Convolutions are a fifth faster with the channels of a pixel side by side; not every
+        # network's products can be batched then.
+        last = torch.channels_last
+        model.to(memory_format=last)
+        batches = [(x.to(memory_format=last), y) for x, y in batches]
     kind = GGN if settings.matrix == "ggn" else Hessian
+    network = settings.problem or settings.model or settings.timm or settings.torchvision
+    examples = "images" if batches[0][0].ndim == 4 else "examples"
     console.print(
-        f"{kind.__name__} of the mean cross-entropy of {settings.examples:,} training images, "
-        f"{settings.problem}, {sum(p.numel() for p in model.parameters()):,} parameters"
+        f"{kind.__name__} of the {name} of {settings.examples:,} training {examples}, {network}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters"
     )
     loading = {"loading": time.perf_counter() - began}
     if settings.method == "rows":
-        result = decompose(model, batches, settings, loading)
+        result = decompose(model, batches, settings, loading, loss)
     else:
-        A = kind(model, nn.CrossEntropyLoss(), batches, memory_bound=settings.memory_bound)
+        A = kind(model, loss, batches, memory_bound=settings.memory_bound)
         result = measure(A, settings, loading)
     _print(result, console)
     _write(result, settings)
@@ -112,18 +113,52 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
     return result
 
 
-def _trained(settings: Settings) -> tuple[nn.Module, Images]:
-    """The trained network in evaluation mode, and what it was trained on."""
-    problem = get_problem(settings.problem)
-    source = DataSource(root=settings.data, cache=settings.cache, progress=settings.progress)
-    if settings.checkpoint is None and problem.published is None and "digits" in problem.name:
-        data = problem.data(seed=settings.seed)
+def as_json(settings: Settings, result: SpectrumResult) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "output": str(settings.output),
+        "matrix": settings.matrix,
+        "num_parameters": result.num_parameters,
+        "eigenvalues": plain(result.eigenpairs.values),
+        "trace": plain(float(result.trace.value)),
+        "trace_standard_error": plain(float(result.trace.standard_error)),
+        "seconds": plain(result.seconds),
+    }
+
+
+def _trained(
+    settings: Settings, console: Console
+) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Task]:
+    """The trained network on its device, some of what it was trained on, and the task."""
+    problem = None if settings.problem is None else get_problem(settings.problem)
+    if problem is not None and settings.checkpoint is None and "digits" in problem.name:
+        data = problem.data(seed=settings.seed).train
+        _check_number(settings, len(data))
         model = problem.initial_model(settings.seed)
         generator = torch.Generator().manual_seed(settings.seed)
-        train(model, data.train, problem.recipe, generator=generator, progress=settings.progress)
-        return model.eval(), data.train
-    model, data = load_problem(problem, source, settings.checkpoint, seed=settings.seed)
-    return model, data.train
+        train(model, data, problem.recipe, generator=generator, progress=settings.progress)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(settings.seed))
+        chosen = order[: settings.examples].split(settings.batch_size or settings.examples)
+        model = model.eval().to(device_from(settings.device))
+        return model, [data.batch(some) for some in chosen], "classification"
+    loaded = load(settings)
+    print_notes(loaded, console)
+    batches: list[tuple[Tensor, Tensor]] = []
+    left = settings.examples
+    for x, y in loaded.train:
+        batches.append((x[:left], y[:left]))
+        left -= len(batches[-1][1])
+        if not left:
+            break
+    _check_number(settings, settings.examples - left)
+    return loaded.model, batches, loaded.task
+
+
+def _check_number(settings: Settings, there: int) -> None:
+    if settings.examples > there:
+        raise ValueError(
+            f"examples is {settings.examples}; expected at most {there}, the training examples"
+        )
 
 
 def _print(result: SpectrumResult, console: Console) -> None:

@@ -9,7 +9,6 @@ from torch import nn
 from laplace_debias import metrics
 from laplace_debias.commands.network import check_output
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.settings import TrainingSettings
 from laplace_debias.problems import (
     ImageBatches,
@@ -21,6 +20,7 @@ from laplace_debias.problems import (
 )
 from laplace_debias.report.tables import write_csv
 from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.device import device_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,4 +117,4 @@ def _evaluate(model: nn.Module, data: Images) -> dict[str, float]:
     device = next(model.parameters()).device
     batches = ImageBatches(data, torch.arange(len(data)), 500)
     probs = torch.cat([model(images.to(device)).softmax(1).cpu() for images, _ in batches])
-    return metrics.evaluate(probs, data.labels)
+    return dict(metrics.evaluate(probs, data.labels, intervals=False))

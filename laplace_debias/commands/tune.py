@@ -2,39 +2,37 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor
 
-from laplace_debias.commands.network import NetworkSettings, check_output, some_indices
-from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.held_out import check_held_out, hits_of
+from laplace_debias.commands.network import check_output, plain, print_notes
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.experiments.shared.held_out import check_held_out
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.tuning import Tuning
-from laplace_debias.problems import ImageBatches, ProblemData
 from laplace_debias.report.tables import print_table
+from laplace_debias.sources import Loaded, SourceSettings, load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(NetworkSettings):
+class Settings(SourceSettings):
     """How a posterior's prior precision is tuned.
 
     Attributes:
         posterior: The file of `laplace-debias fit`.
         output: Where the tuned posterior goes; back into its file if None.
         overwrite: Whether another existing file is replaced.
-        method: `grid`, the best on validation images; `marglik`, the largest marginal likelihood.
+        method: `grid`, the best on validation examples; `marglik`, the largest marginal likelihood.
         metric: What is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
         prior_precisions: The grid; 21 values from 1e-4 to 1e4 if None.
-        validation_examples: How many validation images, chosen at random; all if None.
 
     Raises:
-        ValueError: If the problem is unknown, a number out of range, or an option does not belong
-            to the method.
+        ValueError: As `SourceSettings`; if an option does not belong to the method.
     """
 
     posterior: Path
@@ -43,11 +41,9 @@ class Settings(NetworkSettings):
     method: Literal["grid", "marglik"] = "grid"
     metric: Literal["nll", "ece", "brier", "accuracy"] = "nll"
     prior_precisions: tuple[float, ...] | None = None
-    validation_examples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "validation_examples")
         of_grid = (self.prior_precisions, self.validation_examples)
         if self.method == "marglik" and (of_grid != (None, None) or self.metric != "nll"):
             raise ValueError(
@@ -65,8 +61,8 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     Raises:
         FileNotFoundError: If there is no such posterior.
         FileExistsError: If the output exists.
-        ValueError: If data, checkpoint or posterior is missing, damaged or of another network; if
-            the network seems to have been trained on the validation images; as `Laplace.tune`.
+        ValueError: As `load`, `Laplace.load` and `Laplace.tune`; if there is no validation data, or
+            the network seems to have been trained on it.
         OSError: If the file cannot be written.
     """
     console = console or plain_console()
@@ -79,12 +75,13 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     check_output(output, overwrite=settings.overwrite or settings.output is None)
     # Reading data can take minutes, so a damaged posterior is refused before.
     posterior_file.load(settings.posterior)
-    model, data = settings.load()
-    la = Laplace.load(settings.posterior, model)
+    loaded = load(settings)
+    print_notes(loaded, console)
+    la = Laplace.load(settings.posterior, loaded.model)
     if settings.method == "marglik":
         found = la.tune(method="marglik")
     else:
-        found = _tune_on_grid(la, model, data, settings, console)
+        found = _tune_on_grid(la, loaded, settings, console)
     output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output)
     name = found.metric.replace("_", " ")
@@ -93,23 +90,48 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     return found
 
 
-def _tune_on_grid(
-    la: Laplace, model: nn.Module, data: ProblemData, settings: Settings, console: Console
-) -> Tuning:
-    """Tune on validation images, after a check that the network was not trained on them."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    seen = some_indices(data.val, settings.validation_examples, generator, "validation_examples")
-    compared = torch.randperm(len(data.test), generator=generator)[: len(seen)]
-    of_test, of_validation = (
-        hits_of(model, images.subset(chosen), settings.batch_size, settings.progress)
-        for images, chosen in ((data.test, compared), (data.val, seen))
+def as_json(settings: Settings, found: Tuning) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "posterior": str(settings.output or settings.posterior),
+        "metric": found.metric,
+        "prior_precision": plain(found.prior_precision),
+        "value": plain(found.value),
+        "table": plain(found.table),
+    }
+
+
+def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Console) -> Tuning:
+    """Tune on validation examples, after a check that the network was not trained on them."""
+    if loaded.validation is None:
+        raise ValueError(
+            "there is no validation data to tune on: add val/, x_val or validation to the data, or "
+            "tune by the marginal likelihood, which needs none: --method=marglik"
+        )
+    if loaded.task == "classification":
+        of_validation = _hits(loaded, loaded.validation)
+        # Tuned on examples that the network was trained on, the posterior would be over-confident.
+        check_held_out(_hits(loaded, loaded.test, len(of_validation)), of_validation)
+    found = la.tune(
+        loaded.validation, settings.metric, settings.prior_precisions, progress=settings.progress
     )
-    # Tuned on images that the network was trained on, the posterior would be over-confident.
-    check_held_out(of_test, of_validation)
-    batches = ImageBatches(data.val, seen, settings.batch_size)
-    found = la.tune(batches, settings.metric, settings.prior_precisions, progress=settings.progress)
-    print_table(found.table, f"Validation images: {len(seen):,}", console=console)
+    print_table(found.table, "Validation data", console=console)
     tried = [row["prior_precision"] for row in found.table]
     if len(tried) > 1 and found.prior_precision in (min(tried), max(tried)):
         console.print("The best is at the end of the grid: widen prior_precisions.")
     return found
+
+
+@torch.no_grad()
+def _hits(loaded: Loaded, batches: Batches, most: int | None = None) -> Tensor:
+    """Whether the network's first choice is the label, float64 `[N]`, of at most so many."""
+    device = next(loaded.model.parameters()).device
+    hits: list[Tensor] = []
+    for x, y in batches:
+        if not isinstance(x, Tensor) or (most is not None and sum(map(len, hits)) >= most):
+            break
+        outputs = loaded.model(x.to(device))
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            break
+        hits.append(outputs.argmax(1).cpu() == y)
+    return torch.cat(hits).double()[:most] if hits else torch.ones(0)

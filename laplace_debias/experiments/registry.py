@@ -14,6 +14,7 @@ from laplace_debias.experiments.cost.runtime import RUNTIME
 from laplace_debias.experiments.debiasing.study import DEBIASING
 from laplace_debias.experiments.optimisation.conjugate_gradients import CONJUGATE_GRADIENTS
 from laplace_debias.experiments.optimisation.hessian_free import HESSIAN_FREE
+from laplace_debias.experiments.posteriors.comparison_experiment import COMPARISON
 from laplace_debias.experiments.posteriors.laplace_experiment import LAPLACE
 from laplace_debias.experiments.shared.experiment import Experiment
 
@@ -31,5 +32,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     MODEL_SIZE,
     DEBIASING,
     KFAC_ERROR,
+    COMPARISON,
 )
 """In the order of the paper's figures; then what is beyond the paper."""

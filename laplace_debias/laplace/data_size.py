@@ -19,6 +19,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.system.ranks import Ranks, current
+
 
 @dataclass(frozen=True)
 class Known:
@@ -74,6 +77,43 @@ class Expected:
     num_data: int | None
     sees_all: bool = False
     most: int | None = None
+
+    def over(self, ranks: Ranks) -> "Expected":
+        """What the loaders of several processes tell together; an N that was given stands for all.
+
+        Args:
+            ranks: The processes.
+
+        Raises:
+            ValueError: If they were given different N.
+        """
+        of_ranks = [
+            Expected(*of_rank)
+            for of_rank in ranks.exchange([self.num_data, self.sees_all, self.most])
+        ]
+        if len(of_ranks) == 1:
+            return self
+        sizes = [of_rank.num_data for of_rank in of_ranks]
+        if any(of_rank.is_given for of_rank in of_ranks):
+            if len(set(sizes)) > 1:
+                raise ValueError(
+                    f"num_data differs between the ranks, {sizes}: pass the number of training "
+                    "examples of all of them together, on each."
+                )
+            return self
+        if None in sizes:
+            return Expected(None)
+        most = [of_rank.most for of_rank in of_ranks]
+        return Expected(
+            sum(filter(None, sizes)),
+            all(of_rank.sees_all for of_rank in of_ranks),
+            None if None in most else sum(filter(None, most)),
+        )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether N is what the user says, and not what a loader tells."""
+        return self.num_data is not None and not self.sees_all and self.most is None
 
     def given(self, num_seen: int) -> int:
         """N, once the fit has seen its data.
@@ -194,6 +234,14 @@ def data_size(loader: Any) -> DataSize:
 
 
 def _of_batch_sampler(batches: Any, dataset: Any) -> DataSize:
+    if type(batches) is ShardedBatches:
+        if batches.num_ranks != current().size:
+            return Misleading(
+                f"ShardedBatches splits the data over {batches.num_ranks} processes, of which "
+                f"{current().size} take part"
+            )
+        at_most = -(-batches.batch_size // batches.num_ranks)
+        return Known(batches.num_examples, batch_size=at_most)
     if type(batches) is BatchSampler:
         size = _of_sampler(batches.sampler, dataset)
         if not isinstance(size, Known):
@@ -211,7 +259,8 @@ def _of_sampler(sampler: Any, dataset: Any) -> DataSize:
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         return Misleading(
             f"{name} splits the data over {sampler.num_replicas} processes, filled up with "
-            f"repeated examples or cut to equal parts, and gives this one {len(sampler)}"
+            f"repeated examples or cut to equal parts, and gives this one {len(sampler)} (use "
+            "DataLoader(data, batch_sampler=ShardedBatches(data, batch_size)), which does neither)"
         )
     if isinstance(sampler, (RandomSampler, WeightedRandomSampler)) and _is_plain(sampler):
         drawn = sampler.num_samples

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
-from torch.distributions import Bernoulli, Distribution, Independent
+from torch.distributions import Bernoulli, Distribution, Independent, MultivariateNormal, Normal
 
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Likelihood
@@ -14,6 +14,11 @@ from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.metrics.evaluation import nll_of_log_probs
+from laplace_debias.metrics.regression_evaluation import rmse_statistic
+from laplace_debias.metrics.report import report_of
+from laplace_debias.metrics.statistics import Sampling
+from laplace_debias.system.ranks import current
 
 Predict = Callable[[Inputs], Distribution]
 
@@ -26,11 +31,13 @@ class Scored(NamedTuple):
             probabilities, `[n, C]`; else means, `[n, C]`.
         log_probs: Log-densities of the targets, `[n]`.
         labels: The targets.
+        deviations: Standard deviations of the shape of `values`, of normals; None of others.
     """
 
     values: Float[Tensor, "n *outputs"]
     log_probs: Float[Tensor, " n"]
     labels: Tensor
+    deviations: Float[Tensor, "n *outputs"] | None = None
 
     @property
     def classified(self) -> tuple[Float[Tensor, "m *classes"], Integer[Tensor, " m"]]:
@@ -46,18 +53,20 @@ class Scored(NamedTuple):
 
 
 def joined(parts: Sequence[Scored], what: str) -> Scored:
-    """The scores of several batches in one.
+    """The scores of several batches in one, of all processes that share them.
 
     Args:
-        parts: Those of each batch.
+        parts: Those of each batch of this process.
         what: What there is to do with them, for the error.
 
     Raises:
         ValueError: If there is no batch, or no target that counts.
     """
-    if not parts:
+    columns = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
+    of_all = current().on_all([torch.cat(column) for column in columns if column] or None)
+    if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
-    scored = Scored(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    scored = Scored(*of_all)
     if not len(scored.log_probs):
         raise ValueError(
             f"Every target of the loader is ignored: nothing to {what}. Pass batches in which at "
@@ -72,8 +81,12 @@ def evaluate_predictions(
     batches: Batches,
     ood: Mapping[str, Batches],
     class_dim: int | None = None,
-) -> dict[str, float]:
-    """Metrics of a predictive on labelled data, and of its entropy on OOD data.
+    *,
+    intervals: bool = True,
+    level: float = 0.95,
+    num_resamples: int = 500,
+) -> metrics.Report:
+    """Metrics of a predictive on labelled data, and of its uncertainty on OOD data.
 
     Args:
         predict: From inputs `[B, ...]` to a distribution of batch shape `[B]`.
@@ -81,41 +94,101 @@ def evaluate_predictions(
         batches: Labelled batches.
         ood: Out-of-distribution batches by name; labels are ignored.
         class_dim: As `score`.
+        intervals: As `metrics.evaluate`.
+        level: As `metrics.evaluate`.
+        num_resamples: As `metrics.evaluate`.
 
     Returns:
         For class probabilities what `metrics.evaluate` gives; for several labels what
-        `metrics.evaluate_multilabel` gives; for regression `nll` and `rmse`.
+        `metrics.evaluate_multilabel` gives; for regression what `metrics.evaluate_regression`
+        gives, or `nll` and `rmse` of a predictive that is not normal.
 
     Raises:
-        ValueError: For an empty loader, one whose targets are all ignored, or OOD data with a
-            regression likelihood.
+        ValueError: For an empty loader, one whose targets are all ignored, OOD data with a
+            regression whose predictive is not normal, or bad options of intervals.
     """
+    # Before the predictions, which may take long.
+    how = Sampling(level, num_resamples)
     parts, has_probabilities, is_multilabel = [], False, False
     for x, y in batches:
         predictive = predict(x)
         is_multilabel = _is_multilabel(predictive)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         parts.append(score(likelihood, predictive, y, class_dim))
+    ranks = current()
     scored = joined(parts, "evaluate")
+    # A process without examples has not seen what is predicted.
+    kinds = ranks.exchange([is_multilabel, has_probabilities])
+    is_multilabel, has_probabilities = (any(of) for of in zip(*kinds, strict=True))
     if not has_probabilities:
-        if ood:
-            raise ValueError("OOD detection by the entropy needs class probabilities.")
-        errors = scored.values - scored.labels.reshape(scored.values.shape)
-        return {"nll": scored.nll, "rmse": errors.square().double().mean().sqrt().item()}
-    ood_probs = {}
-    for name, data in ood.items():
-        predicted = [_flat(predict(x))[0] for x, _ in data]
-        if not predicted:
-            raise ValueError(f"The OOD loader {name!r} holds no batch.")
-        ood_probs[name] = torch.cat(predicted)
+        return _of_regression(scored, predict, ood, how, intervals)
+    ood_probs = {name: _over(data, name, _probs_of(predict)) for name, data in ood.items()}
+    # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
+    log_probs = scored.log_probs if is_multilabel or scored.values.ndim == 1 else None
+    make, classified = metrics.evaluate, scored.classified
     if is_multilabel:
-        report = metrics.evaluate_multilabel(scored.values, scored.labels.long(), ood_probs)
-    else:
-        report = metrics.evaluate(*scored.classified, ood_probs)
-    if is_multilabel or scored.values.ndim == 1:
-        # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
-        report["nll"] = scored.nll
-    return report
+        make, classified = metrics.evaluate_multilabel, (scored.values, scored.labels.long())
+    return make(
+        *classified,
+        ood_probs,
+        log_probs=log_probs,
+        intervals=intervals,
+        level=level,
+        num_resamples=num_resamples,
+    )
+
+
+def _of_regression(
+    scored: Scored,
+    predict: Predict,
+    ood: Mapping[str, Batches],
+    how: Sampling,
+    intervals: bool,
+) -> metrics.Report:
+    targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
+    if scored.deviations is None:
+        if ood:
+            raise ValueError(
+                "OOD detection of a regression is by the variance of a normal predictive, which "
+                "this likelihood does not give: leave out `ood`."
+            )
+        log_probs = scored.log_probs
+        statistics = {
+            "nll": nll_of_log_probs(log_probs, len(log_probs)),
+            "rmse": rmse_statistic(scored.values, targets),
+        }
+        return report_of(statistics, targets, how if intervals else None)
+    return metrics.evaluate_regression(
+        scored.values,
+        scored.deviations,
+        targets,
+        {name: _over(data, name, _deviations_of(predict)) for name, data in ood.items()},
+        log_probs=scored.log_probs,
+        intervals=intervals,
+        level=how.level,
+        num_resamples=how.num_resamples,
+    )
+
+
+def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:
+    """What is predicted on an OOD set, of all processes."""
+    predicted = [of_inputs(x) for x, _ in data]
+    of_all = current().on_all([torch.cat(predicted)] if predicted else None)
+    if of_all is None:
+        raise ValueError(f"The OOD loader {name!r} holds no batch.")
+    return of_all[0]
+
+
+def _probs_of(predict: Predict) -> Callable[[Inputs], Tensor]:
+    return lambda x: _flat(predict(x))[0]
+
+
+def _deviations_of(predict: Predict) -> Callable[[Inputs], Tensor]:
+    def deviations(x: Inputs) -> Tensor:
+        predictive = predict(x)
+        return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
+
+    return deviations
 
 
 def _is_multilabel(predictive: Distribution) -> bool:
@@ -154,7 +227,10 @@ def score(
     is_discrete = isinstance(predictive, torch.distributions.Categorical)
     safe = safe.reshape(shape + predictive.event_shape)
     log_probs = predictive.log_prob(safe if is_discrete else safe.to(values.dtype))
-    return Scored(values[counted], log_probs.flatten()[counted], labels[counted])
+    deviations = None
+    if isinstance(predictive, Normal | MultivariateNormal):
+        deviations = predictive.variance.reshape(values.shape)[counted].sqrt()
+    return Scored(values[counted], log_probs.flatten()[counted], labels[counted], deviations)
 
 
 def _flat(predictive: Distribution) -> tuple[Tensor, Tensor]:

@@ -39,10 +39,10 @@ def look_at(
     if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
         warnings.warn(
             "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= in the "
-            "targets' units, or tune it after the fit: "
+            "targets' units, or tune it after the fit, as la.tune(validation_loader) does, or "
             'la.tune(method="marglik", sigma=True).',
             UserWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)

@@ -1,7 +1,7 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from laplace_debias.curvature.network.batches import (
     Counted,
     FirstBatchKnown,
     Pairs,
+    source_of,
     with_progress,
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
@@ -42,8 +43,9 @@ from laplace_debias.curvature.network.shadow import (
     check_no_autocast,
     check_usable,
 )
+from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import grids, links, noise, predictive, tuning
+from laplace_debias.laplace import grids, links, predictive, shards, tune, tuning
 from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.data_size import (
     Expected,
@@ -78,7 +80,10 @@ from laplace_debias.laplace.schemes import (
     scheme_of,
 )
 from laplace_debias.laplace.settings import FitSettings
-from laplace_debias.system.randomness import seeded
+from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
+from laplace_debias.metrics import Report, Uncertainty
+from laplace_debias.system.randomness import replayed, seeded
+from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
 
 PriorPrecision = float | Tensor
@@ -100,6 +105,11 @@ class Laplace:
     Any number of threads may predict, sample, evaluate and save with one object, and fit objects of
     one model or of several. Where a thread fits or tunes an object that others use, a call of
     theirs sees it as it was before or as it is after, `evaluate` batch by batch.
+
+    In a process group of `torch.distributed` the processes fit together: each reads its part of the
+    data (`ShardedBatches`), and each has the posterior of all of it. `fit`, `fit_batches`, `tune`,
+    `evaluate` and `save` are called on all of them, in the same order; see `alone` for one process
+    on its own. `predict` and the rest work on each alone.
 
     Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
     a function of it and of the data, the order of a shuffling loader included, and torch's global
@@ -131,7 +141,7 @@ class Laplace:
             `"empirical"` (the true labels).
         factor_dtype: In what Kronecker factors are summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
-            a fit assumes 1.0 and warns of it; `tune(method="marglik", sigma=True)` finds it.
+            a fit assumes 1.0 and warns of it; `tune` finds it.
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
@@ -313,12 +323,14 @@ class Laplace:
     def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
         """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
 
+        A process without examples looks at those of the first one that has some.
+
         Raises:
             ValueError: If there is no last layer, it is not what it was, or there is no batch; if
                 the shapes leave open where the classes are; as `BayesianParameters.verified`.
             NotImplementedError: As `BayesianParameters.verified`.
         """
-        for x, y in self._on_device(batches.first):
+        for x, y in self._on_device(shards.first_batch(current(), batches.first)):
             plain, found = unwrapped(self.model), self._selected
             if found is None or is_last_layer(self._params):
                 found = BayesianParameters.of(plain, self._params, self._settings, x)
@@ -338,6 +350,7 @@ class Laplace:
 
     # ---------------------------------------------------------------- fitting
 
+    @together("fit")
     def fit(
         self,
         train_loader: Batches | Scheme,
@@ -358,7 +371,8 @@ class Laplace:
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold.
+                whole first batch, magnitudes out of fold. Of several processes the first batch is
+                the union of their first batches.
                 They are short for `Full`, `Split` and `CrossFit` of `schemes`.
             num_data: N, the number of training examples, which the curvature is scaled to whatever
                 the fit sees (a subset, say, that stands for all). If None, N is the number of
@@ -381,7 +395,9 @@ class Laplace:
                 the likelihood, NaN in the outputs; if the model draws random numbers or mixes the
                 examples of a batch; if every target is ignored; for `num_data` below 1 or above
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
-                number of examples than the loader told.
+                number of examples than the loader told. In a process group, on all processes with
+                the number of the one it comes from; also if two of them read the same data, or if
+                their models differ.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
@@ -403,24 +419,28 @@ class Laplace:
             raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
         if scale:
             check_scale(train_loader)
+        ranks = current()
+        is_shared = check_shared(ranks, train_loader)
         given = None if num_data is None else check_num_data(num_data)
         if mode == "full":
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode)
+            return self._fit(scheme, expected, generator, mode, is_shared=is_shared)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
-        if len(batches) < wanted.num_batches:
+        most = max(ranks.exchange(len(batches)))
+        if most < wanted.num_batches:
             raise ValueError(
                 f'mode="{mode}" needs {wanted.num_batches} batch(es), the loader gave '
-                f"{len(batches)}: use a smaller batch size or more data."
+                f"{most}: use a smaller batch size or more data."
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, scale_data)
+        return self._fit(scheme, expected, generator, mode, scale_data, is_shared)
 
+    @together("fit")
     def fit_batches(
         self,
         directions: Batches,
@@ -457,8 +477,10 @@ class Laplace:
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
         """
         scheme = scheme_of(directions, magnitudes, folds)
+        of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
+        is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(scheme, expected, generator, scheme.mode, scale)
+        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared)
 
     def _fit(
         self,
@@ -467,6 +489,7 @@ class Laplace:
         generator: torch.Generator | None,
         mode: str,
         scale: Batches | None = None,
+        is_shared: bool = False,
     ) -> "Laplace":
         kind = self._settings.kind
         scheme.check(kind)
@@ -474,10 +497,14 @@ class Laplace:
             check_scale(scale, scheme.measured[0])
         plain = _plain(self.model)
         check_no_autocast(self._first_parameter.device)
+        ranks = current()
+        expected = expected.over(ranks)
         with torch.inference_mode(False):
-            problem = self._settings.problem(plain, self.likelihood, generator)
+            problem = self._settings.problem(plain, self.likelihood, generator).on(ranks)
             known = FirstBatchKnown(seeded(scheme.first_read, generator))
             parameters = self._look_at(known)
+            first = self._checked(known.first)
+            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
             network = network_of(self.model, parameters.names, self._settings)
             backend = choose_backend(network, self._backend, parameters.blocks)
             problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
@@ -533,14 +560,21 @@ class Laplace:
 
         Questions about numbers that still lie on the CPU are asked there: a fit moves them.
         """
+        ranks = current()
         ignored = getattr(self.likelihood, "ignore_index", None)
         of_targets = None if look_at_shapes(self.likelihood) else self._first_parameter.device
-        return Counted(
-            self._checked(batches, generator, None, of_targets),
+        checked = self._checked(batches, generator, None, of_targets)
+        counted = Counted(
+            checked,
             self.likelihood.counts_any,
             "" if ignored is None else f"ignore_index={ignored}",
             what,
+            ranks,
         )
+        if ranks.size == 1 or self._settings.fisher.kind != "mc":
+            return counted
+        sizes = lambda: [len(y) for _, y in checked]  # noqa: E731
+        return Placed(counted, place_of(ranks, source_of(batches), sizes))
 
     def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
         device = self._first_parameter.device
@@ -549,9 +583,9 @@ class Laplace:
     def _checked(
         self,
         batches: Batches,
-        generator: torch.Generator | None,
-        device: torch.device | None,
-        of_targets: torch.device | None,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+        of_targets: torch.device | None = None,
     ) -> Checked:
         if not isinstance(batches, FirstBatchKnown):
             batches = seeded(batches, generator)
@@ -900,6 +934,7 @@ class Laplace:
 
     # ------------------------------------------------- tuning and evaluation
 
+    @together("tune")
     def tune(
         self,
         loader: Batches | None = None,
@@ -909,25 +944,44 @@ class Laplace:
         progress: bool = False,
         generator: torch.Generator | None = None,
         *,
-        sigma: bool = False,
+        sigma: bool | None = None,
         link: str = "probit",
+        extend: bool | None = None,
+        per: str | None = None,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
+        On held-out data the first pass is over a wide grid, 1e-4 to 1e8. Where the best lies at its
+        end and the metric has not levelled off, further passes go on, to 1e-8 and 1e12 at most.
+        Where the neighbours of the best are worse by more than a standard error of the difference
+        (paired over the examples), a last pass divides the intervals to them by 8: a resolution of
+        a factor of 1.12. Of values that are equally good the middle one is taken. `.flat`,
+        `.notes` and `.message` tell how sharp the optimum is, and where the search ended.
+
         Args:
-            loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves the whole grid.
+            loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves a whole grid. A
+                loader that shuffles should do so by torch's global generator or `generator`, so
+                that a further pass has the order of the first.
             metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive; of
                 several labels the NLL is summed over those of an example, the others are over all.
-            grid: Prior precisions to try; 21 from 1e-4 to 1e4 if None.
+            grid: Prior precisions to try, these alone unless `extend=True`; None for 31 from 1e-4
+                to 1e8, where the search begins.
             method: `"grid"`, or `"marglik"`: maximise the marginal likelihood, no data needed.
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation, and leaves torch's global
                 generator alone; that one if None. The `"glm"` predictive draws nothing.
-            sigma: With `method="marglik"`, tune the noise of a regression, too, and set it: the
-                `likelihood` is then a `Gaussian` of the best sigma, and posterior and evidence are
-                those of a fit with it. No data is read again. One sigma per output is multiplied
-                by a common factor, the `sigma_factor` of the table.
+            sigma: Tune the noise of a regression, too, and set it: the `likelihood` is then a
+                `Gaussian` of the best sigma, and posterior and evidence are those of a fit with it.
+                If None, a sigma that was never given is tuned, unless a `grid` is given; one that
+                was given stays. On held-out data the best sigma for each prior precision has a
+                closed form (`metric="nll"`, no `grid`, not with `fisher="empirical"`). One sigma
+                per output is multiplied by a common factor, the `sigma_factor` of the table.
             link: As `predict`, for `method="grid"`.
+            extend: Whether to go on from the grid and to refine it, as above. None: from the
+                default grid, not from one that is given.
+            per: With `method="marglik"`, one prior precision for each `"kind"` of layer (linear,
+                convolution, embedding, normalisation, bias, other) or for each `"block"`; None for
+                one. A group without curvature takes what is best for all together.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried; `.sigma` if it
@@ -936,53 +990,58 @@ class Laplace:
         Raises:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
                 empty loader or one whose targets are all ignored; if the marginal likelihood has no
-                optimum; for `sigma` with another method or likelihood, or residuals of zero.
+                optimum; for `sigma` with another likelihood, or residuals of zero; for an argument
+                that the method does not use; for `per` with a curvature that is one block.
             RuntimeError: Before a fit.
         """
-        if sigma and method != "marglik":
-            raise ValueError(
-                'sigma=True tunes by the marginal likelihood: pass method="marglik", and no loader.'
-            )
         if method == "marglik":
-            is_given = (loader, grid, generator) != (None, None, None)
+            is_given = (loader, grid, generator, extend) != (None, None, None, None)
             if is_given or (metric, link) != ("nll", "probit"):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, a link nor a '
-                    "metric."
+                    'method="marglik" uses neither a loader, a generator, a grid, extend, a link '
+                    "nor a metric."
                 )
-            if sigma:
-                return self._tune_noise()
-            found = tuning.maximise_marginal_likelihood(self.log_marginal_likelihood)
+            found, fitted = tune.by_evidence(self._state, sigma, per)
         elif method == "grid":
             if loader is None:
                 raise ValueError(
                     'method="grid" needs held-out data: pass a loader, or use method="marglik".'
                 )
-            grid = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else grid
-            grid = torch.as_tensor(grid, dtype=torch.float64)
+            if per is not None:
+                raise ValueError(
+                    f'per={per!r} tunes by the marginal likelihood: pass method="marglik", and no '
+                    "loader."
+                )
             self._state.check_model()
             links.check_link(link, self.likelihood)
-            batches = self._on_device(with_progress(loader, progress, "tune"), generator)
-            found = tuning.tune_on_grid(
+            self._check_shared(loader)
+            passes = replayed(with_progress(loader, progress, "tune"), generator)
+            wanted = tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator))
+            found, fitted = tune.on_data(
+                self._state,
                 partial(self.predict_grid, link=link),
-                self.likelihood,
-                batches,
-                metric,
-                grid,
-                self._settings.class_dim,
+                lambda: self._on_device(passes()),
+                wanted,
             )
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
-        self.prior_precision = found.prior_precision
-        return found
-
-    def _tune_noise(self) -> tuning.Tuning:
-        found, fitted = noise.tune_noise(self._state)
+        if fitted is None:
+            self.prior_precision = torch.tensor(found.prior_precision, dtype=torch.float64)
+            return found
         with _EXCHANGE:
             self._fitted, self.likelihood = fitted, fitted.likelihood
             self._prior_precision = fitted.posterior.prior_precision
         return found
 
+    @staticmethod
+    def _check_shared(loader: Batches) -> None:
+        """Require held-out data that the processes share, where there are several."""
+        ranks = current()
+        if ranks.size > 1:
+            check_shared(ranks, loader)
+            refuse_misleading(data_size(loader))
+
+    @together("evaluate")
     def evaluate(
         self,
         loader: Batches,
@@ -993,8 +1052,14 @@ class Laplace:
         progress: bool = False,
         *,
         link: str = "probit",
-    ) -> dict[str, float]:
-        """Accuracy, NLL, ECE and Brier score on labelled data; OOD detection by the entropy.
+        intervals: bool = True,
+        level: float = 0.95,
+        num_resamples: int = 500,
+    ) -> Report:
+        """Accuracy, NLL and calibration on labelled data; OOD detection by the uncertainty.
+
+        Each metric has a confidence interval over the targets that count, taken as independent:
+        those of one text or picture are not quite, and their intervals too narrow.
 
         Args:
             loader: Labelled batches `(x, y)`.
@@ -1005,16 +1070,26 @@ class Laplace:
             generator: As `predict`; also seeds the order and augmentation of the loaders.
             progress: Show progress bars over the loaders.
             link: As `predict`.
+            intervals: Whether to make confidence intervals.
+            level: Coverage that they aim at; for regression also the probability of the
+                predictive's own intervals, whose coverage and width are measured.
+            num_resamples: Draws of the examples, for the metrics whose interval needs them. They
+                have a generator of their own.
 
         Returns:
-            The metrics by name, as `metrics.evaluate` has them; for several labels as
-            `metrics.evaluate_multilabel`; for regression NLL and RMSE.
+            The metrics by name, each a float with `.low` and `.high`, as `metrics.evaluate` has
+            them; for several labels as `metrics.evaluate_multilabel`; for regression as
+            `metrics.evaluate_regression`, with OOD detection by the variance. `metrics.compare`
+            takes two of them.
 
         Raises:
             ValueError: As `predict`; for an empty loader or one whose targets are all ignored; for
-                `ood` with a regression likelihood.
+                `ood` with a regression whose predictive is not normal; for a level that is not
+                between 0 and 1, or fewer than two draws.
         """
         self._state.check_model()
+        for data in (loader, *(ood or {}).values()):
+            self._check_shared(data)
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator, link=link)
@@ -1028,13 +1103,69 @@ class Laplace:
             batches(loader),
             {name: batches(data) for name, data in (ood or {}).items()},
             self._settings.class_dim,
+            intervals=intervals,
+            level=level,
+            num_resamples=num_resamples,
         )
+
+    def uncertainty(
+        self,
+        x: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        positions: Positions | None = None,
+    ) -> Uncertainty:
+        """Total, aleatoric and epistemic uncertainty of each input.
+
+        Of class probabilities they are the entropy of the predictive, the mean entropy over samples
+        of the parameters, and their mutual information (BALD), in nats, from draws; of several
+        labels summed over them. Of a regression they are variances of each target in its squared
+        units: with `method="glm"` and no `samples` in closed form, else from draws.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            method: `"glm"`, `"glm-mc"` or `"nn"`, as `predict`.
+            samples: Draws; 100 if None.
+            generator: For the draws; torch's global one if None.
+            positions: As `predict`.
+
+        Returns:
+            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`.
+
+        Raises:
+            ValueError: For `method="map"`, which has no uncertainty about the parameters; as
+                `predict`.
+            TypeError: As `predict`.
+            RuntimeError: As `predict`.
+
+        Reference:
+            Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
+            preference learning. 2011.
+        """
+        _check_method(method, samples)
+        if method == "map":
+            raise ValueError(
+                'method="map" has one setting of the parameters and no uncertainty about them: use '
+                "'glm', 'glm-mc' or 'nn'."
+            )
+        state = self._unchanged_state
+        if method == "glm" and samples is None and has_variance_in_closed_form(state.likelihood):
+            deltas = [state.posterior.prior_precision.unsqueeze(0)]
+            mean, variances = grids.moments([state], x, deltas, diagonal=True, positions=positions)
+            return of_moments(state.likelihood, mean, variances[0, 0])
+        with torch.inference_mode(False):
+            draws = self._draws(state, x, method, samples, generator, positions)
+            return of_draws(state.likelihood, draws)
 
     # -------------------------------------------------------------- on disk
 
+    @together("save")
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
+        Of several processes the first one writes, and the others wait for it.
         The model itself is not in it. The file has a checksum, and the same posterior gives the
         same bytes. What stood at the path is replaced once the new file is complete; a symbolic
         link stays, and the file that it leads to is replaced.
@@ -1054,7 +1185,11 @@ class Laplace:
             OSError: If the path is a folder, a device or may not be written; if the disk is full.
                 What was there before is still there.
         """
-        posterior_file.save(Path(path), self._unchanged_state, own_likelihood)
+        state, ranks = self._unchanged_state, current()
+        if ranks.rank == 0:
+            posterior_file.save(Path(path), state, own_likelihood)
+        # Nobody goes on before the file is there.
+        ranks.exchange(None)
 
     def export(
         self,

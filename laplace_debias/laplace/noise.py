@@ -1,30 +1,35 @@
-"""The noise of a regression, tuned together with the prior precision by the marginal likelihood.
+"""The noise of a regression, tuned together with the prior precision.
 
 A fit at σ₀ tells the posterior at every σ = k σ₀: the residuals stay, and the curvature C of the
-mean loss becomes k⁻ᵖ C. So no data is read.
+mean loss becomes k⁻ᵖ C. So the marginal likelihood reads no data.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.block_groups import groups_of, spread
+from laplace_debias.laplace.evidence import BOUNDS, GroupEvidence, notes_of, table_of
+from laplace_debias.laplace.fitted import Fitted, Noise
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
-from laplace_debias.laplace.tuning import Tuning
+from laplace_debias.laplace.tuning import OF_EVIDENCE, Tuning
 
 # The range of γ = δ kᵖ that is searched, in powers of ten.
 _RANGE = 20
+# Rounds of the best σ for the prior precisions and the other way round, and where they end.
+_ROUNDS, _TOLERANCE = 1000, 1e-10
 
 
-def rescaled(fitted: Fitted, factor: float, prior_precision: float) -> Fitted:
+def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[float]) -> Fitted:
     """The fit with σ multiplied by a factor, under another prior.
 
     Args:
         fitted: A fit whose `noise` is known.
         factor: k.
-        prior_precision: δ.
+        prior_precision: δ, one number or one per block.
 
     Raises:
         ValueError: As `GaussianPosterior`.
@@ -61,6 +66,32 @@ def squared_residuals(fitted: Fitted) -> float:
     return 2 * (fitted.nll - fitted.noise.num_targets * normaliser)
 
 
+def noise_of(fitted: Fitted) -> Noise:
+    """How the fit depends on its σ, if there is a σ to be tuned.
+
+    Raises:
+        ValueError: For another likelihood than `Gaussian`, a fit that does not say how it depends
+            on σ, or residuals of zero.
+    """
+    if type(fitted.likelihood) is not Gaussian:
+        raise ValueError(
+            f"sigma=True tunes the noise of Gaussian, not of {type(fitted.likelihood).__name__}: "
+            "leave it out."
+        )
+    if fitted.noise is None:
+        raise ValueError(
+            "The posterior's file was written before sigma could be tuned, and does not say how "
+            "many targets the fit saw: fit again."
+        )
+    # What `squared_residuals` takes the difference of, in double precision.
+    if 1e-12 * (abs(fitted.nll) + fitted.noise.num_targets) >= squared_residuals(fitted):
+        raise ValueError(
+            "The residuals are zero beside sigma, to rounding: there is no noise to estimate. "
+            "Check that the targets are not the outputs, or fit with a smaller sigma."
+        )
+    return fitted.noise
+
+
 def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
@@ -88,37 +119,20 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     # Here, as it takes a third of a second to import.
     from scipy.optimize import minimize_scalar
 
-    if type(fitted.likelihood) is not Gaussian:
-        raise ValueError(
-            f"sigma=True tunes the noise of Gaussian, not of {type(fitted.likelihood).__name__}: "
-            "leave it out."
-        )
-    if fitted.noise is None:
-        raise ValueError(
-            "The posterior's file was written before sigma could be tuned, and does not say how "
-            "many targets the fit saw: fit again."
-        )
-    posterior, p = fitted.posterior, fitted.noise.power
+    noise = noise_of(fitted)
+    posterior, p = fitted.posterior, noise.power
     # At a temperature the likelihood is that of N/T examples.
     M, Q, nll = (
         value / posterior.temperature
-        for value in (fitted.noise.num_targets, squared_residuals(fitted), fitted.nll)
+        for value in (noise.num_targets, squared_residuals(fitted), fitted.nll)
     )
     D = len(posterior.mean)
     S = posterior.from_prior_mean.double().square().sum().item()
-    # What `squared_residuals` takes the difference of, in double precision.
-    if 1e-12 * (abs(nll) + M) >= Q:
-        raise ValueError(
-            "The residuals are zero beside sigma, to rounding: there is no noise to estimate. "
-            "Check that the targets are not the outputs, or fit with a smaller sigma."
-        )
-    name = "log_marginal_likelihood"
+    name = OF_EVIDENCE
     table: list[dict[str, float]] = []
 
     def best_factor(gamma: float) -> float:
-        if p == 2:
-            return math.sqrt((Q + gamma * S) / M)
-        return math.sqrt((Q + math.sqrt(Q * Q + 8 * M * gamma * S)) / (2 * M))
+        return _best_factor(M, Q, gamma * S, p)
 
     def loss(log_gamma: float) -> float:
         gamma = 10.0**log_gamma
@@ -150,3 +164,64 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     assert isinstance(tuned.likelihood, Gaussian)
     table.sort(key=lambda row: row["prior_precision"])
     return Tuning(delta, name, -result.fun, table, tuned.likelihood.sigma.tolist()), tuned
+
+
+def tune_noise_and_groups(fitted: Fitted, per: str) -> tuple[Tuning, Fitted]:
+    """Maximise the log marginal likelihood over σ and a prior precision for each group.
+
+    From what is best for all parameters together, the prior precisions and σ are each set to their
+    best given the other, which is in closed form but for a root, until σ stays. Groups whose
+    optimum lies beyond the range are as `evidence.tune_groups` has them.
+
+    Args:
+        fitted: A fit with a `Gaussian` likelihood.
+        per: As `groups_of` takes it.
+
+    Returns:
+        What was found, and the fit with it.
+
+    Raises:
+        ValueError: As `tune_noise` and `groups_of`.
+    """
+    groups = groups_of(fitted, per)
+    start, shared = tune_noise(fitted)
+    together = start.prior_precision
+    assert isinstance(together, float)
+    assert isinstance(shared.likelihood, Gaussian)
+    assert isinstance(fitted.likelihood, Gaussian)
+    noise, T = noise_of(fitted), fitted.posterior.temperature
+    M, Q = noise.num_targets / T, squared_residuals(fitted) / T
+    k = float(shared.likelihood.sigma.flatten()[0] / fitted.likelihood.sigma.flatten()[0])
+    seen = [GroupEvidence.of(fitted.posterior, group) for group in groups]
+    for _ in range(_ROUNDS):
+        # In units of the fit's σ: γ = δ kᵖ.
+        unit, last = k**noise.power, k
+        low, high = BOUNDS[0] * unit, BOUNDS[1] * unit
+        gammas = [of_group.best(low, high, 1 / unit) for of_group in seen]
+        free = sum(
+            gamma * of_group.square
+            for gamma, of_group in zip(gammas, seen, strict=True)
+            if low < gamma < high
+        )
+        k = _best_factor(M, Q, free, noise.power)
+        if abs(k - last) <= _TOLERANCE * last:
+            break
+    found = [
+        BOUNDS[0] if gamma == low else BOUNDS[1] if gamma == high else gamma / unit
+        for gamma in gammas
+    ]
+    deltas = [together if delta == BOUNDS[0] else delta for delta in found]
+    of_blocks = spread(groups, deltas)
+    tuned = rescaled(fitted, k, of_blocks)
+    assert isinstance(tuned.likelihood, Gaussian)
+    table = table_of(groups, seen, deltas, [delta * unit for delta in deltas])
+    value = tuned.log_marginal_likelihood().item()
+    sigma, notes = tuned.likelihood.sigma.tolist(), notes_of(groups, found, together)
+    return Tuning(of_blocks, OF_EVIDENCE, value, table, sigma, notes=notes), tuned
+
+
+def _best_factor(M: float, Q: float, square: float, power: int) -> float:
+    """k, given γ‖θ* − μ‖² of the prior precisions that move with it."""
+    if power == 2:
+        return math.sqrt((Q + square) / M)
+    return math.sqrt((Q + math.sqrt(Q * Q + 8 * M * square)) / (2 * M))

@@ -140,5 +140,5 @@ def _report_unused(unused: Sequence[str], names: Sequence[str], may_leave_out: b
     warnings.warn(
         f"{says}, so they are left out of the posterior. To say so yourself, pass "
         f"{leaving_out(unused, names)}, or freeze them with requires_grad_(False).",
-        stacklevel=6,
+        stacklevel=7,
     )

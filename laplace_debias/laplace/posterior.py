@@ -212,12 +212,16 @@ class GaussianPosterior:
         deltas = self._deltas() if prior_precision is None else prior_precision
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         deltas = deltas.double().expand(len(sizes))
-        mean = self.from_prior_mean
-        mean = mean if self.order is None else mean[self.order]
-        squares = [part.double().square().sum() for part in mean.split(self.curvature.sizes)]
-        quadratic = (deltas * torch.stack(squares)).sum()
+        quadratic = (deltas * self.squared_distances()).sum()
         constant = len(self.mean) * math.log(2 * math.pi)
         return 0.5 * ((sizes * deltas.log()).sum() - quadratic - constant)
+
+    def squared_distances(self) -> Float[Tensor, " blocks"]:
+        """‖θ* − μ‖² of every block, from the prior's mean μ to the posterior's, float64."""
+        mean = self.from_prior_mean
+        mean = mean if self.order is None else mean[self.order]
+        parts = mean.split(self.curvature.sizes)
+        return torch.stack([part.double().square().sum() for part in parts])
 
 
 def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:

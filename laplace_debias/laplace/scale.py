@@ -40,7 +40,12 @@ def scale_of(problem: Problem, scheme: Scheme, data: Batches, read: Read) -> flo
     is_empirical = cotangents.fisher.kind == "empirical"
     of_all, of_measured = (
         mean_output_curvature(
-            problem.model, cotangents.loss, read(*some), is_empirical, cotangents.class_dim
+            problem.model,
+            cotangents.loss,
+            read(*some),
+            is_empirical,
+            cotangents.class_dim,
+            problem.ranks,
         )
         for some in ((data, "data of the scale"), scheme.measured)
     )

@@ -1,152 +1,116 @@
-"""The prior precision: tuned on held-out data or by the marginal likelihood."""
+"""What a search for the prior precision found."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.distributions import Distribution
+Row = dict[str, Any]
 
-from laplace_debias.curvature.losses.likelihoods import (
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-)
-from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace.evaluation import Scored, joined, score
-from laplace_debias.metrics import accuracy, brier, ece, nll
-
-# Metrics of class probabilities; True where more is better.
-_OF_PROBABILITIES: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
-    "accuracy": (accuracy, True),
-    "brier": (brier, False),
-    "ece": (ece, False),
-    "nll": (nll, False),
-}
+OF_EVIDENCE = "log_marginal_likelihood"
+"""What is maximised without data."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tuning:
     """What a search for the prior precision found.
 
     Attributes:
-        prior_precision: The best value.
+        prior_precision: The best value: one number, or one for each block, in the order of
+            `Laplace.block_names`.
         metric: What was optimised: a metric's name, or `"log_marginal_likelihood"`.
         value: The metric there.
-        table: One row for each value tried: `prior_precision` and the metric.
+        table: One row for each value tried, ascending: `prior_precision`, the metric, and from two
+            examples on its `standard_error` over the examples. If `sigma` was tuned with it,
+            `sigma_factor`: what the fit's sigma is multiplied by. With one prior precision a kind
+            or a block a row for each: its `name`, `prior_precision`, `num_parameters`, and
+            `num_determined`, how many of these the data determine.
         sigma: The noise that was tuned with it, one number or one per output; None if it was not.
+        flat: The least and the greatest prior precision tried between which the metric differs from
+            the best by at most one standard error of that difference, paired over the examples. Of
+            the marginal likelihood: within half a nat. None for one example, and for several prior
+            precisions.
+        resolution: The factor between the best value and its nearest neighbours tried, the larger
+            of the two; None if it has none.
+        notes: What a user should know of the search: that it ended at a limit, say.
     """
 
-    prior_precision: float
+    prior_precision: float | list[float]
     metric: str
     value: float
-    table: list[dict[str, float]]
+    table: list[Row]
     sigma: float | list[float] | None = None
+    flat: tuple[float, float] | None = None
+    resolution: float | None = None
+    notes: tuple[str, ...] = ()
 
     def __float__(self) -> float:
+        """The prior precision, if there is one.
+
+        Raises:
+            TypeError: If there are several.
+        """
+        if isinstance(self.prior_precision, list):
+            raise TypeError(
+                f"There are {len(self.prior_precision)} prior precisions, one for each block: use "
+                "`.prior_precision`."
+            )
         return self.prior_precision
 
+    @property
+    def message(self) -> str:
+        """What was found, in words."""
+        name = self.metric.replace("_", " ")
+        sigma = "" if self.sigma is None else f" and sigma {_numbers(self.sigma)}"
+        if isinstance(self.prior_precision, list):
+            each = ", ".join(f"{row['name']} {row['prior_precision']:.3g}" for row in self.table)
+            said = [f"Prior precisions {each}{sigma}: {name} {self.value:.4g}."]
+        else:
+            error = self._standard_error
+            plus = "" if error is None else f" ± {error:.2g}"
+            said = [
+                f"Prior precision {self.prior_precision:.3g}{sigma}: {name} {self.value:.4g}{plus}."
+            ]
+        if self.flat is not None:
+            within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
+            low, high = self.flat
+            said.append(
+                f"Flat between {low:.3g} and {high:.3g}: the {name} there is within {within} of "
+                "the best."
+                if low < high
+                else f"Every other value tried is worse by more than {within}."
+            )
+            if low < high == max(row["prior_precision"] for row in self.table):
+                said.append(
+                    "That is up to the largest value tried: the data hardly tell the best from the "
+                    "network without uncertainty of its parameters."
+                )
+        return " ".join([*said, *self.notes])
 
-def tune_on_grid(
-    predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
-    likelihood: Likelihood,
-    batches: Batches,
-    metric: str,
-    grid: Float[Tensor, " grid"],
-    class_dim: int | None = None,
-) -> Tuning:
-    """The prior precision with the best metric on held-out data, in one pass.
+    def __repr__(self) -> str:
+        """The best value, the metric, the flat range, and how many values were tried."""
+        parts = [
+            f"prior_precision={_numbers(self.prior_precision)}",
+            f"{self.metric}={self.value:.4g}",
+        ]
+        if (error := self._standard_error) is not None:
+            parts[1] += f" ± {error:.2g}"
+        if self.sigma is not None:
+            parts.append(f"sigma={_numbers(self.sigma)}")
+        if self.flat is not None:
+            parts.append("flat={:.3g} to {:.3g}".format(*self.flat))
+        if not isinstance(self.prior_precision, list):
+            tried = [row["prior_precision"] for row in self.table]
+            parts.append(f"tried={len(tried)} from {min(tried):.3g} to {max(tried):.3g}")
+        return f"Tuning({', '.join(parts)})"
 
-    Args:
-        predict_grid: From inputs `[B, ...]` and the grid to the predictive at each of its points.
-        likelihood: What targets must fit.
-        batches: Held-out batches `(x, y)`.
-        metric: `"nll"`, or with class probabilities `"accuracy"`, `"brier"` or `"ece"`; of several
-            labels over all of them.
-        grid: Prior precisions.
-        class_dim: As `score`.
-
-    Raises:
-        ValueError: For a metric that does not fit, a grid that is empty or not positive, no batch,
-            targets that are all ignored, or a metric that is NaN everywhere.
-    """
-    is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
-    known = ["nll"] if is_regression else list(_OF_PROBABILITIES)
-    if metric not in known:
-        raise ValueError(
-            f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
-        )
-    if grid.ndim != 1 or len(grid) == 0 or not bool(((grid > 0) & grid.isfinite()).all()):
-        raise ValueError(
-            "The grid must hold positive, finite prior precisions, as torch.logspace(-4, 4, 21) "
-            f"does; got {grid.tolist()}."
-        )
-    points: list[list[Scored]] = [[] for _ in grid]
-    for x, y in batches:
-        predictives = predict_grid(x, grid)
-        for parts, predicted in zip(points, predictives, strict=True):
-            parts.append(score(likelihood, predicted, y, class_dim))
-    values = [_value(metric, joined(parts, "tune on")) for parts in points]
-    return _best(metric, grid.tolist(), values)
-
-
-def _value(metric: str, scored: Scored) -> float:
-    """A metric of what was predicted at one prior precision."""
-    if metric == "nll":
-        return scored.nll
-    function, _ = _OF_PROBABILITIES[metric]
-    return float(function(*scored.classified))
-
-
-def _best(metric: str, grid: Sequence[float], values: Sequence[float]) -> Tuning:
-    """Pick the best grid point.
-
-    Raises:
-        ValueError: If no value is a number.
-    """
-    _, more_is_better = _OF_PROBABILITIES[metric]
-    table = [{"prior_precision": p, metric: v} for p, v in zip(grid, values, strict=True)]
-    rows = [row for row in table if row[metric] == row[metric]]
-    if not rows:
-        raise ValueError(f"The {metric} is NaN at every prior precision: check the predictions.")
-    best = (max if more_is_better else min)(rows, key=lambda row: row[metric])
-    return Tuning(best["prior_precision"], metric, best[metric], table)
+    @property
+    def _standard_error(self) -> float | None:
+        for row in self.table:
+            if row["prior_precision"] == self.prior_precision:
+                return row.get("standard_error")
+        return None
 
 
-def maximise_marginal_likelihood(
-    log_marginal_likelihood: Callable[[Tensor], Tensor],
-    bounds: tuple[float, float] = (1e-8, 1e8),
-) -> Tuning:
-    """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale.
-
-    Args:
-        log_marginal_likelihood: From a scalar δ to the log marginal likelihood.
-        bounds: The range searched.
-
-    Raises:
-        ValueError: If the optimum lies on the range's edge.
-    """
-    # Here, as it takes a third of a second to import.
-    from scipy.optimize import minimize_scalar
-
-    name = "log_marginal_likelihood"
-    table: list[dict[str, float]] = []
-
-    def loss(log_delta: float) -> float:
-        delta = torch.tensor(10.0**log_delta, dtype=torch.float64)
-        value = log_marginal_likelihood(delta).item()
-        table.append({"prior_precision": delta.item(), name: value})
-        return -value
-
-    low, high = (torch.tensor(bounds).log10()).tolist()
-    result = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3})
-    if min(result.x - low, high - result.x) < 1e-2:
-        raise ValueError(
-            f"The marginal likelihood has no optimum between {bounds[0]:g} and {bounds[1]:g} "
-            f"(the search ended at {10**result.x:.3g}): tune on validation data instead."
-        )
-    table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(10.0**result.x, name, -result.fun, table)
+def _numbers(value: float | list[float]) -> str:
+    if not isinstance(value, list):
+        return f"{value:.3g}"
+    return f"[{', '.join(f'{number:.3g}' for number in value)}]"

@@ -1,5 +1,7 @@
 """Checks of what metrics are given, before they compute anything."""
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
@@ -191,4 +193,43 @@ def _check_not_empty(values: Shaped[Tensor, "..."], name: str) -> None:
         raise ValueError(
             f"`{name}` is empty, of shape {list(values.shape)}; expected at least one example. "
             "Is the loader empty?"
+        )
+
+
+def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
+    """Checks numbers of a regression: finite, of one shape, on one device.
+
+    Args:
+        tensors: By the name that the error messages use, tensors of one shape.
+
+    Raises:
+        TypeError: One is not a tensor.
+        ValueError: One is empty, not floating point or not finite, or shapes or devices differ.
+    """
+    (name, first), *_ = tensors.items()
+    for other, values in tensors.items():
+        _check_floating(values, other)
+        _check_not_empty(values, other)
+        if values.shape != first.shape:
+            raise ValueError(
+                f"`{other}` has shape {list(values.shape)} and `{name}` {list(first.shape)}; "
+                "expected the same. Squeeze or expand one of them."
+            )
+        check_same_device(first, values, name, other)
+        if not values.isfinite().all():
+            raise ValueError(
+                f"`{other}` holds NaN or Inf; expected finite numbers. Drop those examples, or "
+                "look at the outputs of the network."
+            )
+
+
+def check_level(level: float) -> None:
+    """Checks the level of an interval.
+
+    Raises:
+        ValueError: `level` is not between 0 and 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(
+            f"`level` is {level}; expected a fraction between 0 and 1, for example 0.95."
         )

@@ -1,9 +1,11 @@
 """How good predicted class probabilities are: accuracy, NLL, ECE, Brier score.
 
 Every function takes probabilities `[n, classes]`, or `[n]` probabilities of class 1 of a binary
-problem, and class indices `[n]`; it returns a scalar tensor on their device. Half precision is
-computed in float32.
+problem, and class indices `[n]`; it returns a scalar tensor on their device, or with
+`reduction="none"` the value of each example. Half precision is computed in float32.
 """
+
+from typing import Literal
 
 from jaxtyping import Float, Integer
 from torch import Tensor, finfo
@@ -11,10 +13,15 @@ from torch.nn.functional import one_hot
 
 from laplace_debias.metrics.checks import check_classification
 
+Reduction = Literal["mean", "none"]
+
 
 def accuracy(
-    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
-) -> Float[Tensor, ""]:
+    probs: Float[Tensor, "n *classes"],
+    labels: Integer[Tensor, " n"],
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, "..."]:
     """Fraction of examples whose most probable class is the label.
 
     Of several most probable classes, the one that `Tensor.argmax` returns counts.
@@ -22,19 +29,26 @@ def accuracy(
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
         labels: Class indices `[n]`.
+        reduction: `"mean"`, or `"none"` for 1 or 0 of each example, `[n]`.
 
     Returns:
         The accuracy, in [0, 1].
 
     Raises:
         TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities or `labels` do not fit them.
+        ValueError: `probs` are not probabilities, `labels` do not fit them, or `reduction` is
+            unknown.
     """
     probs, labels = check_classification(probs, labels)
-    return (probs.argmax(dim=1) == labels).to(probs.dtype).mean()
+    return reduced((probs.argmax(dim=1) == labels).to(probs.dtype), reduction)
 
 
-def nll(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
+def nll(
+    probs: Float[Tensor, "n *classes"],
+    labels: Integer[Tensor, " n"],
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, "..."]:
     """Mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
 
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
@@ -47,7 +61,9 @@ def nll(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Fl
     """
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
-    return -likelihoods.clamp(min=finfo(probs.dtype).tiny).log().mean()
+    log_probs = likelihoods.clamp(min=finfo(probs.dtype).tiny).log()[:, 0]
+    # The mean first: negation does not round, and the terms' order in memory stays.
+    return -reduced(log_probs, reduction)
 
 
 def ece(
@@ -88,7 +104,12 @@ def ece(
     return error.to(probs.dtype)
 
 
-def brier(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
+def brier(
+    probs: Float[Tensor, "n *classes"],
+    labels: Integer[Tensor, " n"],
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, "..."]:
     """Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`, summed over the classes.
 
     This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's
@@ -104,7 +125,22 @@ def brier(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> 
         1950.
     """
     probs, labels = check_classification(probs, labels)
-    return (probs - one_hot(labels, probs.shape[1])).square().sum(dim=1).mean()
+    return reduced((probs - one_hot(labels, probs.shape[1])).square().sum(dim=1), reduction)
+
+
+def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
+    """The mean of the examples' values, or the values as they are.
+
+    Args:
+        values: `[n]`, or of another shape.
+        reduction: `"mean"` or `"none"`.
+
+    Raises:
+        ValueError: `reduction` is neither.
+    """
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"`reduction` is {reduction!r}; expected 'mean' or 'none'.")
+    return values.mean() if reduction == "mean" else values
 
 
 def check_num_bins(num_bins: int) -> None:

@@ -1,89 +1,192 @@
-"""Confidence intervals of metrics over the examples of a test set."""
+"""A number with its confidence interval, and intervals in closed form."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.metrics.checks import check_same_device, check_same_length
 
-Metric = Callable[[Tensor, Tensor], Tensor]
-"""A function of predictions `[n, ...]` and targets `[n, ...]` that returns a scalar tensor."""
-
-
-@dataclass(frozen=True)
-class Interval:
+class Interval(float):
     """A metric with its confidence interval, in the units of the metric.
+
+    It is the metric as a float. Only the comparison with another interval looks at the ends, too.
 
     Attributes:
         value: The metric on all examples.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
+        low: Lower end of the interval; NaN if it is not known.
+        high: Upper end of the interval; NaN if it is not known.
     """
 
-    value: float
     low: float
     high: float
 
+    def __new__(cls, value: float, low: float = math.nan, high: float = math.nan) -> "Interval":
+        """An interval without ends if they are left out."""
+        interval = super().__new__(cls, value)
+        interval.low, interval.high = float(low), float(high)
+        return interval
 
-def bootstrap(
-    metric: Metric,
-    probs: Float[Tensor, "n ..."],
-    labels: Shaped[Tensor, "n ..."],
-    *,
-    num_resamples: int = 1000,
-    level: float = 0.95,
-    generator: torch.Generator | None = None,
-) -> Interval:
-    """Percentile bootstrap over examples.
+    @property
+    def value(self) -> float:
+        """The metric as a plain float."""
+        return float(self)
 
-    The metric is computed on `num_resamples` draws of n examples with replacement; the interval is
-    between the `(1 - level)/2` and the `(1 + level)/2` quantile. It tells how far another test set
-    of this size might lead, not another training run or another batch for the curvature. A metric
-    that is biased on small sets, as `ece` is, has its interval shifted by that bias.
+    @property
+    def is_known(self) -> bool:
+        """Whether the interval has ends."""
+        return not (math.isnan(self.low) or math.isnan(self.high))
+
+    def __float__(self) -> float:
+        return float.__add__(self, 0.0)
+
+    def __reduce__(self) -> tuple[type["Interval"], tuple[float, float, float]]:
+        return type(self), (self.value, self.low, self.high)
+
+    def __eq__(self, other: Any) -> bool:
+        if isinstance(other, Interval) and float.__eq__(self, other):
+            return repr((self.low, self.high)) == repr((other.low, other.high))
+        return float.__eq__(self, other)
+
+    def __ne__(self, other: Any) -> bool:
+        return not self == other
+
+    __hash__ = float.__hash__
+
+    def __repr__(self) -> str:
+        return f"Interval({self.value!r}, {self.low!r}, {self.high!r})"
+
+    def __str__(self) -> str:
+        if not self.is_known:
+            return f"{self.value:.4g}"
+        # As many digits as tell the ends apart to two of them.
+        width = self.high - self.low
+        digits = 4 if not 0 < width < math.inf else max(0, 1 - math.floor(math.log10(width)))
+        digits = min(digits, 12)
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def normal_quantile(level: float) -> float:
+    """How many standard errors reach to both ends of an interval: 1.96 for 0.95."""
+    return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
+
+
+def student_quantile(level: float, degrees_of_freedom: int) -> float:
+    """The same for a standard error that is estimated from few examples."""
+    # scipy takes a moment to import: only what uses it waits for it.
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees_of_freedom, (1 + level) / 2))
+
+
+def of_proportion(successes: float, total: int, level: float) -> tuple[float, float]:
+    """Wilson's score interval of a probability.
 
     Args:
-        metric: Function of `(probs, labels)`, for example `nll`.
-        probs: Predictions `[n, ...]`.
-        labels: Labels or targets `[n, ...]`.
-        num_resamples: Number of draws.
-        level: Coverage aimed at, between 0 and 1.
-        generator: Source of the draws, on any device; torch's default if None.
-
-    Returns:
-        The metric of all examples, and the ends of its interval.
-
-    Raises:
-        ValueError: `probs` is empty, lengths or devices differ, `num_resamples` < 1 or `level` is
-            not between 0 and 1; and whatever `metric` raises on all examples.
+        successes: How many of the examples have the property.
+        total: Number of examples.
+        level: Coverage aimed at.
 
     Reference:
-        Efron. Bootstrap methods: another look at the jackknife. Annals of Statistics, 1979.
+        Wilson. Probable inference, the law of succession, and statistical inference. JASA, 1927.
     """
-    if num_resamples < 1:
-        raise ValueError(
-            f"`num_resamples` is {num_resamples}; expected at least 1, for example 1000."
-        )
-    if not 0 < level < 1:
-        raise ValueError(
-            f"`level` is {level}; expected a fraction between 0 and 1, for example 0.95."
-        )
-    if probs.numel() == 0:
-        raise ValueError(
-            f"`probs` is empty, of shape {list(probs.shape)}; expected at least one example."
-        )
-    check_same_length(probs, labels, "probs", "labels")
-    check_same_device(probs, labels, "probs", "labels")
-    value = metric(probs, labels)
-    device = probs.device if generator is None else generator.device
-    num_examples = len(probs)
-    draws = []
-    for _ in range(num_resamples):
-        chosen = torch.randint(num_examples, (num_examples,), generator=generator, device=device)
-        chosen = chosen.to(probs.device)
-        draws.append(metric(probs[chosen], labels[chosen]))
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = torch.stack(draws).double().cpu().quantile(tails).tolist()
-    return Interval(value=value.item(), low=low, high=high)
+    z = normal_quantile(level)
+    share = successes / total
+    centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z / (1 + z**2 / total)
+    half *= math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
+    # At shares of 0 and 1 the end is exactly there, but for rounding.
+    low = 0.0 if successes == 0 else centre - half
+    high = 1.0 if successes == total else centre + half
+    return max(0.0, low), min(1.0, high)
+
+
+def of_paired_proportions(difference: Float[Tensor, " n"], level: float) -> tuple[float, float]:
+    """Interval of the difference of two probabilities measured on the same examples.
+
+    Agresti and Min's: half an example more in each of the four cells, then the normal
+    approximation.
+
+    Args:
+        difference: Of the indicators of each example: -1, 0 or 1.
+        level: Coverage aimed at.
+
+    Reference:
+        Agresti, Min. Simple improved confidence intervals for comparing matched proportions.
+        Statistics in Medicine, 2005.
+    """
+    total = len(difference) + 2
+    more, fewer = ((difference > 0).sum().item() + 0.5), ((difference < 0).sum().item() + 0.5)
+    centre = (more - fewer) / total
+    half = normal_quantile(level) * math.sqrt(max(0.0, more + fewer - (more - fewer) ** 2 / total))
+    return max(-1.0, centre - half / total), min(1.0, centre + half / total)
+
+
+def of_mean(value: float, influence: Float[Tensor, " n"], level: float) -> tuple[float, float]:
+    """Interval of a mean, or of what is one to first order, corrected for skewness.
+
+    Hall's transformation of Student's t. The t interval of a skewed quantity, such as the NLL,
+    misses the mean above more often than below; this one does not, to second order.
+
+    Args:
+        value: The estimate.
+        influence: How much each example contributes, centred or not, `[n]`: of a mean the examples'
+            values.
+        level: Coverage aimed at.
+
+    Returns:
+        The ends; NaN for fewer than two examples.
+
+    Reference:
+        Hall. On the removal of skewness by transformation. JRSS B, 1992, equation 2.5.
+    """
+    n = len(influence)
+    if n < 2:
+        return math.nan, math.nan
+    centred = influence.double() - influence.double().mean()
+    deviation = centred.square().mean().sqrt().item()
+    if deviation == 0:
+        return value, value
+    skewness = (centred / deviation).pow(3).mean().item()
+    standard_error = deviation / math.sqrt(n - 1)
+    quantile = student_quantile(level, n - 1)
+
+    def untransformed(t: float) -> float:
+        slope = skewness / math.sqrt(n)
+        if abs(slope) < 1e-8:
+            return t
+        inner = 1 + slope * (t - slope / 6)
+        return 3 / slope * (math.copysign(abs(inner) ** (1 / 3), inner) - 1)
+
+    return (
+        value - standard_error * untransformed(quantile),
+        value - standard_error * untransformed(-quantile),
+    )
+
+
+def of_area(
+    value: float, standard_error: float, smallest: int, level: float
+) -> tuple[float, float]:
+    """Interval of a quantity in [0, 1], by the normal approximation of its logit.
+
+    At values of 0 and 1 there is no standard error. The interval is then Wilson's, as of a
+    probability of which nothing was seen in the smaller of the sets.
+
+    Args:
+        value: The estimate.
+        standard_error: Of the estimate.
+        smallest: Examples in the smallest of the sets that it comes from.
+        level: Coverage aimed at.
+
+    Reference:
+        Pepe. The statistical evaluation of medical tests for classification and prediction. 2003,
+        section 5.2.4.
+    """
+    if value in (0.0, 1.0):
+        return of_proportion(value * smallest, smallest, level)
+    if math.isnan(standard_error):
+        return math.nan, math.nan
+    half = normal_quantile(level) * standard_error / (value * (1 - value))
+    logit = math.log(value / (1 - value))
+    return 1 / (1 + math.exp(half - logit)), 1 / (1 + math.exp(-half - logit))

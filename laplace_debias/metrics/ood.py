@@ -4,8 +4,6 @@ ID is the negative class (0), OOD the positive one (1): a good score, such as th
 predictive, is higher on OOD examples. Only the order of the scores counts.
 """
 
-from collections.abc import Mapping
-
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
@@ -74,6 +72,28 @@ def aupr(
     return binary_average_precision(*_ranked(scores_id, scores_ood), validate_args=False)
 
 
+aupr_out = aupr
+"""`aupr` by the name that tells it from `aupr_in`."""
+
+
+def aupr_in(
+    scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
+) -> Float[Tensor, ""]:
+    """Area under the precision-recall curve with ID positive, as average precision.
+
+    It is `aupr` with the two sets exchanged and the order of the scores reversed. Scores and errors
+    are those of `auroc`.
+
+    Returns:
+        The area, in [0, 1]; the fraction of ID examples for a score without information.
+    """
+    # torchmetrics takes seconds to import: only what uses it waits for it.
+    from torchmetrics.functional.classification import binary_average_precision
+
+    ranks, target = _ranked(scores_id, scores_ood)
+    return binary_average_precision(1 - ranks, 1 - target, validate_args=False)
+
+
 def fpr95(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:
@@ -97,22 +117,6 @@ def fpr95(
         *_ranked(scores_id, scores_ood), min_sensitivity=0.95, validate_args=False
     )
     return 1 - specificity
-
-
-def separation(
-    scores_id: Float[Tensor, " num_id"], scores_ood: Mapping[str, Float[Tensor, " num_ood"]]
-) -> dict[str, Float[Tensor, ""]]:
-    """`auroc_<name>`, `aupr_<name>` and `fpr95_<name>` of every out-of-distribution set.
-
-    Args:
-        scores_id: Scores of in-distribution examples, `[num_id]`.
-        scores_ood: By the name of each set, the scores of its examples.
-    """
-    return {
-        f"{metric.__name__}_{name}": metric(scores_id, scores)
-        for name, scores in scores_ood.items()
-        for metric in (auroc, aupr, fpr95)
-    }
 
 
 def _ranked(

@@ -18,6 +18,7 @@ from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.weight_decay import decay_mask
 from laplace_debias.curvature.operators import GGN, Hessian
+from laplace_debias.system.ranks import Ranks, current, together
 
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
 
@@ -41,6 +42,7 @@ class Objective:
     decayed: Bool[Tensor, " dim"]
 
 
+@together("a quadratic")
 def objective(
     model: nn.Module,
     loss: Loss,
@@ -62,17 +64,18 @@ def objective(
         model, loss, data, params, num_data, reduction=reduction, batch=batch
     )
     network = Network(model, params, data, batch)
-    batches = Data(data, network.device, network.dtypes, network.read, num_data)
-    value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress)
+    ranks = current()
+    batches = Data(data, network.device, network.dtypes, network.read, num_data, ranks)
+    value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress, ranks)
     position = network.join([p.clone() for p in network.parameters], batched=False)
     return Objective(value, gradient, matrix, position, decay_mask(network.parameters))
 
 
 def _loss_and_gradient(
-    network: Network, loss: Loss, data: Data, reduction: str | None, progress: bool
+    network: Network, loss: Loss, data: Data, reduction: str | None, progress: bool, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """The loss on the data as one batch, and its gradient `[D]`, in one pass."""
-    output = output_loss(loss, reduction, len(data))
+    output = output_loss(loss, reduction, data.num_examples)
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
     value = torch.zeros((), dtype=network.dtype, device=network.device)
     gradient = torch.zeros(network.num_parameters, dtype=network.dtype, device=network.device)
@@ -88,5 +91,7 @@ def _loss_and_gradient(
         value += total.detach()
         gradient += network.join(gradients, batched=False)
         count += output.count(batch.targets)
+    ranks.sum([value, gradient])
+    count = sum(ranks.exchange(float(count)))
     scale = 1 / count if output.reduction == "mean" else 1.0
     return value * scale, gradient * scale

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.network.batches import Batches
 
 Task = Literal["classification", "regression", "binary", "multilabel"]
+"""What a network's outputs mean, as `Laplace` takes it for `likelihood`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Loaded:
         model: The network, in evaluation mode, on its device.
         task: What its outputs mean, as `Laplace` takes it for `likelihood`.
         train: The training examples, batches `(x, y)` in an order that mixes the classes.
-        num_train: N, how many there are.
+        num_train: N, how many there are in all; `train` has fewer of them where `train_examples`
+            says so, which then stand for all.
         validation: Examples that the network was not trained on, to tune on; None if there are
             none.
         test: Examples to judge it on.
@@ -47,6 +49,7 @@ class Loaded:
         picture: From one input `[C, H, W]` as the network takes it to what a person sees, `[H, W,
             3]`; None where inputs are not images.
         input_name: What an input is called, in the singular: `image`, `row` or `example`.
+        notes: What a reader should know of network and data, sentences.
     """
 
     model: nn.Module
@@ -60,3 +63,4 @@ class Loaded:
     classes: tuple[str, ...] | None = None
     picture: Callable[[Tensor], UInt8[Tensor, "height width 3"]] | None = None
     input_name: str = "example"
+    notes: tuple[str, ...] = ()

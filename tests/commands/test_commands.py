@@ -1,7 +1,6 @@
-"""The commands demo, train and evaluate, and the command line that runs them."""
+"""The commands demo and train, and the command line that runs them."""
 
 import io
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from laplace_debias.cli import main
 from laplace_debias.commands import demo
-from laplace_debias.experiments.posteriors.comparison import METHODS, ComparisonSettings
+from laplace_debias.experiments.posteriors.comparison import ComparisonSettings
 from laplace_debias.experiments.posteriors.comparison_report import (
     distance_table,
     findings,
@@ -33,7 +32,7 @@ from laplace_debias.problems import (
     random_split,
 )
 from laplace_debias.problems.data import CIFAR10_CLASSES
-from laplace_debias.problems.storage import read_tensors, write_tensors
+from laplace_debias.problems.storage import read_tensors
 from laplace_debias.report.tables import read_csv
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -173,23 +172,6 @@ def train_arguments(image_folder: Path, output: Path) -> list[str]:
     ]
 
 
-def evaluate_arguments(image_folder: Path, checkpoint: Path, output: Path) -> list[str]:
-    return [
-        "evaluate",
-        f"--config={CONFIGS / 'allcnnc_cifar10_smoke.yaml'}",
-        f"--data={image_folder}",
-        f"--checkpoint={checkpoint}",
-        f"--cache={image_folder / 'cache'}",
-        f"--output={output}",
-        "--min_accuracy=0",
-        "--device=cpu",
-        "--comparison.params=last_layer",
-        "--comparison.full_examples=20",
-        "--comparison.draws=1",
-        "--progress=false",
-    ]
-
-
 def test_train_saves_a_checkpoint_with_its_split(image_folder, checkpoint):
     tensors = read_tensors(checkpoint)
     split = torch.cat([tensors["split.train"], tensors["split.val"]])
@@ -202,35 +184,6 @@ def test_train_keeps_an_existing_checkpoint(image_folder, checkpoint, capsys):
     assert main(train_arguments(image_folder, checkpoint)) == 2
     assert "exists" in capsys.readouterr().err
     assert checkpoint.read_bytes() == before
-
-
-def test_evaluate_runs_from_a_config_with_flags_on_top(image_folder, checkpoint, tmp_path, capsys):
-    assert main(evaluate_arguments(image_folder, checkpoint, tmp_path)) == 0
-    rows = read_csv(tmp_path / "sweep.csv")
-    assert {row["prior_precision"] for row in rows if row["method"] == FULL} == {0.1, 1.0, 10.0}
-    printed = capsys.readouterr().out
-    assert "20 of the 30 training images" in " ".join(printed.split())
-    assert "Test accuracy of the trained network, 20 images" in printed
-    assert "holds no split" not in printed
-    assert "20 of the 30" in (tmp_path / "table.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_evaluate_says_where_a_checkpoint_has_no_split(
-    image_folder, checkpoint, tmp_path, capsys, monkeypatch
-):
-    tensors = {k: v for k, v in read_tensors(checkpoint).items() if not k.startswith("split")}
-    write_tensors(tmp_path / "bare.safetensors", tensors)
-    monkeypatch.setattr("laplace_debias.commands.evaluate.NUM_VALIDATION", 10)
-    arguments = evaluate_arguments(image_folder, tmp_path / "bare.safetensors", tmp_path / "out")
-    assert main(arguments) == 0
-    assert "holds no split" in capsys.readouterr().out
-
-
-def test_evaluate_refuses_a_network_that_knows_nothing(image_folder, checkpoint, tmp_path, capsys):
-    arguments = evaluate_arguments(image_folder, checkpoint, tmp_path)
-    assert main([*arguments, "--min_accuracy=0.99"]) == 2
-    assert "min_accuracy" in capsys.readouterr().err
 
 
 def test_validation_images_that_were_trained_on_are_refused():
@@ -248,24 +201,6 @@ def test_random_split_leaves_nothing_out():
         random_split(12, 12, seed=3)
 
 
-REAL = {name: os.environ.get(f"LAPLACE_DEBIAS_{name}") for name in ("DATA", "CHECKPOINT")}
-
-
-@pytest.mark.slow
-@pytest.mark.real
-@pytest.mark.skipif(
-    not all(REAL.values()),
-    reason="set LAPLACE_DEBIAS_DATA and LAPLACE_DEBIAS_CHECKPOINT to run it",
-)
-def test_smoke_run_on_the_real_network(tmp_path):
-    config = f"--config={CONFIGS / 'allcnnc_cifar10_smoke.yaml'}"
-    flags = [f"--data={REAL['DATA']}", f"--checkpoint={REAL['CHECKPOINT']}"]
-    assert main(["evaluate", config, *flags, f"--output={tmp_path}", "--progress=false"]) == 0
-    rows = read_csv(tmp_path / "sweep.csv")
-    assert {row["method"] for row in rows} == set(METHODS)
-    assert len(rows) == 1 + 3 * (1 + 1 + 1)
-
-
 # --- the command line ----------------------------------------------------------------------------
 
 
@@ -278,8 +213,8 @@ def test_smoke_run_on_the_real_network(tmp_path):
         (["demo", "--comparison.params=biases"], "comparison.params"),
         (["demo", "--image_severity=6"], "image_severity is 6"),
         (["demo", "--config=missing.yaml"], "missing.yaml"),
-        (["evaluate"], "--data, --checkpoint"),
-        (["evaluate", "--data=nowhere", "--checkpoint=nowhere.safetensors"], "nowhere.safetensors"),
+        (["fit"], "--output"),
+        (["predict", "--posterior=p"], "--output"),
         (["train", "--data=nowhere", "--output=x.safetensors"], "nothing is at nowhere"),
         (["improve"], "improve"),
         ([], "command"),
@@ -353,12 +288,6 @@ def test_train_config_reaches_the_command_line(capsys):
     assert "clip_norm: 5.0" in printed
 
 
-@pytest.mark.parametrize("name", ["allcnnc_cifar10", "allcnnc_cifar10_smoke"])
-def test_evaluate_configs_are_valid(name, capsys):
-    flags = [f"--config={CONFIGS / name}.yaml", "--data=d", "--checkpoint=c"]
-    assert f"output: results/{name}\n" in printed_config(["evaluate", *flags], capsys)
-
-
 def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     assert main(["demo"]) == 2
@@ -371,7 +300,7 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("demo", "evaluate", "train"))
+    assert all(command in printed for command in ("demo", "predict", "train"))
 
 
 def test_help_imports_no_command():

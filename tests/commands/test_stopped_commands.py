@@ -10,9 +10,10 @@ from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
 
 REQUIRED = {
-    "evaluate": ["--data=d", "--checkpoint=c"],
-    "fit": ["--output=x.safetensors"],
-    "tune": ["--posterior=x.safetensors"],
+    "fit": ["--model=m:b", "--output=x.safetensors"],
+    "predict": ["--model=m:b", "--posterior=x.safetensors", "--output=x.csv"],
+    "spectrum": ["--model=m:b"],
+    "tune": ["--model=m:b", "--posterior=x.safetensors"],
     "train": ["--output=x.safetensors"],
 }
 
@@ -67,9 +68,8 @@ def test_a_training_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     [
         (["fit"], ["--output", "--data", "--checkpoint"]),
         (["tune", "--data=d"], ["--posterior", "--checkpoint"]),
-        (["evaluate"], ["--data", "--checkpoint"]),
-        (["fit", "--output=x.safetensors"], ["the checkpoint", "no path to CIFAR-10"]),
-        (["spectrum"], ["the checkpoint", "no path to CIFAR-10"]),
+        (["fit", "--output=x.safetensors"], ["no network", "--model", "--timm", "--problem"]),
+        (["spectrum", "--problem=B"], ["the checkpoint", "no path to CIFAR-10"]),
     ],
 )
 def test_everything_that_is_missing_is_told_at_once(

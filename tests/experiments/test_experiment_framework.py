@@ -95,7 +95,8 @@ def settings_of(monkeypatch, name: str, *arguments: str):
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_are_valid(path, monkeypatch):
     name = max((n for n in NAMES if path.stem.startswith(n)), key=len)
-    settings = settings_of(monkeypatch, name, f"--config={path}")
+    needed = ["--data=d", "--checkpoint=c"] if name == "comparison" else []
+    settings = settings_of(monkeypatch, name, f"--config={path}", *needed)
     folder = "results/full" if path.parent.name == "full" else "results"
     assert settings.output == Path(folder) / path.stem
 

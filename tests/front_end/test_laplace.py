@@ -232,7 +232,8 @@ def test_evaluate_regression_reports_nll_and_rmse():
     report = la.evaluate([(x[:20], y[:20]), (x[20:], y[20:])])
     assert report["nll"] == pytest.approx(-la.predict(x).log_prob(y).mean().item(), rel=1e-5)
     assert report["rmse"] == pytest.approx((model(x) - y).square().mean().sqrt().item(), rel=1e-5)
-    assert la.tune([(x, y)]).table[0].keys() == {"prior_precision", "nll"}
+    columns = {"prior_precision", "nll", "standard_error"}
+    assert la.tune([(x, y)]).table[0].keys() == columns
 
 
 # ------------------------------------------------------------------------------- on disk

@@ -8,8 +8,8 @@ import torch
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.commands import network
 from laplace_debias.problems import DataSource, get_problem, load_problem, save_checkpoint
+from laplace_debias.sources import loading
 
 PROBLEM = get_problem("allcnn-digits")
 
@@ -38,7 +38,7 @@ def command(name: str, checkpoint: Path, *options: str) -> list[str]:
     [
         ("debiased", ["--batch_size=6"], [(0, 6), (6, 12)]),
         ("mini", ["--batch_size=9"], [(0, 9)]),
-        ("full", ["--batch_size=8", "--full_examples=12"], [(0, 12)]),
+        ("full", ["--batch_size=8", "--train_examples=12"], [(0, 12)]),
         ("mini", ["--batch_size=9", "--scale=true"], [(0, 9)]),
     ],
 )
@@ -98,14 +98,13 @@ def test_tune_by_the_marginal_likelihood_goes_back_into_the_file(checkpoint, tmp
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fit", ["--mode=full", "--full_examples=0"], "full_examples is 0"),
-        ("fit", ["--mode=mini", "--full_examples=9"], "mode=full alone"),
-        ("fit", ["--full_examples=100000"], "there are 1000 images"),
+        ("fit", ["--mode=full", "--train_examples=0"], "train_examples is 0"),
+        ("fit", ["--train_examples=100000"], "train data has 1000 examples"),
         ("fit", ["--batch_size=0"], "batch_size is 0"),
         ("fit", ["--mode=ful"], "mode"),
-        ("fit", ["--scale=true"], "sees all images"),
+        ("fit", ["--scale=true"], "sees all examples"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),
-        ("tune", ["--validation_examples=100000"], "there are 297 images"),
+        ("tune", ["--validation_examples=100000"], "validation data has 297 examples"),
         ("tune", ["--method=marglik", "--metric=ece"], "needs no data"),
         ("tune", ["--prior_precisions=[0.0]"], "positive"),
     ],
@@ -160,7 +159,7 @@ def test_tune_refuses_images_that_the_network_was_trained_on(
         val = dataclasses.replace(data.val, labels=model(x).argmax(1))
         return model, dataclasses.replace(data, val=val)
 
-    monkeypatch.setattr(network, "load_problem", told_the_answers)
+    monkeypatch.setattr(loading, "load_problem", told_the_answers)
     options = [f"--posterior={posterior}", f"--output={output}", "--validation_examples=50"]
     assert main(command("tune", checkpoint, *options)) == 2
     told = " ".join(capsys.readouterr().err.split())

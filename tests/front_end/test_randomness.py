@@ -106,6 +106,13 @@ def marginals(method):
     return result
 
 
+def uncertainty(method):
+    def result(generator):
+        return fitted().uncertainty(Augmented().x, method, 7, generator).epistemic
+
+    return result
+
+
 def tune(generator):
     la = fitted()
     values = la.tune(shuffled(), grid=[0.1, 10.0], generator=generator).table
@@ -184,6 +191,7 @@ CASES = {
     Laplace.predict: {method: predict(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.export: {"nn": exported},
     Laplace.marginals: {method: marginals(method) for method in ("glm", "glm-mc", "nn")},
+    Laplace.uncertainty: {method: uncertainty(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.tune: {"grid": tune},
     Laplace.evaluate: {method: evaluate(method) for method in ("glm", "glm-mc", "nn", "map")},
     GaussianPosterior.sample: {"": lambda generator: fitted().posterior.sample(3, generator)},

@@ -209,10 +209,13 @@ def test_evaluate_gathers_the_single_metrics(generator):
     expected = {metric.__name__: metric(probs, labels).item() for metric in CLASSIFICATION}
     expected["mean_entropy"] = pair[0].mean().item()
     expected |= {f"{metric.__name__}_noise": metric(*pair).item() for metric in OOD}
+    more = ["ece_equal_mass", "smooth_ece", "mce", "classwise_ece", "aurc"]
+    expected |= {name: getattr(metrics, name)(probs, labels).item() for name in more}
+    expected["aupr_in_noise"] = metrics.aupr_in(*pair).item()
     assert result == expected
-    assert all(type(value) is float for value in result.values())
+    assert all(isinstance(value, float) for value in result.values())
     without = metrics.evaluate(probs, labels)
-    assert list(without) == ["accuracy", "nll", "ece", "brier", "mean_entropy"]
+    assert list(without) == ["accuracy", "nll", "ece", "brier", "mean_entropy", *more]
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time

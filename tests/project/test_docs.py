@@ -1,19 +1,21 @@
 """What the documents say runs."""
 
+import dataclasses
 import doctest
+import importlib
 import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from laplace_debias.cli import main
-from laplace_debias.problems import Recipe
+from laplace_debias.sources import SourceSettings
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
@@ -52,11 +54,29 @@ def test_the_pages_that_teach_have_code():
 def test_the_commands_of_the_guide_run(training, tmp_path, monkeypatch):
     lines = [line for block in blocks_of(GUIDE, "bash") for line in block.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("laplace-debias ")]
-    assert [command[1] for command in commands] == ["train", "fit", "tune"]
+    assert [command[1] for command in commands] == ["train", "fit", "tune", "predict"]
     monkeypatch.chdir(tmp_path)
     for command in commands:
         options = training if command[1] == "train" else []
         assert main([*command[1:], *options, "--progress=false"]) == 0, command
+
+
+def test_options_in_the_guide_exist():
+    lines = [line for block in blocks_of(GUIDE, "text") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("laplace-debias ")]
+    assert {command[1] for command in commands} == {"fit", "tune", "predict", "spectrum"}
+    for _, name, *options in commands:
+        settings = importlib.import_module(f"laplace_debias.commands.{name}").Settings
+        known = {field.name for field in dataclasses.fields(settings)} | {"config"}
+        assert {option[2:] for option in options if option.startswith("--")} <= known
+
+
+def test_the_settings_file_in_the_guide_is_one():
+    (block,) = blocks_of(GUIDE, "yaml")
+    content = yaml.safe_load(block)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+    made = SourceSettings(**options | {"checkpoint": Path(content["checkpoint"])})
+    assert made.model_args == {"width": 64}
 
 
 def test_the_readme_is_short():
@@ -117,52 +137,3 @@ def test_make_tells_which_experiments_it_skips_and_why(given):
         assert is_run != is_told, config.stem
     for name, variable in names.items():
         assert (variable in skipped) == (name not in given)
-
-
-# Fewer steps of everything, by the examples' own constants.
-SHORT = Recipe(batch_size=50, cycles=((2, 0.1),), clip_norm=5.0)
-REDUCED = {
-    "influence_functions": {"DIGITS_RECIPE": SHORT, "DAMPING": 0.1},
-    "matrix_free_posterior": {"NUM_STEPS": 20, "NUM_SAMPLES": 4},
-    "newton_step": {"NUM_STEPS": 2, "SHOWN": (0, 1, 2)},
-    "pruning": {"DIGITS_RECIPE": SHORT, "NUM_PRODUCTS": 5},
-    "quickstart": {"DIGITS_RECIPE": SHORT},
-    "spectrum": {"NUM_STEPS": 1, "EVERY": 2, "NUM_PRODUCTS": 10, "NUM_PROBES": 1, "TOL": 0.3},
-}
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
-
-def test_every_example_has_a_reduced_size():
-    assert set(REDUCED) == {path.stem for path in EXAMPLES}
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run_at_reduced_size(example, tmp_path, monkeypatch, capsys):
-    """Every line of them in a few seconds; the next test runs them as they are."""
-    monkeypatch.chdir(tmp_path)
-    spec = importlib.util.spec_from_file_location(example.stem, example)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, value in REDUCED[example.stem].items():
-        monkeypatch.setattr(module, name, value)
-    module.main()
-    check_example(example, tmp_path, capsys.readouterr().out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(example, tmp_path):
-    run = subprocess.run(
-        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    check_example(example, tmp_path, run.stdout)
-
-
-def check_example(example, folder, printed):
-    """It printed something, and the pictures that it names are there."""
-    assert printed
-    pictures = re.findall(r"^Picture: (\S+)$", printed, re.MULTILINE)
-    assert pictures or example.stem == "quickstart"
-    for picture in pictures:
-        assert (folder / picture).read_bytes().startswith(b"\x89PNG")

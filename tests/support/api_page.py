@@ -18,6 +18,7 @@ MODULES = (
     "laplace_debias.optim",
     "laplace_debias.metrics",
     "laplace_debias.problems",
+    "laplace_debias.sources",
 )
 
 

@@ -50,6 +50,7 @@ CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")
 LIKELIHOODS = ("classification", "regression", "binary", "multilabel")
 BATCH = 12
+EVALUATED = ("accuracy", "exact_match", "nll", "ece", "brier", "mean_entropy", "rmse")
 OUTPUTS = {"classification": 3, "regression": 2, "binary": 1, "multilabel": 3}
 
 
@@ -194,7 +195,9 @@ def record_fit(options, mode, likelihood, fit_options):
     note_posterior(record, la, batches[2][0][:4], options.get("factor_dtype") is None)
     found = la.tune(batches[2:], grid=[0.1, 1.0, 10.0])
     record.note("tuned", [row[found.metric] for row in found.table])
-    record.note("evaluated", [*la.evaluate(batches[2:]).values()], likelihood == "regression")
+    report = la.evaluate(batches[2:], intervals=False)
+    evaluated = [report[name] for name in EVALUATED if name in report]
+    record.note("evaluated", evaluated, likelihood == "regression")
     return record
 
 

@@ -13,7 +13,6 @@ or covariance matrix estimator").
 import operator
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +20,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis, eigh, outer, pooled
+from laplace_debias.curvature.fits.folds import Fold, split_folds, together
 from laplace_debias.curvature.fits.kfac import FITS, assemble, exact_sums, fit_diagonal
 from laplace_debias.curvature.fits.magnitudes import directional_curvature
+from laplace_debias.curvature.fits.over_ranks import owners_of_blocks, shared_bases
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.fits.sums import FactorSums, Sums, add_to, eigenbases, factor_sums
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.inputs import Inputs, join, take
 
-Fold = tuple[Inputs, Tensor]
 # Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
 FactorEigenpairs = tuple[Tensor, Tensor | None]
 # From what ratio of rank and size on a factor's range is worth changing coordinates for.
@@ -55,37 +54,48 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     """
     if curvature not in FITS:
         raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
-    folds = split_folds(data, num_folds)
+    folds = split_folds(problem.ranks, data, num_folds)
     if curvature == "diag":
-        return fit_diagonal(problem, folds, None)
-    starts = list(accumulate((len(y) for _, y in folds), initial=0))
-    passes = [
-        factor_sums(problem, [fold], first) for fold, first in zip(folds, starts, strict=False)
-    ]
+        return fit_diagonal(problem, together(folds), None)
+    passes = [factor_sums(problem, fold.pairs, fold.first) for fold in folds]
     of_folds = [sums for sums, _ in passes]
     seen = reduce(operator.add, (seen for _, seen in passes))
     del passes
-    bases: dict[Block, Eigenbasis] = {}
-    table: Sums = {}
     if curvature == "ekfac":
-        bases = eigenbases({b: _total(of_folds, b) for b in problem.blocks}, seen.num_examples)
-        table = exact_crossfit(problem, folds, starts, of_folds, bases)
+        # Of several processes each has the factors of the blocks that it owns.
+        totals = {block: _total(of_folds, block) for block in of_folds[0]}
+        bases = eigenbases(problem, totals, seen.num_examples)
+        table = exact_crossfit(problem, folds, of_folds, bases)
         table = {block: bases[block].pooled(table[block], problem.dtype) for block in table}
         return CurvatureFit(assemble(problem, bases, table), seen)
-    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
-    sizes = torch.tensor([len(y) for _, y in folds]).to(device)
-    for block in problem.blocks:
+    bases, table = _of_factors(problem, folds, of_folds, seen.num_examples)
+    if problem.ranks.size > 1:
+        bases = shared_bases(problem, bases)
+        parts = {block: (of_block,) for block, of_block in table.items()}
+        shared = problem.ranks.share(parts, owners_of_blocks(problem))
+        table = {block: of_block for block, (of_block,) in shared.items() if of_block is not None}
+    return CurvatureFit(assemble(problem, bases, table), seen)
+
+
+def _of_factors(
+    problem: Problem, folds: Sequence[Fold], of_folds: list[FactorSums], num_examples: int
+) -> tuple[dict[Block, Eigenbasis], Sums]:
+    """K-FAC's eigenbases and magnitudes, of the blocks whose factors are here."""
+    bases: dict[Block, Eigenbasis] = {}
+    table: Sums = {}
+    sizes = torch.tensor([fold.size for fold in folds]).to(problem.device)
+    for block in [block for block in problem.blocks if block in of_folds[0]]:
         # A block's factors are freed once it is done with.
         sides = zip(*(sums.pop(block) for sums in of_folds), strict=True)
         G, A = (torch.stack(factors) for factors in sides)
-        basis = eigenbasis(G.sum(0) / seen.num_examples, A.sum(0) / seen.num_examples, block.name)
+        basis = eigenbasis(G.sum(0) / num_examples, A.sum(0) / num_examples, block.name)
         along_G, along_A = (
             crossfit_magnitudes(factors, sizes, known, problem.dtype)
             for factors, known in zip((G, A), _eigenpairs(basis), strict=True)
         )
         bases[block] = basis
         table[block] = basis.pooled(outer(along_G, along_A), problem.dtype)
-    return CurvatureFit(assemble(problem, bases, table), seen)
+    return bases, table
 
 
 def crossfit_magnitudes(
@@ -185,7 +195,6 @@ class _Within:
 def exact_crossfit(
     problem: Problem,
     folds: Sequence[Fold],
-    starts: Sequence[int],
     of_folds: list[FactorSums],
     of_all: dict[Block, Eigenbasis],
 ) -> Sums:
@@ -194,26 +203,27 @@ def exact_crossfit(
     Args:
         problem: The network and its blocks.
         folds: The examples of each fold.
-        starts: Position of each fold's first example in all data of the fit.
-        of_folds: Each fold's factors.
+        of_folds: Each fold's factors, of the blocks whose eigenbases are found here.
         of_all: The eigenbases of all folds together.
 
     Returns:
         `[*groups, d_out, d_in]` of each block.
     """
-    num_examples = sum(len(y) for _, y in folds)
-    totals = {block: _total(of_folds, block) for block in problem.blocks}
+    num_examples = sum(fold.size for fold in folds)
+    totals = {block: _total(of_folds, block) for block in of_folds[0]}
     table: Sums = {}
-    for fold, first, own in zip(folds, starts, of_folds, strict=False):
+    for fold, own in zip(folds, of_folds, strict=True):
         bases: dict[Block, Eigenbasis] = {}
-        for block in problem.blocks:
+        for block in totals:
             sides = zip(totals[block], own[block], _eigenpairs(of_all[block]), strict=True)
             (along_G, U_G), (along_A, U_A) = (
-                _basis_of_others(total, mine, known, num_examples - len(fold[1]), problem.dtype)
+                _basis_of_others(total, mine, known, num_examples - fold.size, problem.dtype)
                 for total, mine, known in sides
             )
             bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
-        for block, squares in exact_sums(problem, bases, [fold], first)[0].items():
+        if problem.ranks.size > 1:
+            bases = shared_bases(problem, bases)
+        for block, squares in exact_sums(problem, bases, fold.pairs, fold.first)[0].items():
             add_to(table, block, bases[block].pooled(squares, problem.dtype) / num_examples)
     return table
 
@@ -237,20 +247,3 @@ def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:
 def _total(of_folds: list[FactorSums], block: Block) -> tuple[Tensor, Tensor]:
     G, A = zip(*(sums[block] for sums in of_folds), strict=True)
     return reduce(torch.add, G), reduce(torch.add, A)
-
-
-def split_folds(data: Pairs, num_folds: int) -> list[Fold]:
-    """Cut the examples into folds.
-
-    Raises:
-        ValueError: If there are fewer examples than folds, or fewer than two folds.
-    """
-    batches = list(data)
-    if not batches:
-        raise ValueError("The data holds no example: pass at least one batch.")
-    x, y = join([x for x, _ in batches]), torch.cat([y for _, y in batches])
-    if not 2 <= num_folds <= len(y):
-        raise ValueError(
-            f"Cross-fitting {len(y)} examples takes 2 to {len(y)} folds, got {num_folds}."
-        )
-    return [(take(x, slice(k, None, num_folds)), y[k::num_folds]) for k in range(num_folds)]

@@ -4,12 +4,14 @@ Directions are the eigenvectors of the whole matrix, magnitudes the curvature al
 or on other data: the two-batch idea as for a block, without the Kronecker structure.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.directions import eigh, pooled, resolution
+from laplace_debias.curvature.fits.folds import split_folds
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.rows import Rows, sweep_rows
 from laplace_debias.curvature.network.batches import Pairs
@@ -23,6 +25,8 @@ from laplace_debias.operators import (
 
 # The one block's name.
 DENSE_BLOCK = "parameters"
+# Of several processes the first one decomposes it.
+_ON_FIRST = {DENSE_BLOCK: 0}
 # Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
 _KEPT_ROWS = 2**30
 
@@ -36,10 +40,12 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         magnitudes: Pairs that the curvature along them is measured on; None for the same.
     """
     size = sum(block.size for block in problem.blocks)
-    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
-    C = torch.zeros(size, size, dtype=problem.factor_dtype, device=device)
+    C = torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)
     seen = sweep_rows(problem, directions, lambda rows: C.addmm_(rows.T, rows))
-    along, U = eigh(_finite(C) / seen.num_examples, "the curvature")
+    sums = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(C)}, _ON_FIRST)
+    found = {key: _eigenpairs(C / seen.num_examples) for key, C in sums.items()}
+    along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
+    assert along is not None
     assert U is not None
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
@@ -75,12 +81,13 @@ def fit_low_rank(
 
     seen = sweep_rows(problem, directions, keep)
     size = sum(block.size for block in problem.blocks)
-    if num_bytes <= _KEPT_ROWS:
-        along, U = _leading(torch.cat(kept), rank, problem.dtype)
+    if sum(problem.ranks.exchange(num_bytes)) <= _KEPT_ROWS:
+        found = _on_first(problem, [_joined(problem, kept, size)], _leading_of_all(problem, rank))
+        along, U = found
     else:
         kept.clear()
         operator = _RowGram(problem, directions, size)
-        along, U = eigsh(operator, k=min(rank, size))
+        along, U = eigsh(operator, k=min(rank, size), generator=_same_on_all(problem))
     along = along / seen.num_examples
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
@@ -101,37 +108,79 @@ def fit_crossfit_dense(
         num_folds: K, at least 2.
         rank: How many directions; None for all (`full`).
     """
-    folds = split_folds(data, num_folds)
+    folds = split_folds(problem.ranks, data, num_folds)
+    size = sum(block.size for block in problem.blocks)
     rows: list[Rows] = []
     seen = Seen(0, 0.0, 0)
     for fold in folds:
         of_fold: list[Rows] = []
-        seen = seen + sweep_rows(problem, [fold], of_fold.append, seen.num_examples)
-        rows.append(torch.cat(of_fold))
+        seen = seen + sweep_rows(problem, fold.pairs, of_fold.append, fold.first)
+        rows.append(_joined(problem, of_fold, size))
 
     def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
         joined = torch.cat(some).to(problem.factor_dtype)
         if rank is not None:
             return _leading(joined, rank, problem.dtype)
-        values, vectors = eigh(joined.T @ joined, "the curvature")
-        assert vectors is not None
-        return values, vectors
+        return _eigenpairs(joined.T @ joined)
 
-    values, U = leading(rows)
-    total = torch.zeros_like(values)
-    for index, fold_rows in enumerate(rows):
-        of_others, basis = leading([*rows[:index], *rows[index + 1 :]])
-        measured = (fold_rows.to(basis) @ basis).square().sum(0)
-        measured = pooled(measured, of_others, problem.dtype)
-        # Fewer rows span fewer directions: what is left out has no curvature to measure.
-        total[: len(measured)] += measured[: len(total)]
-    along = pooled(total / seen.num_examples, values, problem.dtype)
+    def crossfitted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        values, U = leading(rows)
+        total = torch.zeros_like(values)
+        for index, fold_rows in enumerate(rows):
+            of_others, basis = leading([*rows[:index], *rows[index + 1 :]])
+            measured = (fold_rows.to(basis) @ basis).square().sum(0)
+            measured = pooled(measured, of_others, problem.dtype)
+            # Fewer rows span fewer directions: what is left out has no curvature to measure.
+            total[: len(measured)] += measured[: len(total)]
+        return pooled(total / seen.num_examples, values, problem.dtype), U
+
+    along, U = _on_first(problem, rows, crossfitted)
     block: LinearOperator
     if rank is None:
         block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
     else:
         block = LowRankPlusDiagonal(U.to(problem.dtype), along.to(problem.dtype), 0.0)
     return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), seen)
+
+
+def _on_first(
+    problem: Problem,
+    rows: list[Tensor],
+    decomposed: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """What is made of the rows of all processes: by the first of them, for all."""
+    of_all = [problem.ranks.on_first(some) for some in rows]
+    complete = [some for some in of_all if some is not None]
+    found = {DENSE_BLOCK: decomposed(complete)} if complete else {}
+    along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
+    assert along is not None
+    assert U is not None
+    return along, U
+
+
+def _leading_of_all(problem: Problem, rank: int) -> Callable[[list[Tensor]], tuple[Tensor, Tensor]]:
+    return lambda rows: _leading(rows[0], rank, problem.dtype)
+
+
+def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
+    """The rows of one process, which may have none."""
+    if rows:
+        return torch.cat(rows)
+    return torch.zeros(0, size, dtype=problem.factor_dtype, device=problem.device)
+
+
+def _same_on_all(problem: Problem) -> torch.Generator | None:
+    """A generator of the same numbers on all processes; of one process torch's global one."""
+    if problem.ranks.size == 1:
+        return None
+    seed = problem.ranks.exchange(int(torch.randint(2**62, ())))[0]
+    return torch.Generator(problem.device).manual_seed(seed)
+
+
+def _eigenpairs(C: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
+    values, vectors = eigh(C, "the curvature")
+    assert vectors is not None
+    return values, vectors
 
 
 def _measured(
@@ -142,6 +191,7 @@ def _measured(
     seen = sweep_rows(
         problem, batches, lambda rows: along.add_((rows @ U.to(rows)).square().sum(0)), first
     )
+    problem.ranks.sum([along])
     return along / seen.num_examples, seen
 
 
@@ -203,7 +253,7 @@ class _RowGram(LinearOperator):
 
     @property
     def device(self) -> torch.device:
-        return self._problem.model.get_parameter(self._problem.blocks[0].parameters[0]).device
+        return self._problem.device
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802
@@ -220,4 +270,5 @@ class _RowGram(LinearOperator):
     def _matmat(self, matrix: Tensor) -> Tensor:
         product = torch.zeros_like(matrix)
         sweep_rows(self._problem, self._batches, lambda rows: product.addmm_(rows.T, rows @ matrix))
+        self._problem.ranks.sum([product])
         return product

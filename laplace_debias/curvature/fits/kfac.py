@@ -9,6 +9,12 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_magnitudes
+from laplace_debias.curvature.fits.over_ranks import (
+    shape_along_A,
+    shape_along_G,
+    shape_of_table,
+    to_all,
+)
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import (
     Sums,
@@ -35,7 +41,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         magnitudes: Pairs that the curvature is measured on; None for the same.
     """
     sums, seen = factor_sums(problem, directions)
-    bases = eigenbases(sums, seen.num_examples)
+    bases = eigenbases(problem, sums, seen.num_examples)
     if magnitudes is None:
         return CurvatureFit(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
 
@@ -65,6 +71,8 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     )
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
+    along_G = to_all(problem, along_G, shape_along_G)
+    along_A = to_all(problem, along_A, shape_along_A)
     table = {}
     for block, G in along_G.items():
         ones = G.new_ones(*block.groups, 1)
@@ -84,7 +92,7 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
             read twice.
     """
     sums, seen = factor_sums(problem, directions)
-    bases = eigenbases(sums, seen.num_examples)
+    bases = eigenbases(problem, sums, seen.num_examples)
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
     table = {
@@ -116,7 +124,7 @@ def exact_sums(
 
     seen = sweep(problem, batches, measure, collect, first=first)
     check_finite_sums({block: [squares] for block, squares in sums.items()})
-    return sums, seen
+    return to_all(problem, sums, shape_of_table), seen
 
 
 def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:

@@ -10,6 +10,7 @@ from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import call, move
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.ranks import ALONE, Ranks
 
 
 def mean_output_curvature(
@@ -18,6 +19,7 @@ def mean_output_curvature(
     batches: Pairs,
     empirical: bool = False,
     class_dim: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> float:
     """Mean over examples of tr ∇²_f ℓ, summed over an example's terms; 1 − Σ p² for a softmax.
 
@@ -31,6 +33,7 @@ def mean_output_curvature(
         batches: `(x, y)`, on the model's device or the CPU.
         empirical: ‖∇_f ℓ‖² instead, the trace of the empirical Fisher's part.
         class_dim: As `Cotangents`.
+        ranks: The processes that share the examples.
 
     Raises:
         ValueError: If there is no example, or outputs or targets are not what they must be.
@@ -40,6 +43,7 @@ def mean_output_curvature(
     total: Tensor | float = 0.0
     num_examples, faults = 0, Faults()
     for number, (x, y) in enumerate(batches, start=1):
+        ranks.check()
         with faults.of_batch(number):
             x = move(x, device, None)
             with torch.no_grad():
@@ -54,7 +58,9 @@ def mean_output_curvature(
             else:
                 total = total + loss.hessian_trace(outputs, labels).double()
             num_examples += len(y)
-    if num_examples == 0:
-        raise ValueError("The data of the scale holds no example: pass at least one batch.")
     faults.read()
-    return float(total) / num_examples
+    of_ranks = ranks.exchange([float(total), num_examples])
+    num_of_all = sum(seen for _, seen in of_ranks)
+    if num_of_all == 0:
+        raise ValueError("The data of the scale holds no example: pass at least one batch.")
+    return sum(of_rank for of_rank, _ in of_ranks) / num_of_all

@@ -1,7 +1,7 @@
 """What curvature is taken of, and what a fit gives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from laplace_debias.curvature.layers.stream import Backend
 from laplace_debias.curvature.losses.base import OutputLoss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.operators import BlockDiagonal
+from laplace_debias.system.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Problem:
         backend: Where the blocks' inputs and output gradients come from.
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
+        ranks: The processes that share the data. What a fit sums over examples is summed over them.
     """
 
     model: nn.Module
@@ -33,6 +35,7 @@ class Problem:
     backend: Backend
     factor_dtype: torch.dtype
     memory_bound: int | None
+    ranks: Ranks = ALONE
 
     @classmethod
     def of(
@@ -64,6 +67,19 @@ class Problem:
     def dtype(self) -> torch.dtype:
         """The dtype of the Bayesian parameters."""
         return self.model.get_parameter(self.blocks[0].parameters[0]).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the Bayesian parameters are."""
+        return self.model.get_parameter(self.blocks[0].parameters[0]).device
+
+    def on(self, ranks: Ranks) -> "Problem":
+        """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""
+        if ranks.size == 1:
+            return self
+        fisher = self.cotangents.fisher
+        fisher = replace(fisher, seed=ranks.exchange(fisher.seed)[0])
+        return replace(self, ranks=ranks, cotangents=replace(self.cotangents, fisher=fisher))
 
 
 @dataclass(frozen=True)

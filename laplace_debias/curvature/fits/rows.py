@@ -42,7 +42,7 @@ def sweep_rows(
         consume(torch.cat(parts, dim=2).flatten(0, 1).to(problem.factor_dtype))
 
     seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first)
-    check_finite_sums({block: [torch.stack(found)] for block, found in extremes.items()})
+    check_finite_sums({block: [torch.stack(of)] for block, of in extremes.items() if of})
     return seen
 
 

@@ -12,6 +12,12 @@ from laplace_debias.curvature.fits.factors import (
     input_factor,
     moments,
 )
+from laplace_debias.curvature.fits.over_ranks import (
+    shape_of_A,
+    shape_of_G,
+    shared_bases,
+    to_owners,
+)
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
@@ -24,7 +30,10 @@ FactorSums = dict[Block, tuple[Tensor, Tensor]]
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
-    """Factors of every block, summed over the examples of all batches; `first` as in `sweep`."""
+    """Factors of every block, summed over the examples of all batches; `first` as in `sweep`.
+
+    On several processes they are those of all, and each block's are at its owner alone.
+    """
     of_gradients: Sums = {}
     of_inputs: Sums = {}
     rows: dict[Block, list[Tensor]] = {}
@@ -64,12 +73,16 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     seen = sweep(problem, batches, measure, add_gradients, add_inputs, first, additive=True)
     for block in list(rows):
         multiply_kept(block)
+    check_finite_sums(
+        {b: [G, *([of_inputs[b]] if b in of_inputs else [])] for b, G in of_gradients.items()}
+    )
+    of_gradients = to_owners(problem, of_gradients, shape_of_G)
+    of_inputs = to_owners(problem, of_inputs, shape_of_A)
     sums = {}
     for block, G in of_gradients.items():
         # What an exact block is multiplied with, once an example.
         ones = G.new_full((*block.groups, 1, 1), seen.num_examples)
         sums[block] = (G, ones if block.is_exact else of_inputs[block])
-    check_finite_sums(sums)
     return sums, seen
 
 
@@ -100,13 +113,16 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
             )
 
 
-def eigenbases(sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
-    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way."""
+def eigenbases(problem: Problem, sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
+    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
+
+    Each process decomposes those that it owns, and all have all of them.
+    """
     bases: dict[Block, Eigenbasis] = {}
     for block in list(sums):
         G, A = sums.pop(block)
         bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
-    return bases
+    return bases if problem.ranks.size == 1 else shared_bases(problem, bases)
 
 
 def add_to(sums: Sums, block: Block, value: Tensor) -> None:

@@ -1,7 +1,9 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.system.memory import MOST_GRANTED, granted
 
 # From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
@@ -46,7 +49,8 @@ def sweep(
     """One pass over data: every batch's blocks are measured and handed over.
 
     A batch is pushed through the network in chunks, to keep the output gradients of all columns
-    within the memory bound.
+    within the memory bound. Of several processes each goes through its own batches; what they saw
+    is summed, what was measured is not.
 
     Args:
         problem: The network and its blocks.
@@ -57,7 +61,7 @@ def sweep(
             the layer of one weight block after the other, what went into it, chunk by chunk, and
             which positions take part. Then `measure` is told them too, where not all do.
         first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
-            it, so that different data get different labels.
+            it, so that different data get different labels. `Placed` pairs say the rest.
         additive: Whether measuring one cotangent after the other costs no more than all at once.
         extra_bytes: What is made for every cotangent of an example besides its output gradients.
 
@@ -71,16 +75,17 @@ def sweep(
     num_seen, num_outputs, pace = 0, 0, None
     nll: Tensor | float = 0.0
     faults = Faults()
-    # The batches of a list are folds, and not those of the user.
-    are_folds = isinstance(batches, list)
-    for number, (all_x, all_y) in enumerate(batches, start=1):
+    placed = batches if isinstance(batches, Placed) else Placed(batches)
+    for number, (all_x, all_y) in enumerate(placed, start=1):
+        problem.ranks.check()
         if pace is None:
             pace = _pace(problem, all_x, additive, extra_bytes)
+        before = first + placed.place(number - 1, num_seen)
         for start in range(0, len(all_y), pace.examples):
             part = slice(start, start + pace.examples)
             x, y = take(all_x, part), all_y[part]
 
-            def columns(outputs: Tensor, y: Tensor = y, key: int = first + num_seen) -> Tensor:
+            def columns(outputs: Tensor, y: Tensor = y, key: int = before + start) -> Tensor:
                 nonlocal nll, num_outputs
                 check_outputs(outputs)
                 cotangents, value = problem.cotangents(outputs, y, key)
@@ -88,11 +93,12 @@ def sweep(
                 num_outputs += outputs.numel()
                 return cotangents
 
-            with faults.of_batch(None if are_folds else number):
+            # The batches of a list are folds, and not those of the user.
+            with faults.of_batch(None if placed.are_folds else number):
                 moved, keeping = move(x, pace.device, None), measure
                 if kept is not None:
                     # It asks about what still lies on the CPU there.
-                    masks = pace.positions.find(x, y, first + num_seen)
+                    masks = pace.positions.find(x, y, before + start)
                     keeping = kept.and_measure(measure, masks)
                 stream(moved, columns, keeping, consume, pace.columns)
                 if kept is not None:
@@ -100,10 +106,12 @@ def sweep(
             num_seen += len(y)
         if kept is not None:
             kept.hand_over()
-    if num_seen == 0:
-        raise ValueError("The data holds no example: pass a loader with at least one batch.")
     faults.read()
-    return Seen(num_seen, float(nll), num_outputs)
+    of_ranks = problem.ranks.exchange([num_seen, float(nll), num_outputs])
+    seen = reduce(operator.add, (Seen(*of_rank) for of_rank in of_ranks))
+    if seen.num_examples == 0:
+        raise ValueError("The data holds no example: pass a loader with at least one batch.")
+    return seen
 
 
 class _KeptInputs:
@@ -185,7 +193,7 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     Raises:
         ValueError: If one cotangent of one example does not fit.
     """
-    device = problem.model.get_parameter(problem.blocks[0].parameters[0]).device
+    device = problem.device
     one = move(take(x, slice(0, 1)), device, None)
     network = shadow(problem.model)
     tap = Tap.on(network, problem.blocks)

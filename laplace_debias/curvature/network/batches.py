@@ -10,6 +10,8 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.reader import BatchReader
+from laplace_debias.system.randomness import SeededBatches
+from laplace_debias.system.ranks import ALONE, Ranks
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
 Batches = Iterable[Any]
@@ -60,11 +62,18 @@ class Counted:
         counts_any: Whether any target of a batch counts.
         ignored: What targets are called that do not, such as `"ignore_index=-100"`; "" for no name.
         what: What the error calls the batches.
+        ranks: The processes, of which any may have a target that counts.
     """
 
     def __init__(
-        self, batches: Pairs, counts_any: Callable[[Tensor], bool], ignored: str, what: str
+        self,
+        batches: Pairs,
+        counts_any: Callable[[Tensor], bool],
+        ignored: str,
+        what: str,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._batches = batches
         self._counts_any = counts_any
         self._ignored = ignored
@@ -76,7 +85,8 @@ class Counted:
             num_batches += 1
             counts = counts or self._counts_any(y)
             yield x, y
-        if num_batches and not counts:
+        of_ranks = self._ranks.exchange([num_batches, counts])
+        if any(some for some, _ in of_ranks) and not any(found for _, found in of_ranks):
             kind = f" ({self._ignored})" if self._ignored else ""
             raise ValueError(
                 f"Every target of the {self._what} is ignored{kind}. They have no curvature: "
@@ -94,11 +104,12 @@ class FirstBatchKnown:
         batches: The source.
 
     Attributes:
+        source: The source.
         first: The first batch, a list of it alone; empty if there is none.
     """
 
     def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+        self.source = self._batches = batches
         self._begun: Iterator[Any] | None = iter(batches)
         self.first = list(islice(self._begun, 1))
 
@@ -112,9 +123,16 @@ def with_progress(batches: Batches, progress: bool, what: str) -> Batches:
     return _Progress(batches, what) if progress else batches
 
 
+def source_of(batches: Batches) -> Batches:
+    """The user's own batches, below what is made of them here."""
+    while isinstance(batches, (FirstBatchKnown, SeededBatches, _Progress)):
+        batches = batches.source
+    return batches
+
+
 class _Progress:
     def __init__(self, batches: Batches, what: str) -> None:
-        self._batches = batches
+        self.source = self._batches = batches
         self._what = what
 
     def __iter__(self) -> Iterator[Any]:

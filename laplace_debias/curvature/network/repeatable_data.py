@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, source_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, tensors_of
 from laplace_debias.curvature.network.reader import BatchReader
+from laplace_debias.curvature.network.shards import check_shared, first_places, refuse_same
+from laplace_debias.system.ranks import ALONE, Ranks
 
 _MASKED = -1234.5
 """What stands for −∞ in the mark of a batch."""
 _EMPTY = "The data is empty: it must yield at least one batch."
+_NO_PART = (
+    "This process has no example of the data: curvature operators take no more processes than "
+    "there are examples in a batch."
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Batch:
 
     Attributes:
         index: Place of the batch in the data.
-        first: Place of its first example in the data.
+        first: Place of its first example in the data, of all processes that share it.
         size: B, the number of its examples.
         inputs: What the model is called with.
         targets: `[B, ...]`.
@@ -51,6 +57,12 @@ class Data:
         dtypes: Of the model's parameters, one of which floating-point inputs must have.
         read: What makes pairs of its batches.
         num_data: The number of examples if known: checked.
+        ranks: The processes that share the data, of which each has its own batches.
+
+    Attributes:
+        sizes: How many examples each batch of this process has.
+        firsts: The place of each batch's first example, among those of all processes.
+        num_examples: How many examples there are, of all processes.
 
     Raises:
         TypeError: If it can be read only once; as `BatchReader`.
@@ -65,8 +77,10 @@ class Data:
         dtypes: Collection[torch.dtype],
         read: BatchReader,
         num_data: int | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         _check_repeatable(batches)
+        is_shared = check_shared(ranks, source_of(batches))
         self._batches = batches
         self._device = device
         self._dtypes = dtypes
@@ -75,7 +89,7 @@ class Data:
         self.sizes: list[int] = []
         for index, batch in enumerate(batches):
             inputs, targets = read(batch, f"Batch {index}")
-            mark = _mark(inputs, targets)
+            mark = mark_of(inputs, targets)
             if not math.isfinite(mark):
                 raise ValueError(
                     f"Batch {len(self.sizes)} holds NaN or Inf: remove these examples."
@@ -83,29 +97,27 @@ class Data:
             self.sizes.append(len(targets))
             self._marks.append(mark)
         if not self.sizes:
-            raise ValueError(_EMPTY)
-        if num_data is not None and num_data != len(self):
+            raise ValueError(_EMPTY if ranks.size == 1 else _NO_PART)
+        if not is_shared:
+            refuse_same(ranks.exchange(self._marks[0]), "begins with the same batch")
+        self.num_examples = sum(ranks.exchange(sum(self.sizes)))
+        self.firsts = first_places(ranks, self.sizes)
+        if num_data is not None and num_data != self.num_examples:
             raise ValueError(
-                f"num_data={num_data}, but the data holds {len(self)} examples: leave num_data "
-                "out, or check drop_last and the sampler."
+                f"num_data={num_data}, but the data holds {self.num_examples} examples: leave "
+                "num_data out, or check drop_last and the sampler."
             )
         self.batch(0)
 
-    def __len__(self) -> int:
-        return sum(self.sizes)
-
     def __iter__(self) -> Iterator[Batch]:
-        first = 0
         index = -1
         for index, pair in enumerate(self._batches):
             inputs, targets = self._read(pair)
             if index >= len(self.sizes) or not self._is_same(index, inputs, targets):
                 self._refuse(index)
             inputs = move(inputs, self._device, self._dtypes)
-            yield Batch(
-                index, first, self.sizes[index], inputs, targets.to(self._device, non_blocking=True)
-            )
-            first += self.sizes[index]
+            targets = targets.to(self._device, non_blocking=True)
+            yield Batch(index, self.firsts[index], self.sizes[index], inputs, targets)
         if index == -1:
             raise TypeError(
                 f"{type(self._batches).__name__} gave no batch when it was read again: it "
@@ -122,7 +134,7 @@ class Data:
 
     def _is_same(self, index: int, inputs: Inputs, targets: Tensor) -> bool:
         return num_examples(inputs) == self.sizes[index] and math.isclose(
-            _mark(inputs, targets), self._marks[index], rel_tol=1e-9, abs_tol=1e-6
+            mark_of(inputs, targets), self._marks[index], rel_tol=1e-9, abs_tol=1e-6
         )
 
     def _refuse(self, index: int) -> None:
@@ -158,7 +170,7 @@ def _check_repeatable(batches: Any) -> None:
         )
 
 
-def _mark(inputs: Inputs, targets: Tensor) -> float:
+def mark_of(inputs: Inputs, targets: Tensor) -> float:
     """A number that changes with the order of the examples and with any of their entries.
 
     It is not finite if they hold NaN or Inf where that is refused, see `Data`.

@@ -75,6 +75,7 @@ def check_usable(model: nn.Module) -> None:
     Raises:
         TypeError: For anything but a `torch.nn.Module`, and for TorchScript.
         ValueError: If parameters or buffers lie on the device `meta`, where they have no values.
+        NotImplementedError: If the parameters are split over processes, as FSDP does.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -86,6 +87,15 @@ def check_usable(model: nn.Module) -> None:
                 "the same state_dict."
             )
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    # By their attributes: to import the classes takes a second.
+    split = [name for name, tensor in tensors if hasattr(tensor, "full_tensor")]
+    if split or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise NotImplementedError(
+            f"{split[0] if split else 'The model'} is split over processes (fully_shard, FSDP), "
+            "and curvature needs whole parameters on each: build the plain model and load the full "
+            "state into it, torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)). The data may be shared by processes."
+        )
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:
         raise ValueError(

@@ -13,6 +13,7 @@ from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
 from laplace_debias.operators import Transpose
+from laplace_debias.system.ranks import refuse_ranks
 
 
 class Jacobian(NetworkOperator):
@@ -47,6 +48,7 @@ class Jacobian(NetworkOperator):
         chunk_size: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:
+        refuse_ranks("Jacobian", "J.T @ J is GGN(model, nn.MSELoss(), data), scaled")
         super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
 
     @property

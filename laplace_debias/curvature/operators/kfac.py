@@ -19,10 +19,13 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
+from laplace_debias.curvature.network.same_model import check_same_model
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.memory import check_memory_bound
 from laplace_debias.system.randomness import seeded
+from laplace_debias.system.ranks import current, together
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -110,6 +113,7 @@ class KFAC(Permuted):
 
     num_data: int = 0
 
+    @together("K-FAC")
     def __init__(
         self,
         model: nn.Module,
@@ -154,7 +158,10 @@ class KFAC(Permuted):
             blocks = verified_blocks(network.names, model, of_loss, joint, sharing)
             stream = choose_backend(model, backend, blocks)
             problem = Problem(model, cotangents, blocks, stream, factor_dtype, memory_bound)
-            fitted = self._fit()(problem, of_loss, None if magnitudes is None else measured)
+            problem = problem.on(current())
+            fitted = self._fit()(
+                problem, of_loss.placed, None if magnitudes is None else measured.placed
+            )
         order = parameter_order(model, network.names, blocks)
         Permuted.__init__(
             self,
@@ -202,8 +209,10 @@ class LossData:
         reduction: str | None,
         num_data: int | None,
     ) -> None:
-        self._data = Data(batches, network.device, network.dtypes, network.read, num_data)
-        self.num_examples = len(self._data)
+        ranks = current()
+        check_same_model(ranks, network.model)
+        self._data = Data(batches, network.device, network.dtypes, network.read, num_data, ranks)
+        self.num_examples = self._data.num_examples
         self.loss = output_loss(loss, reduction, self.num_examples)
         first = self._data.batch(0)
         outputs = network.first_outputs(first.inputs, first.size)
@@ -214,6 +223,7 @@ class LossData:
             if batch.targets.shape[1:] == first.targets.shape[1:]:
                 self.loss.check(outputs[:1].expand(batch.size, *outputs.shape[1:]), batch.targets)
             total += self.loss.count(batch.targets)
+        total = sum(ranks.exchange(float(total)))
         if total <= 0:
             raise ValueError(
                 "The loss counts no target: all are ignored (ignore_index) or have weight 0."
@@ -221,6 +231,11 @@ class LossData:
         if isinstance(self.loss, BinaryCrossEntropy):
             self.has_example_weights = self.loss.has_rows(outputs.ndim)
         self.scale = 1 / total if self.loss.reduction == "mean" else 1.0
+
+    @property
+    def placed(self) -> Placed:
+        """The pairs, with their places among those of all processes."""
+        return Placed(self, lambda batch, _: self._data.firsts[batch])
 
     @property
     def first_inputs(self) -> Inputs:

@@ -13,8 +13,10 @@ from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
+from laplace_debias.curvature.operators.same_vectors import check_same
 from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.system.randomness import seeded
+from laplace_debias.system.ranks import together
 
 
 class CurvatureOperator(NetworkOperator):
@@ -22,7 +24,8 @@ class CurvatureOperator(NetworkOperator):
 
     The loss is torch's on the data as *one* batch, whatever the batches: with `reduction="sum"` the
     sum over them, with `"mean"` divided by what torch divides by, which counts weights and ignored
-    targets.
+    targets. With a process group it is that of all processes' data, each has the batches of its
+    part (`ShardedBatches`), and all of them make the same products in the same order.
 
     Args:
         model: In eval mode where it has dropout or batch normalisation. It is never touched. The
@@ -53,6 +56,7 @@ class CurvatureOperator(NetworkOperator):
             none.
     """
 
+    @together("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -80,6 +84,7 @@ class CurvatureOperator(NetworkOperator):
             if some.index == 0:
                 self._check_value(some)
             total += self._loss.count(some.targets)
+        total = sum(self._ranks.exchange(float(total)))
         if total <= 0:
             raise ValueError(
                 "The loss counts no target: all are ignored (ignore_index) or have weight 0."
@@ -118,15 +123,18 @@ class CurvatureOperator(NetworkOperator):
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         return None, 0
 
+    @together("a curvature operator's product")
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
+        check_same(self._ranks, vectors)
 
         def product(item: Item) -> Tensor:
             chunks = self._chunks(item, len(vectors))
             return torch.cat([self._product(item, vectors[chunk]) for chunk in chunks])
 
         total = reduce(Tensor.add_, self._of_items(product))  # the data is not empty
+        self._ranks.sum([total])
         return total.mul_(self._scale).T
 
     def _product(self, item: Item, vectors: Float[Tensor, "k columns"]) -> Tensor:
@@ -263,7 +271,13 @@ class Fisher(CurvatureOperator):
         self._seed = 0
         if self._samples:
             device = "cpu" if generator is None else generator.device
-            self._seed = int(torch.randint(2**62, (), generator=generator, device=device))
+            seed = int(torch.randint(2**62, (), generator=generator, device=device))
+            self._seed = self._agreed(seed)
+
+    @together("a curvature operator's construction")
+    def _agreed(self, seed: int) -> int:
+        """The seed of rank 0."""
+        return self._ranks.exchange(seed)[0]
 
     @property
     def is_positive_semidefinite(self) -> bool:

@@ -14,9 +14,11 @@ from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
+from laplace_debias.curvature.network.same_model import check_same_model
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Kept, Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout
+from laplace_debias.system.ranks import current, together
 
 Result = TypeVar("Result")
 
@@ -50,11 +52,12 @@ class NetworkOperator(LinearOperator):
 
     Attributes:
         layout: The selected parameters, in the model's order, as they lie in a vector.
-        num_data: N, the number of examples.
+        num_data: N, the number of examples, of all processes that share the data.
         num_bytes_kept: What the linearised batches kept between products take, in bytes.
     """
 
     # Under inference mode nothing could be differentiated.
+    @together("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -72,7 +75,9 @@ class NetworkOperator(LinearOperator):
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
         self._network = Network(model, "all" if params is None else params, data, batch)
         network = self._network
-        self._data = Data(data, network.device, network.dtypes, network.read, num_data)
+        self._ranks = current()
+        check_same_model(self._ranks, network.model)
+        self._data = Data(data, network.device, network.dtypes, network.read, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
         self._kept = Kept(self._data, self._make, memory_bound)
@@ -104,7 +109,7 @@ class NetworkOperator(LinearOperator):
     @property
     def num_data(self) -> int:
         """N, the number of examples."""
-        return len(self._data)
+        return self._data.num_examples
 
     @property
     def num_bytes_kept(self) -> int:

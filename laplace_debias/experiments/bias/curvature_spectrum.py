@@ -165,6 +165,7 @@ def decompose(
     batches: Sequence[tuple[Tensor, Tensor]],
     settings: SpectrumBudget,
     seconds: dict[str, float] | None = None,
+    loss: nn.Module | None = None,
 ) -> SpectrumResult:
     """The spectrum of the GGN of few examples, exactly, from the products of its rows.
 
@@ -173,6 +174,7 @@ def decompose(
         batches: Images and labels.
         settings: Number of eigenpairs, share left out, and the density's width and floor.
         seconds: Seconds spent before, by name.
+        loss: Whose GGN, as `ggn_spectrum` takes it; the mean cross-entropy if None.
 
     Returns:
         What was measured. Residuals are their bound by what was left out.
@@ -180,7 +182,7 @@ def decompose(
     clock = _Clock(seconds or {})
     spectrum = ggn_spectrum(
         model,
-        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss() if loss is None else loss,
         batches,
         settings.eigenpairs,
         tol=settings.left_out,
@@ -188,7 +190,9 @@ def decompose(
     )
     clock.stop("all eigenvalues")
     k = spectrum.vectors.shape[1]
-    leading, others = spectrum.values[:k], spectrum.values[k:]
+    size = len(spectrum.vectors)
+    # Where there are more rows than parameters, the values behind the last one are rounding.
+    leading, others = spectrum.values[:k], spectrum.values[k:size]
     pairs = EigenPairs(
         leading,
         spectrum.vectors,
@@ -199,7 +203,6 @@ def decompose(
         f"{spectrum.left_out:.2g} of those left out",
     )
     trace = torch.tensor(spectrum.trace, dtype=leading.dtype, device=leading.device)
-    size = len(spectrum.vectors)
     rest = torch.cat([others, others.new_zeros(size - len(others))])
     density = spectral_density(
         Diagonal(rest),

@@ -10,7 +10,6 @@ from laplace_debias.experiments.bias.bias_figures import trend_figure
 from laplace_debias.experiments.bias.bias_rows import measure_bias, summary_of
 from laplace_debias.experiments.bias.cuts import BiasSettings
 from laplace_debias.experiments.shared.checks import check_different
-from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import (
     Trained,
@@ -29,6 +28,7 @@ from laplace_debias.problems import (
     get_problem,
 )
 from laplace_debias.report.tables import print_table
+from laplace_debias.system.device import device_from
 
 
 @dataclass(frozen=True, kw_only=True)

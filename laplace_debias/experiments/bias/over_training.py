@@ -10,7 +10,6 @@ from laplace_debias.experiments.bias.bias_figures import trend_figure
 from laplace_debias.experiments.bias.bias_rows import QUANTITIES, measure_bias, summary_of
 from laplace_debias.experiments.bias.cuts import BiasSettings
 from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.setup import (
     Trained,
@@ -21,6 +20,7 @@ from laplace_debias.experiments.shared.setup import (
 from laplace_debias.experiments.shared.store import Rows, Store, file_digest, open_store
 from laplace_debias.problems import ProblemData, get_problem, load_checkpoint, log_epochs
 from laplace_debias.report.tables import print_table
+from laplace_debias.system.device import device_from
 
 _EPOCH = re.compile(r"epoch-(\d+)\.safetensors")
 

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from laplace_debias.curvature.fits.directions import Eigenbasis
 from laplace_debias.experiments.cost.resources import cost, machine_of
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch, check_folds
-from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.methods import CROSSFIT, DEBIASED, FULL, MINI
 from laplace_debias.experiments.shared.settings import ExperimentSettings
@@ -30,6 +29,7 @@ from laplace_debias.laplace import Laplace
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.report.costs import costs_figure
 from laplace_debias.report.tables import print_table
+from laplace_debias.system.device import device_from
 
 NAME = "runtime"
 NAIVE = "debiased, naive"

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from laplace_debias import metrics
 from laplace_debias.curvature.fits.crossfit import exact_crossfit
 from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.fits.folds import Fold
 from laplace_debias.curvature.fits.kfac import exact_sums
 from laplace_debias.curvature.fits.output_curvature import mean_output_curvature
 from laplace_debias.curvature.fits.problem import Problem
@@ -139,9 +140,10 @@ class StudyFits:
             sums, _ = exact_sums(self._problem, bases, batches, 0)
             exact = {block: total / len(indices) for block, total in sums.items()}
             posteriors[EKFAC + name] = self._posterior(_directions(bases), exact)
-        folds = [self._batch(hand[k::K]) for k in range(K)]
-        starts = [k * len(hand) // K for k in range(K)]
-        exact = exact_crossfit(self._problem, folds, starts, of_folds, whole)
+        folds = [
+            Fold([self._batch(hand[k::K])], len(hand[k::K]), k * len(hand) // K) for k in range(K)
+        ]
+        exact = exact_crossfit(self._problem, folds, of_folds, whole)
         posteriors[EKFAC + crossfit_name(K)] = self._posterior(_directions(whole), exact)
         return self._measured(posteriors, draw)
 

@@ -19,7 +19,6 @@ from tqdm import tqdm
 from laplace_debias.curvature.network.weight_decay import decay_groups
 from laplace_debias.experiments.optimisation.hessian_free_report import ends, findings
 from laplace_debias.experiments.shared.checks import check_at_least, check_even_batch
-from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.experiment import Experiment
 from laplace_debias.experiments.shared.judge import METRICS, Judge
 from laplace_debias.experiments.shared.recipe import RecipeChanges
@@ -36,6 +35,7 @@ from laplace_debias.problems import (
 )
 from laplace_debias.report.tables import print_table
 from laplace_debias.report.trajectories import trajectory_figure
+from laplace_debias.system.device import device_from
 
 NAME = "hessian_free"
 SINGLE, DEBIASED = "single-batch", "debiased"

@@ -3,22 +3,16 @@
 import math
 from collections.abc import Sequence
 
+from laplace_debias.system.checks import check_at_least
 
-def check_at_least(settings: object, least: int, *names: str) -> None:
-    """Refuse settings below a bound; None passes.
-
-    Args:
-        settings: The settings.
-        least: The least number allowed.
-        names: Names of their attributes.
-
-    Raises:
-        ValueError: If one of them is smaller.
-    """
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; expected at least {least}")
+__all__ = [
+    "check_at_least",
+    "check_different",
+    "check_even_batch",
+    "check_folds",
+    "check_prior_precisions",
+    "check_severities",
+]
 
 
 def check_different(settings: object, name: str) -> None:

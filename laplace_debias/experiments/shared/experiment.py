@@ -13,7 +13,8 @@ class Experiment:
         name: Its name on the command line.
         figure: The figures of the paper that it repeats.
         help: What it measures, in one line.
-        settings: The dataclass of its settings, an `ExperimentSettings`.
+        settings: The dataclass of its settings, an `ExperimentSettings`; `comparison`, which cannot
+            be resumed, has its own.
         run: Runs it with an instance of these, and perhaps a console to print on (the standard
             output if None). Refuses data, checkpoints or an output folder that are not as expected
             by a ValueError, other results in the folder by a FileExistsError, before any work;

@@ -7,7 +7,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from laplace_debias.experiments.shared.device import device_from
 from laplace_debias.experiments.shared.settings import ExperimentSettings
 from laplace_debias.experiments.shared.store import Store, open_store, tensor_digest
 from laplace_debias.problems import (
@@ -20,6 +19,7 @@ from laplace_debias.problems import (
     save_checkpoint,
     train,
 )
+from laplace_debias.system.device import device_from
 
 Batch = tuple[Tensor, Tensor]
 

@@ -1,0 +1,102 @@
+"""Coming from laplace-torch: its call in a comment, ours below, and what behaves differently.
+
+Run with `python examples/coming_from_laplace_torch.py`; docs/coming-from.md has the whole table.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
+    """Each step of a session with both; returns what is printed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200, help="steps of training")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data and the network")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(options.seed)
+    y = torch.randint(3, (600,))
+    x = torch.randn(600, 2) + 1.5 * torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])[y]
+    train_loader = DataLoader(TensorDataset(x[:200], y[:200]), batch_size=50)
+    val_loader = DataLoader(TensorDataset(x[200:400], y[200:400]), batch_size=50)
+    test_loader = DataLoader(TensorDataset(x[400:], y[400:]), batch_size=50)
+    model = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Linear(50, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
+        optimizer.step()
+    model.eval()
+    found = {}
+
+    # laplace-torch: la = Laplace(model, "classification", subset_of_weights="last_layer",
+    #                             hessian_structure="kron")
+    # The defaults differ: theirs is the last layer, ours `params="all"`.
+    la = Laplace(model, "classification", params="last_layer", curvature="kfac")
+
+    # laplace-torch: la.fit(train_loader)
+    # Ours returns the object. One that is fitted again starts anew; nothing is added up.
+    la.fit(train_loader)
+
+    # laplace-torch: la.optimize_prior_precision(method="marglik")
+    # Ours searches a bounded range, theirs takes steps of Adam. Both set the prior precision.
+    found["prior precision by the marginal likelihood"] = la.tune(method="marglik").prior_precision
+
+    # laplace-torch: la.log_marginal_likelihood()
+    # Ours has every constant. A weight and its bias are two blocks here, so values differ.
+    found["log marginal likelihood"] = float(la.log_marginal_likelihood())
+
+    # laplace-torch: la.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
+    # Ours takes one pass over the data for the whole grid, and scores the NLL.
+    found["prior precision by validation"] = la.tune(val_loader).prior_precision
+
+    # laplace-torch: probs = la(x, pred_type="glm", link_approx="probit")
+    # Ours gives a distribution: `.probs`, `.entropy()`, `.log_prob(y)`, `.sample()`.
+    probs = la.predict(x[400:]).probs
+    found["NLL"] = float(nn.functional.nll_loss(probs.log(), y[400:]))
+
+    # laplace-torch: la(x, pred_type="glm", link_approx="mc", n_samples=1000)
+    generator = torch.Generator().manual_seed(0)
+    sampled = la.predict(x[400:], samples=1000, generator=generator).probs
+    found["largest difference of probit and samples"] = float((probs - sampled).abs().max())
+
+    # laplace-torch: la(x, pred_type="nn", link_approx="mc", n_samples=100)
+    # Both run the network with drawn weights; ours leaves the user's model as it was throughout.
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    la.predict(x[400:], method="nn", samples=100, generator=generator)
+    changes = [
+        (p.detach() - old).abs().max() for p, old in zip(model.parameters(), before, strict=True)
+    ]
+    found["largest change of the model"] = float(torch.stack(changes).max())
+
+    # laplace-torch: f_mean, f_var = la._glm_predictive_distribution(x)
+    _mean, covariance = la.functional(x[400:])  # [B, C] and [B, C, C], a public method here
+    found["mean variance of the logits"] = float(covariance.diagonal(dim1=1, dim2=2).mean())
+
+    # laplace-torch: torch.save(la.state_dict(), path); la.load_state_dict(torch.load(path))
+    # Ours is a safetensors file without pickle. It is refused for a model with other weights.
+    with tempfile.TemporaryDirectory() as folder:
+        la.save(Path(folder) / "posterior.safetensors")
+        again = Laplace.load(Path(folder) / "posterior.safetensors", model)
+    found["largest difference after loading"] = float(
+        (again.predict(x[400:]).probs - probs).abs().max()
+    )
+
+    # laplace-torch has no call for these; there one writes the loop by hand.
+    found |= {f"evaluate: {key}": float(v) for key, v in la.evaluate(test_loader).items()}
+    for name, value in found.items():
+        print(f"{name}: {value:.4g}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Methods that share a posterior: predicted together, each in its own columns."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from laplace_debias.assessment.methods import Method, PosteriorChoice
+from laplace_debias.assessment.predictions import (
+    Chosen,
+    Predicted,
+    entropy,
+    joined,
+    network_outputs,
+    of_laplace,
+    of_network,
+)
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.laplace import Laplace
+from laplace_debias.sources.loaded import Loaded
+
+
+@dataclass(frozen=True)
+class Family:
+    """Methods with one posterior, or none, that differ in their temperature.
+
+    Attributes:
+        posterior: The posterior; None for the network itself.
+        examples: How many examples of each set they predict; None for all.
+        methods: They; the first one names the posterior's files.
+    """
+
+    posterior: PosteriorChoice | None
+    examples: int | None
+    methods: tuple[Method, ...]
+
+    @property
+    def key(self) -> str:
+        """What the posterior's files are called."""
+        return self.methods[0].key
+
+
+def families_of(methods: Sequence[Method]) -> list[Family]:
+    """The methods in families, in the order of their first ones."""
+    found: dict[tuple[PosteriorChoice | None, int | None], list[Method]] = {}
+    for method in methods:
+        found.setdefault((method.posterior, method.examples), []).append(method)
+    return [Family(*shared, tuple(members)) for shared, members in found.items()]
+
+
+def chosen_positions(num_examples: int, wanted: int | None, seed: int) -> Tensor | None:
+    """Which examples of a set a method predicts: ascending positions, or None for all.
+
+    Sets of one size give the same positions, so that corrupted examples are those of the test set.
+
+    Args:
+        num_examples: How many the set has.
+        wanted: How many are wanted.
+        seed: Of the choice.
+    """
+    if wanted is None or wanted >= num_examples:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_examples, generator=generator)[:wanted].sort().values
+
+
+@dataclass(frozen=True)
+class SetPredicted:
+    """What one family predicts for one set.
+
+    Attributes:
+        predicted: The predictions, without a temperature.
+        targets: Labels or targets, `[n]` or `[n, C]`.
+        index: Positions in the set, `[n]`.
+        seconds: Wall time of the predictions, without reading data.
+        network_seconds: What the network alone would have taken, by its time for the first batch.
+    """
+
+    predicted: Predicted
+    targets: Tensor
+    index: Tensor
+    seconds: float
+    network_seconds: float
+
+    def of_network(self, task: str, sigma: float | None) -> "SetPredicted":
+        """What the network predicts: a linearised network's mean are its outputs."""
+        outputs = self.predicted.outputs
+        assert outputs is not None
+        return replace(
+            self, predicted=of_network(outputs, task, sigma), seconds=self.network_seconds
+        )
+
+
+def predict_set(
+    loaded: Loaded,
+    batches: Batches,
+    la: Laplace | None,
+    positions: Tensor | None,
+    sigma: float | None,
+    seed: int,
+) -> SetPredicted:
+    """Predict a set with a posterior, or with the network itself.
+
+    Args:
+        loaded: The network.
+        batches: The set.
+        la: The posterior; None for the network itself.
+        positions: Which examples; None for all.
+        sigma: Noise of a regression's network.
+        seed: Of the draws for the mutual information.
+
+    Raises:
+        ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
+    """
+    parts, targets, seconds, of_network_alone = [], [], 0.0, 0.0
+    num_outputs: int | None = None
+    for x, y in Chosen(loaded.model, batches, positions):
+        start = time.perf_counter()
+        if la is None or num_outputs is None:
+            outputs = network_outputs(loaded.model, x)
+            num_outputs = outputs.shape[1]
+            of_network_alone = (time.perf_counter() - start) / len(outputs)
+        if la is None:
+            parts.append(of_network(outputs, loaded.task, sigma))
+            seconds += time.perf_counter() - start
+        else:
+            start = time.perf_counter()
+            parts.append(of_laplace(la, x, loaded.task, num_outputs, seed))
+            seconds += time.perf_counter() - start
+        targets.append(y.detach().cpu())
+    if not parts:
+        raise ValueError("a set holds no example: give it some, or leave it out")
+    predicted = joined(parts)
+    index = torch.arange(len(predicted)) if positions is None else positions
+    of_network_alone *= len(predicted)
+    return SetPredicted(predicted, torch.cat(targets), index, seconds, of_network_alone)
+
+
+def columns_of(
+    found: SetPredicted, predicted: Predicted, task: str, has_labels: bool
+) -> Mapping[str, Tensor | None]:
+    """The columns of `predictions/METHOD/SET.parquet`.
+
+    Args:
+        found: What the family predicts.
+        predicted: The same, at the method's temperature.
+        task: As in `Loaded`.
+        has_labels: Whether the targets mean something.
+    """
+    columns: dict[str, Tensor | None] = {"index": found.index}
+    if task == "regression":
+        assert predicted.mean is not None
+        if has_labels:
+            columns["target"] = _narrow(found.targets.double().reshape(predicted.mean.shape))
+        for name in ("mean", "standard_deviation", "epistemic"):
+            columns[name] = _narrow(getattr(predicted, name))
+        return columns
+    if has_labels:
+        columns["label"] = _narrow(found.targets.long())
+    probs = predicted.probs(task)
+    columns |= {"probs": probs, "entropy": entropy(probs, task)}
+    for name in ("aleatoric", "mutual_information", "variance"):
+        columns[name] = getattr(predicted, name)
+    return columns
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """`[n]` of what has one column."""
+    return values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values

@@ -1,0 +1,267 @@
+"""Methods that are compared: the network as it is, its temperature, Laplace posteriors."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+_KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosteriorChoice:
+    """A posterior to fit and tune, or one that is in a file.
+
+    Attributes:
+        curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
+        params: Which parameters are Bayesian: `all`, `weights`, `supported`, `last_layer`, or names
+            with commas between them.
+        fisher: How the curvature's columns are found.
+        joint: Whether a layer's weight and bias make one block.
+        sharing: How the positions of a convolution or a sequence share a weight.
+        rank: Directions of `lowrank`.
+        mode: What data it is fitted to, as `Laplace.fit` takes it.
+        fit_examples: How many training examples it is fitted to; with `mode="full"` chosen at
+            random to stand for all, otherwise the size of a batch. None for all, or for the
+            loader's batches.
+        path: A file of `Laplace.save`, which is used as it is: neither fitted nor tuned. The others
+            are left at their defaults then.
+
+    Raises:
+        ValueError: For fewer than two `fit_examples`, or settings of a fit beside a file.
+    """
+
+    curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
+    params: str = "all"
+    fisher: Literal["exact", "mc", "empirical"] = "exact"
+    joint: bool = False
+    sharing: Literal["expand", "reduce"] = "expand"
+    rank: int | None = None
+    mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
+    fit_examples: int | None = None
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.fit_examples is not None and self.fit_examples < 2:
+            raise ValueError(f"fit_examples is {self.fit_examples}; expected at least 2")
+        others = (f for f in fields(self) if f.name != "path")
+        if self.path is not None and any(getattr(self, f.name) != f.default for f in others):
+            raise ValueError(
+                f"{self.path} is a posterior that is fitted already: leave out curvature, params "
+                "and the other settings of a fit"
+            )
+
+    @property
+    def described(self) -> str:
+        """What it is, in one sentence."""
+        if self.path is not None:
+            return f"The Laplace approximation in {self.path.name}, as it is there."
+        data = {
+            "full": "all training examples",
+            "mini": "one batch",
+            "debiased": "two batches",
+            "crossfit": "one batch in folds",
+        }[self.mode]
+        if self.fit_examples is not None:
+            each = " each" if self.mode == "debiased" else ""
+            data += f" ({self.fit_examples:,} examples{each})"
+        return (
+            f"A Laplace approximation ({self.curvature}) over the parameters {self.params!r}, "
+            f"fitted to {data}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to get predictions from a trained network.
+
+    Attributes:
+        key: What its files are called: lower-case letters, digits, `.`, `_` and `-`.
+        label: What people read.
+        describes: What it does, in one sentence.
+        posterior: The posterior that it predicts with; None for the network itself.
+        has_temperature: Whether a temperature is fitted on the validation examples and divides the
+            logarithms of the predicted probabilities.
+        examples: How many examples of each set it predicts, chosen at random, the same ones for
+            every method of that many; all if None. The validation set is limited likewise.
+
+    Raises:
+        ValueError: For a key that is no file name, or `examples` below 2.
+    """
+
+    key: str
+    label: str
+    describes: str
+    posterior: PosteriorChoice | None = None
+    has_temperature: bool = False
+    examples: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _KEY.fullmatch(self.key):
+            raise ValueError(
+                f"a method's key names files: {self.key!r} should be lower-case letters, digits, "
+                "'.', '_' and '-'"
+            )
+        if self.examples is not None and self.examples < 2:
+            raise ValueError(f"{self.key}: examples is {self.examples}; expected at least 2")
+
+    @property
+    def is_laplace(self) -> bool:
+        """Whether it has a posterior."""
+        return self.posterior is not None
+
+
+NETWORK = Method(
+    key="network", label="Network", describes="The trained network's own probabilities."
+)
+TEMPERATURE = Method(
+    key="temperature",
+    label="Temperature scaling",
+    describes="The network's logits divided by one number, fitted on the validation examples.",
+    has_temperature=True,
+)
+LAST_LAYER = Method(
+    key="last-layer",
+    label="Laplace, last layer",
+    describes="A Laplace approximation (K-FAC) over the last layer's parameters.",
+    posterior=PosteriorChoice(params="last_layer"),
+)
+LAST_LAYER_TEMPERATURE = Method(
+    key="last-layer-temperature",
+    label="Laplace, last layer, temperature",
+    describes=(
+        "The last layer's Laplace predictive, the logarithms of its probabilities divided by one "
+        "number, fitted on the validation examples."
+    ),
+    posterior=LAST_LAYER.posterior,
+    has_temperature=True,
+)
+LAPLACE = Method(
+    key="laplace",
+    label="Laplace, all parameters",
+    describes=(
+        "A Laplace approximation (K-FAC) over all parameters, cross-fitted on 512 training "
+        "examples."
+    ),
+    posterior=PosteriorChoice(mode="crossfit", fit_examples=512),
+    examples=300,
+)
+
+
+BUILT_IN = {
+    method.key: method
+    for method in (NETWORK, TEMPERATURE, LAST_LAYER, LAST_LAYER_TEMPERATURE, LAPLACE)
+}
+"""Methods that have names."""
+
+
+def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
+    """What `report` compares unless it is told otherwise.
+
+    Args:
+        task: As in `Loaded`. A regression's noise is fitted in any case; it has no temperature.
+        has_validation: Whether there are examples to fit a temperature on.
+    """
+    has_temperature = task != "regression" and has_validation
+    return tuple(m for m in BUILT_IN.values() if has_temperature or not m.has_temperature)
+
+
+def chosen_methods(
+    names: Sequence[str] | None,
+    posteriors: Mapping[str, PosteriorChoice],
+    with_temperature: bool,
+    examples: int | None,
+    task: str,
+    has_validation: bool,
+) -> tuple[Method, ...]:
+    """The methods that somebody asks for.
+
+    Args:
+        names: Keys of `BUILT_IN`, in any order; the network is there in any case. If None those of
+            `default_methods`, where posteriors that are asked for take the place of `laplace`.
+        posteriors: More posteriors by the key that they get.
+        with_temperature: Whether these are there a second time with a temperature on top.
+        examples: How many examples of each set a posterior over more than the last layer predicts.
+        task: As in `Loaded`.
+        has_validation: Whether there are examples to fit a temperature on.
+
+    Raises:
+        ValueError: For an unknown name, or a posterior that has the key of a built-in method; as
+            `Method`.
+    """
+    unknown = [name for name in names or () if name not in BUILT_IN]
+    if unknown:
+        raise ValueError(
+            f"there is no method {', '.join(unknown)}; expected {', '.join(BUILT_IN)}, or describe "
+            "a posterior in posteriors"
+        )
+    if names is None:
+        found = list(default_methods(task, has_validation))
+        if posteriors:
+            found.remove(LAPLACE)
+    else:
+        found = [method for method in BUILT_IN.values() if method.key in {NETWORK.key, *names}]
+    found = [
+        replace(method, examples=examples) if method.key == LAPLACE.key else method
+        for method in found
+    ]
+    for key, choice in posteriors.items():
+        if key in BUILT_IN:
+            raise ValueError(f"posteriors has {key}, which is a built-in method: call it otherwise")
+        limit = None if choice.params == "last_layer" else examples
+        label = f"Laplace, {key}"
+        found.append(
+            Method(
+                key=key,
+                label=label,
+                describes=choice.described,
+                posterior=choice,
+                examples=limit,
+            )
+        )
+        if with_temperature:
+            found.append(
+                Method(
+                    key=f"{key}-temperature",
+                    label=f"{label}, temperature",
+                    describes=(
+                        f"{choice.described} The logarithms of the predicted probabilities are "
+                        "divided by one number, fitted on the validation examples."
+                    ),
+                    posterior=choice,
+                    has_temperature=True,
+                    examples=limit,
+                )
+            )
+    return tuple(found)
+
+
+def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:
+    """Refuse methods that cannot be compared, before any work.
+
+    Raises:
+        ValueError: If the first is not the network as it is, two have one key, or one needs
+            validation examples or probabilities that there are none of.
+    """
+    if not methods or methods[0].posterior is not None or methods[0].has_temperature:
+        raise ValueError(
+            "the first method must be the network as it is, which the others are compared with: "
+            "begin with NETWORK"
+        )
+    if methods[0].examples is not None:
+        raise ValueError("the network predicts all examples: leave out examples of the first one")
+    keys = [method.key for method in methods]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"two methods are called {', '.join(twice)}: give each a key of its own")
+    tempered = [method.key for method in methods if method.has_temperature]
+    if tempered and task == "regression":
+        raise ValueError(
+            f"a regression has no temperature, its noise is fitted: leave out {', '.join(tempered)}"
+        )
+    if tempered and not has_validation:
+        raise ValueError(
+            f"{', '.join(tempered)}: a temperature is fitted on validation examples, and there are "
+            "none; give some, or leave the method out"
+        )

@@ -1,0 +1,271 @@
+"""The run folder: its files, each written whole, and whether a run there can be gone on with."""
+
+import errno
+import hashlib
+import io
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import UInt8
+from torch import Tensor
+
+from laplace_debias.system.atomic import written_atomically
+
+FORMAT = 1
+_METADATA = b"laplace_debias"
+_OURS = (
+    *("run.json", "config.yaml", "metrics.json", "examples.json", "report.html"),
+    *("predictions", "posteriors", "sweeps", "spectra", "examples", "pictures"),
+)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of a run.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+
+    def predictions(self, method: str, name: str) -> Path:
+        """One method's predictions for one set."""
+        return self.path / "predictions" / method / f"{name}.parquet"
+
+    def posterior(self, method: str) -> Path:
+        """A method's posterior."""
+        return self.path / "posteriors" / f"{method}.safetensors"
+
+    def sweep(self, method: str) -> Path:
+        """How a method's prior precision was found."""
+        return self.path / "sweeps" / f"{method}.json"
+
+    def spectrum(self, method: str) -> Path:
+        """The spectrum of a method's posterior."""
+        return self.path / "spectra" / f"{method}.json"
+
+    def read_run(self) -> dict[str, Any] | None:
+        """`run.json`; None if there is none.
+
+        Raises:
+            ValueError: If it is damaged or of another format.
+        """
+        path = self.path / "run.json"
+        if not path.exists():
+            return None
+        run = read_json(path)
+        if not isinstance(run, dict) or run.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} is not of a run's format {FORMAT}: give another --output, or --overwrite"
+            )
+        return run
+
+    def open(self, identity: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
+        """Look at what is in the folder before work begins.
+
+        Args:
+            identity: What makes two runs the same.
+            overwrite: Whether an earlier run is removed.
+
+        Returns:
+            `run.json` of the same run, which is gone on with; None where there is none.
+
+        Raises:
+            FileExistsError: If the folder holds other files, or a run of other settings.
+            ValueError: If its `run.json` is damaged.
+        """
+        if self.path.is_dir() and overwrite and (self.path / "run.json").exists():
+            self._remove()
+            return None
+        if self.path.exists() and not self.path.is_dir():
+            raise FileExistsError(f"{self.path} is a file; name a folder as --output")
+        run = self.read_run() if self.path.is_dir() else None
+        if run is None:
+            others = sorted(e.name for e in self.path.iterdir()) if self.path.is_dir() else []
+            others = [name for name in others if name[:1] != "."]
+            if others:
+                raise FileExistsError(
+                    f"{self.path} holds other files ({', '.join(others[:3])}"
+                    f"{', …' if len(others) > 3 else ''}); name an empty folder as --output"
+                )
+            return None
+        there, here = _leaves(run.get("identity", {})), _leaves(_plain(identity))
+        differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+        if differing:
+            listed = "; ".join(
+                f"{key} was {there.get(key)}, is {here.get(key)}" for key in differing[:5]
+            )
+            more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+            raise FileExistsError(
+                f"{self.path} holds a run of other settings ({listed}{more}); give another "
+                "--output, or --overwrite to begin anew there"
+            )
+        return run
+
+    def _remove(self) -> None:
+        """Remove a run's own files; others stay."""
+        for name in _OURS:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def digest(identity: Mapping[str, Any]) -> str:
+    """SHA-256 of what makes two runs the same."""
+    text = json.dumps(_plain(identity), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(values, default=str))
+
+
+def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Settings within settings by their names, e.g. `methods.laplace.examples`."""
+    if not isinstance(values, dict):
+        return {prefix: values}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; raises as `written_atomically`."""
+    with written_atomically(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON; a number that is not finite becomes null."""
+    text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, f"{text}\n".encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it and run again") from error
+
+
+def write_table(path: Path, columns: Mapping[str, Tensor | None], told: Mapping[str, Any]) -> None:
+    """Write a Parquet table whole or not at all.
+
+    Args:
+        path: The file.
+        columns: Each `[n]`, or `[n, k]` for lists of k numbers; None for a column of nulls. NaN is
+            written as null.
+        told: What the file says of itself.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    length = next(len(column) for column in columns.values() if column is not None)
+    arrays = {}
+    for name, column in columns.items():
+        if column is None:
+            arrays[name] = pa.nulls(length, pa.float64())
+        elif column.ndim == 2:
+            values = pa.array(column.flatten().numpy())
+            offsets = pa.array(range(0, column.numel() + 1, column.shape[1]), pa.int32())
+            arrays[name] = pa.ListArray.from_arrays(offsets, values)
+        else:
+            arrays[name] = pa.array(column.numpy(), from_pandas=True)
+    table = pa.table(arrays)
+    table = table.replace_schema_metadata({_METADATA: json.dumps(told).encode()})
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer)
+    write_bytes(path, buffer.getvalue())
+
+
+def table_says(path: Path) -> dict[str, Any] | None:
+    """What a table says of itself; None if there is none, or none that can be read."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        found = parquet.read_schema(path).metadata or {}
+        return json.loads(found[_METADATA])
+    except (OSError, KeyError, ValueError, ArrowException):
+        return None
+
+
+def read_table(path: Path) -> dict[str, Tensor]:
+    """The columns of a table, `[n]` or `[n, k]`; nulls are NaN.
+
+    Raises:
+        ValueError: If the file is missing or damaged.
+    """
+    import numpy as np
+    import torch
+    from pyarrow import ArrowException, parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"{path} is missing or damaged ({error}): run again") from error
+    columns = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if hasattr(column, "flatten") and str(column.type).startswith("list"):
+            values = column.flatten().to_numpy(zero_copy_only=False)
+            columns[name] = torch.from_numpy(np.array(values)).reshape(len(column), -1)
+        else:
+            values = column.to_numpy(zero_copy_only=False)
+            columns[name] = torch.from_numpy(np.array(values))
+    return columns
+
+
+def write_picture(path: Path, pixels: UInt8[Tensor, "height width 3"]) -> None:
+    """Write a PNG."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.cpu().numpy()).save(buffer, "PNG")
+    write_bytes(path, buffer.getvalue())
+
+
+@contextmanager
+def telling_how_to_go_on() -> Iterator[None]:
+    """Add to an error of a full disk how the run goes on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        told = OSError(
+            f"{error} Nothing is half-written: free some space and give the same command again, "
+            "which goes on from what is complete."
+        )
+        told.errno = error.errno
+        raise told from error
+
+
+def rows_of(table: Mapping[str, Tensor], positions: Sequence[int] | Tensor) -> dict[str, Tensor]:
+    """Some rows of a table."""
+    return {name: column[positions] for name, column in table.items()}

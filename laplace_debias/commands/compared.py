@@ -1,0 +1,81 @@
+"""What the commands `report` and `evaluate` share: what makes a run, and what they print."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from laplace_debias.assessment import RunFolder
+from laplace_debias.assessment.run_folder import read_json
+from laplace_debias.assessment.table import rows_to_print
+from laplace_debias.commands.network import plain
+from laplace_debias.report.tables import print_table
+from laplace_debias.sources import SourceSettings
+from laplace_debias.system.console import Printer
+
+_PLACES = {
+    *("output", "from_run", "overwrite", "title", "json", "progress"),
+    *("device", "workers", "cache", "download", "checkpoint"),
+}
+"""Settings that do not change what is found. Of a checkpoint the content counts, not the path."""
+
+
+def identity_of(settings: SourceSettings) -> dict[str, Any]:
+    """Those settings that change what is found, without the ones that methods have themselves."""
+    return {
+        name: value
+        for name, value in plain(dataclasses.asdict(settings)).items()
+        if name not in _PLACES
+    }
+
+
+def config_of(settings: SourceSettings) -> str:
+    """The text of a file that `--config` takes; the folder is given beside it."""
+    import yaml
+
+    left_out = {"output", "from_run", "overwrite", "json"}
+    values = {
+        name: value
+        for name, value in plain(dataclasses.asdict(settings)).items()
+        if name not in left_out
+    }
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def run_in(path: Path) -> RunFolder:
+    """A folder with a complete run.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If the run was broken off.
+    """
+    folder = RunFolder(path)
+    run = folder.read_run() if path.is_dir() else None
+    if run is None:
+        raise FileNotFoundError(
+            f"{path} holds no run: give the --output of `laplace-debias report`"
+        )
+    if run["status"] != "complete":
+        raise ValueError(
+            f"the run in {path} was broken off: give the command that began it again, which goes "
+            "on from what is complete"
+        )
+    return folder
+
+
+def found_in(folder: RunFolder) -> dict[str, Any]:
+    """What a run found, as `--json` prints it."""
+    run = folder.read_run()
+    assert run is not None
+    told = {name: run[name] for name in ("task", "sets", "methods", "conclusion", "notes")}
+    return {**told, **read_json(folder.path / "metrics.json")}
+
+
+def tell(folder: RunFolder, console: Printer) -> None:
+    """Print the table of a run and what it shows."""
+    run, found = folder.read_run(), read_json(folder.path / "metrics.json")
+    assert run is not None
+    test = next(part for part in run["sets"] if part["role"] == "test")
+    title = f"{test['num_examples']:,} test {run['input_name']}s, 95 % intervals"
+    print_table(rows_to_print(run, found), title)
+    for sentence in [*run["conclusion"], *run["notes"]]:
+        console.print(sentence)

@@ -1,0 +1,177 @@
+"""`laplace-debias predict`: predictions of a fitted posterior, as a table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution
+
+from laplace_debias.commands.network import check_output, print_notes
+from laplace_debias.curvature.network.batches import Batches, with_progress
+from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.files import posterior_file
+from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
+from laplace_debias.sources.parts import batches_of
+from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.checks import check_at_least
+from laplace_debias.system.console import Lines, Printer
+
+_SUFFIXES = (".parquet", ".csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SourceSettings):
+    """What is predicted.
+
+    Attributes:
+        posterior: The file of `laplace-debias fit` or `tune`.
+        inputs: What to predict: a folder of images, a `.npz` file with `x`, a table or an import
+            path; the test data if None.
+        output: The predictions, a `.parquet` or `.csv` file with a row for each input, in the order
+            of `inputs`.
+        overwrite: Whether an existing file is replaced.
+        method: How they are made, as in `Laplace.predict`; `map` is the trained network alone.
+        samples: Draws; the closed form of `glm`, and 100 of `glm-mc` and `nn`, if None.
+
+    Raises:
+        ValueError: As `SourceSettings`; if the output has another ending, or a number is out of
+            range.
+    """
+
+    posterior: Path
+    output: Path
+    inputs: str | Path | None = None
+    overwrite: bool = False
+    method: Literal["glm", "glm-mc", "nn", "map"] = "glm"
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "samples")
+        if self.output.suffix not in _SUFFIXES:
+            raise ValueError(f"output is {self.output}; expected a .parquet or .csv file")
+        if self.samples is not None and self.method == "map":
+            raise ValueError("samples is given with method=map, which draws none: leave it out")
+
+
+def run(settings: Settings, console: Printer | None = None) -> Any:
+    """Predict and write the table.
+
+    Its columns are `name` (of images in a folder, their path) or `row` (their number, from 0); the
+    `label` or `target` of test data; for classification `prediction`, `probability_CLASS` and
+    `entropy` (nats); for one logit `probability` and `entropy`; for several labels
+    `probability_NUMBER`; for regression `mean` and `standard_deviation`, which has the noise in it,
+    in the target's unit, with `_NUMBER` behind them where there are several targets.
+
+    Returns:
+        The table, a pandas data frame.
+
+    Raises:
+        FileNotFoundError: If there is no such posterior.
+        FileExistsError: If the output exists.
+        ValueError: As `load` and `Laplace.load`; if the inputs are not of the network's kind.
+        OSError: If the file cannot be written.
+    """
+    import pandas
+
+    console = console or Lines()
+    if not settings.posterior.exists():
+        raise FileNotFoundError(
+            f"there is no posterior {settings.posterior}; make it with `laplace-debias fit`"
+        )
+    check_output(settings.output, settings.overwrite)
+    posterior_file.load(settings.posterior)
+    loaded, reader = load_with_reader(settings)
+    print_notes(loaded, console)
+    batches, names = _inputs(settings, loaded, reader, console)
+    la = Laplace.load(settings.posterior, loaded.model)
+    generator = torch.Generator(la.mean.device).manual_seed(settings.seed)
+
+    def predictive(x: Any) -> Distribution:
+        return la.predict(x, settings.method, settings.samples, generator)
+
+    columns = _columns(predictive, batches, loaded, settings)
+    first = {"row": range(len(next(iter(columns.values()))))} if names is None else {"name": names}
+    table = pandas.DataFrame({**first, **columns})
+    with written_atomically(settings.output) as temporary:
+        if settings.output.suffix == ".csv":
+            table.to_csv(temporary, index=False)
+        else:
+            table.to_parquet(temporary, index=False)
+    console.print(f"{len(table):,} predictions: {settings.output}", soft_wrap=True)
+    return table
+
+
+def as_json(settings: Settings, table: Any) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "output": str(settings.output),
+        "num_predictions": len(table),
+        "columns": list(table.columns),
+    }
+
+
+def _inputs(
+    settings: Settings, loaded: Loaded, reader: Reader, console: Printer
+) -> tuple[Batches, tuple[str, ...] | None]:
+    """What is predicted, and what each of them is called."""
+    if settings.inputs is None:
+        return loaded.test, None
+    further = reader.read(settings.inputs, "inputs")
+    for note in further.notes:
+        console.print(note, soft_wrap=True)
+    batches, _ = batches_of(further.part, settings)
+    return reader.cast(batches), further.names
+
+
+def _columns(
+    predictive: Callable[[Any], Distribution], batches: Batches, loaded: Loaded, settings: Settings
+) -> dict[str, Any]:
+    """The table's columns, by name."""
+    found: dict[str, list[Tensor]] = {}
+    targets: list[Tensor] = []
+    for x, y in with_progress(batches, settings.progress, "predicting"):
+        for name, values in _of_batch(predictive(x), loaded).items():
+            found.setdefault(name, []).append(values.detach().cpu())
+        targets.append(y)
+    columns: dict[str, Any] = {name: torch.cat(parts).numpy() for name, parts in found.items()}
+    if "prediction" in columns and loaded.classes is not None:
+        columns["prediction"] = [loaded.classes[label] for label in columns["prediction"]]
+    if settings.inputs is not None:
+        return columns
+    return {**_target_columns(torch.cat(targets), loaded), **columns}
+
+
+def _of_batch(found: Distribution, loaded: Loaded) -> dict[str, Tensor]:
+    """The columns of one batch."""
+    if isinstance(found, Categorical):
+        probs = found.probs
+        names = loaded.classes or tuple(map(str, range(probs.shape[-1])))
+        each = {f"probability_{name}": probs[:, n] for n, name in enumerate(names)}
+        return {"prediction": probs.argmax(1), **each, "entropy": found.entropy()}
+    if loaded.task == "binary":
+        return {"probability": found.mean.flatten(), "entropy": found.entropy().flatten()}
+    if loaded.task == "multilabel":
+        return _numbered("probability", found.mean)
+    return {
+        **_numbered("mean", found.mean),
+        **_numbered("standard_deviation", found.variance.sqrt()),
+    }
+
+
+def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
+    if loaded.task == "regression":
+        return {name: part.numpy() for name, part in _numbered("target", y).items()}
+    if loaded.task == "classification" and loaded.classes is not None:
+        return {"label": [loaded.classes[label] for label in y.tolist()]}
+    return {name: part.numpy() for name, part in _numbered("label", y).items()}
+
+
+def _numbered(name: str, values: Tensor) -> dict[str, Tensor]:
+    """Columns of `[N]` or `[N, K]`, numbered where there are several."""
+    if values.ndim == 1 or values.shape[1] == 1:
+        return {name: values.flatten()}
+    return {f"{name}_{number}": values[:, number] for number in range(values.shape[1])}

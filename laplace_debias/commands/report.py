@@ -1,0 +1,115 @@
+"""`laplace-debias report`: is a network's uncertainty any good, in one page."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from laplace_debias.assessment import PosteriorChoice, RunFolder, assess
+from laplace_debias.assessment.methods import chosen_methods
+from laplace_debias.commands.compared import config_of, found_in, identity_of, run_in, tell
+from laplace_debias.report.page import write_page
+from laplace_debias.sources import SourceSettings, load
+from laplace_debias.system.atomic import check_target
+from laplace_debias.system.checks import check_at_least
+from laplace_debias.system.console import Lines, Printer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SourceSettings):
+    """What is compared, and where the page goes.
+
+    Attributes:
+        output: The run folder: predictions, metrics, posteriors, pictures and `report.html`.
+        from_run: A run folder whose page is drawn again, without computing: `--from RUN`.
+        title: What the page is called; the network's name if empty.
+        methods: What is compared: `network`, `temperature`, `last-layer`,
+            `last-layer-temperature`, `laplace`; all that the data allows if None.
+        posteriors: More posteriors, by the name that they get: `--posteriors.NAME '{"curvature":
+            "ekfac", "mode": "debiased", "fit_examples": 256}'`, or in a YAML file. They take the
+            place of `laplace` where `methods` is not given.
+        with_temperature: Whether each of these is there a second time with a temperature on top.
+        examples: How many examples of each set posteriors over more than the last layer predict,
+            chosen at random; such predictions take some forty times as long. All if None.
+        num_resamples: Draws for the intervals of metrics that have no closed form.
+        overwrite: Whether an earlier run in the folder is replaced.
+        spelled: How options are written that Python has other words for.
+        goes_on: The same command goes on with a run that was broken off.
+
+    Raises:
+        ValueError: As `SourceSettings`; if a number is out of range.
+    """
+
+    spelled: ClassVar = {"--from": "--from_run"}
+    goes_on: ClassVar = True
+
+    output: Path = Path("results/report")
+    from_run: Path | None = None
+    title: str = ""
+    methods: tuple[str, ...] | None = None
+    posteriors: dict[str, PosteriorChoice] = field(default_factory=dict)
+    with_temperature: bool = False
+    examples: int | None = 300
+    num_resamples: int = 500
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.from_run is None:
+            super().__post_init__()
+        check_at_least(self, 2, "examples", "num_resamples")
+
+
+def run(settings: Settings, console: Printer | None = None) -> Path:
+    """Compare methods, write the run folder and its page, print table and conclusion.
+
+    Returns:
+        The page.
+
+    Raises:
+        FileExistsError: If the folder holds other files, or a run of other settings.
+        FileNotFoundError: If there is no run to draw again.
+        ValueError: If network or data are missing, damaged or do not belong together.
+        OSError: If the folder cannot be written; the same command goes on.
+    """
+    console = console or Lines()
+    if settings.from_run is not None:
+        folder = run_in(settings.from_run)
+    else:
+        folder = _assessed(settings, console)
+    page = write_page(folder.path)
+    tell(folder, console)
+    console.print(f"Page: {page}", soft_wrap=True)
+    return page
+
+
+def as_json(settings: Settings, page: Path) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {"page": str(page), **found_in(RunFolder(page.parent))}
+
+
+def _assessed(settings: Settings, console: Printer) -> RunFolder:
+    check_target(settings.output / "run.json", make_folders=True)
+    start = time.perf_counter()
+    loaded = load(settings)
+    seconds = time.perf_counter() - start
+    methods = chosen_methods(
+        settings.methods,
+        settings.posteriors,
+        settings.with_temperature,
+        settings.examples,
+        loaded.task,
+        loaded.validation is not None,
+    )
+    return assess(
+        loaded,
+        settings.output,
+        methods,
+        title=settings.title,
+        settings=identity_of(settings),
+        config=config_of(settings),
+        seed=settings.seed,
+        seconds={"load": seconds},
+        num_resamples=settings.num_resamples,
+        overwrite=settings.overwrite,
+        console=console,
+    )

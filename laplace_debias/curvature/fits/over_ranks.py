@@ -1,0 +1,112 @@
+"""Sums of several processes: of each block to one of them, which decomposes it, or to all."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.fits.directions import Eigenbasis
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.layers.blocks import Block
+
+# From a block to the shape of what is summed for it; None if there is nothing.
+Shape = Callable[[Block], tuple[int, ...] | None]
+
+
+def shape_of_G(block: Block) -> tuple[int, ...]:  # noqa: N802
+    """That of the factor G."""
+    d = block.shape[0]
+    return (d,) if block.has_diagonal_G else (*block.groups, d, d)
+
+
+def shape_of_A(block: Block) -> tuple[int, ...] | None:  # noqa: N802
+    """That of the factor A; an exact block has none."""
+    d = block.shape[1]
+    if block.is_exact:
+        return None
+    return (d,) if block.has_diagonal_A else (*block.groups, d, d)
+
+
+def shape_along_G(block: Block) -> tuple[int, ...]:  # noqa: N802
+    """That of the curvature of G along its directions."""
+    return (*block.groups, block.shape[0])
+
+
+def shape_along_A(block: Block) -> tuple[int, ...] | None:  # noqa: N802
+    """That of the curvature of A along its directions; an exact block has none."""
+    return None if block.is_exact else (*block.groups, block.shape[1])
+
+
+def shape_of_table(block: Block) -> tuple[int, ...]:
+    """That of the curvature along every direction."""
+    return (*block.groups, *block.shape)
+
+
+def owners_of_blocks(problem: Problem) -> dict[Block, int]:
+    """The rank that decomposes each block: the longest first, each to the rank with least to do.
+
+    A factor of d columns takes d³; a diagonal one nothing.
+
+    Reference:
+        Graham (1969), "Bounds on multiprocessing timing anomalies".
+    """
+    costs = {}
+    for block in problem.blocks:
+        d_out, d_in = block.shape
+        of_G = 0 if block.has_diagonal_G else d_out**3
+        of_A = 0 if block.has_diagonal_A or block.is_exact else d_in**3
+        costs[block] = block.num_groups * (of_G + of_A)
+    loads = [0] * problem.ranks.size
+    owners = {}
+    for block in sorted(costs, key=lambda block: -costs[block]):
+        owner = loads.index(min(loads))
+        owners[block] = owner
+        loads[owner] += costs[block]
+    return {block: owners[block] for block in problem.blocks}
+
+
+def to_owners(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
+    """Sums of all processes, each at its owner: of one process they are its own.
+
+    Args:
+        problem: The problem, with its processes.
+        sums: This process's sums. Of a process without examples there are none.
+        shape: Theirs.
+    """
+    if problem.ranks.size == 1:
+        return dict(sums)
+    return problem.ranks.sum_to_owners(_all(problem, sums, shape), owners_of_blocks(problem))
+
+
+def to_all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
+    """Sums of all processes, on each; arguments as `to_owners`."""
+    if problem.ranks.size == 1:
+        return dict(sums)
+    complete = _all(problem, sums, shape)
+    problem.ranks.sum(list(complete.values()))
+    return complete
+
+
+def _all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
+    """The sums of all blocks, in their order; a process without examples has zeros."""
+    complete = {}
+    for block in problem.blocks:
+        if (of_block := shape(block)) is None:
+            continue
+        found = sums.get(block)
+        if found is None:
+            found = torch.zeros(of_block, dtype=problem.factor_dtype, device=problem.device)
+        complete[block] = found.contiguous()
+    return complete
+
+
+def shared_bases(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
+    """The eigenbases of all blocks on every process.
+
+    Args:
+        problem: The problem, with its processes.
+        bases: Those of this process's blocks.
+    """
+    parts = {b: (of.U_G, of.U_A, of.along_G, of.along_A) for b, of in bases.items()}
+    shared = problem.ranks.share(parts, owners_of_blocks(problem))
+    return {block: Eigenbasis(*of) for block, of in shared.items()}  # type: ignore[arg-type]

@@ -1,0 +1,32 @@
+"""A product of several processes is one product: all of them multiply the same vector."""
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.network.fingerprint import bits
+from laplace_debias.system.ranks import Ranks
+
+
+def check_same(ranks: Ranks, vectors: Tensor) -> None:
+    """Require all processes to multiply the same vectors, to the last bit.
+
+    Args:
+        ranks: The processes.
+        vectors: What this one multiplies.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if ranks.size == 1:
+        return
+    numbers = bits(vectors.flatten()).long()
+    # Odd weights: integers wrap around, and no bit is lost.
+    weights = 2 * torch.arange(len(numbers), device=numbers.device) + 1
+    said = ranks.exchange([list(vectors.shape), int((numbers * weights).sum())])
+    wrong = [rank for rank, of_rank in enumerate(said) if of_rank != said[0]]
+    if wrong:
+        raise ValueError(
+            f"Ranks {wrong} multiply another vector than rank 0. All ranks make the same products: "
+            "pass generators of one seed, generator=torch.Generator().manual_seed(0) on each, to "
+            "what draws vectors (trace, eigsh, ...), or send rank 0's vector to the others."
+        )

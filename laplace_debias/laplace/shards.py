@@ -1,0 +1,59 @@
+"""What several processes must agree on before they fit together."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.repeatable_data import mark_of
+from laplace_debias.curvature.network.same_model import check_same_model
+from laplace_debias.curvature.network.shards import refuse_same
+from laplace_debias.system.ranks import Ranks
+
+
+def first_batch(ranks: Ranks, own: list[Any]) -> list[Any]:
+    """The first batch of this process, in a list; without one that of the first rank with one.
+
+    Args:
+        ranks: The processes.
+        own: A list of this process's first batch alone, or an empty one.
+    """
+    has_one = ranks.exchange(bool(own))
+    if all(has_one) or not any(has_one):
+        return own
+    donated = ranks.from_rank(own, has_one.index(True))
+    return own or donated
+
+
+def check_alike(
+    ranks: Ranks,
+    model: nn.Module,
+    block_names: list[str],
+    first: Iterable[tuple[Inputs, Tensor]],
+    is_shared: bool,
+) -> None:
+    """Require one model, and data of which no two processes have the same.
+
+    Args:
+        ranks: The processes.
+        model: The model, without wrappers.
+        block_names: Its curvature blocks, as this process found them.
+        first: The first batch of this process, if it has one.
+        is_shared: Whether `ShardedBatches` say that the data is shared.
+
+    Raises:
+        ValueError: If two processes begin with the same batch, or the models differ.
+    """
+    if ranks.size == 1:
+        return
+    check_same_model(ranks, model)
+    marks = [mark_of(x, y) for x, y in first]
+    said = ranks.exchange([block_names, marks[0] if marks and not is_shared else None])
+    refuse_same([mark for _, mark in said], "begins with the same batch")
+    for rank, (names, _) in enumerate(said):
+        if names != said[0][0]:
+            raise ValueError(
+                f"Rank {rank} finds the curvature blocks {names}, rank 0 {said[0][0]}: their first "
+                "batches take different branches of the model. Name the parameters, params=[...]."
+            )

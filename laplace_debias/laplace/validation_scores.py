@@ -1,0 +1,210 @@
+"""Predictives on held-out examples: a metric, and how far it is known from so many examples."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal
+from torch.nn.functional import one_hot
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
+from laplace_debias.curvature.network.class_dim import targets_classes_last
+from laplace_debias.laplace.evaluation import Scored, joined, score
+from laplace_debias.metrics import ece
+from laplace_debias.metrics.checks import check_classification
+
+_BINS = 15
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """A metric at one point of a search.
+
+    A metric is a sum over the terms that count (targets, positions, labels) over their number. The
+    terms of one example belong together, so errors are taken over examples.
+
+    Attributes:
+        at: The point, what is searched over.
+        value: The metric.
+        sums: What each example adds to the sum, `[n]`, float64.
+        counts: How many terms each has, `[n]`, float64.
+        prior_precision: δ there.
+        sigma_factor: What σ is multiplied by there, if it is tuned, too.
+    """
+
+    at: float
+    value: float
+    sums: Float[Tensor, " n"]
+    counts: Float[Tensor, " n"]
+    prior_precision: float
+    sigma_factor: float | None = None
+
+    @property
+    def standard_error(self) -> float:
+        """That of the metric over examples; NaN for one."""
+        return self._error(self.sums, self.value)
+
+    def minus(self, other: "Evaluated") -> tuple[float, float]:
+        """The difference to the metric at another point, and its paired standard error."""
+        difference = self.value - other.value
+        return difference, self._error(self.sums - other.sums, difference)
+
+    def _error(self, sums: Tensor, value: float) -> float:
+        """That of a ratio of means, Σ sums / Σ counts."""
+        n = int((self.counts > 0).sum())
+        if n < 2:
+            return math.nan
+        residuals = sums - value * self.counts
+        total = float(self.counts.sum())
+        return math.sqrt(n / (n - 1) * float(residuals.square().sum())) / total
+
+
+class MetricOverTerms:
+    """A metric of predictives.
+
+    Args:
+        metric: `"nll"`, `"accuracy"`, `"brier"` or `"ece"`.
+        likelihood: What targets must fit.
+        class_dim: As `score` takes it.
+    """
+
+    def __init__(self, metric: str, likelihood: Likelihood, class_dim: int | None) -> None:
+        self._metric = metric
+        self._likelihood = likelihood
+        self._class_dim = class_dim
+
+    def of_batch(self, predicted: Distribution, y: Tensor) -> Scored:
+        """What must be kept of a batch at one point."""
+        scored = score(self._likelihood, predicted, y, self._class_dim)
+        if self._metric == "nll":
+            # No class probabilities: for a thousand classes a thousandth of the memory.
+            return Scored(scored.log_probs, scored.log_probs, scored.log_probs)
+        if self._metric == "ece":
+            return scored
+        # A batch may hold ignored targets alone.
+        terms = scored.log_probs.double()
+        if len(terms):
+            terms = _terms(self._metric, *check_classification(*scored.classified))
+        return Scored(terms, terms, terms)
+
+    def of_all(self, at: float, parts: Sequence[Scored], examples: Int[Tensor, " n"]) -> Evaluated:
+        """The metric at one point.
+
+        Args:
+            at: The point: δ.
+            parts: What was kept of the batches.
+            examples: The example of each target that counts, from 0 on.
+        """
+        scored = joined(parts, "tune on")
+        if self._metric == "nll":
+            return _evaluated(at, scored.nll, -scored.log_probs.double(), examples)
+        if self._metric == "ece":
+            probs, labels = check_classification(*scored.classified)
+            terms, value = _gaps(probs, labels), float(ece(probs, labels))
+        else:
+            terms = scored.values.double()
+            value = float(terms.mean())
+        examples = examples.repeat_interleave(len(terms) // len(examples))
+        return _evaluated(at, value, terms, examples)
+
+
+class NoiseProfile:
+    r"""The NLL of a regression at the best σ for each γ, in closed form.
+
+    With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is $k^{-2}(N C + \gamma)$, $\gamma = \delta
+    k^2$. So the predictive's covariance is k² times that of the fit at δ = γ, and with the
+    residuals' squares $q_n = r_n^\top S_n^{-1} r_n$ under the latter the NLL of M numbers is least
+    at $k^2 = \sum_n q_n / M$.
+
+    Args:
+        likelihood: The fit's, `Gaussian`.
+        class_dim: As `score` takes it.
+    """
+
+    def __init__(self, likelihood: Likelihood, class_dim: int | None) -> None:
+        self._likelihood = likelihood
+        self._class_dim = class_dim
+
+    def of_batch(self, predicted: Distribution, y: Tensor) -> Scored:
+        """Squares of the residuals in units of the predictive, and its log-determinant."""
+        scored = score(self._likelihood, predicted, y, self._class_dim)
+        assert isinstance(predicted, MultivariateNormal)
+        root = predicted.scale_tril.flatten(0, -3).double()
+        residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
+        # Not from the log-density: beside its constant small residuals are lost in float32.
+        squares = torch.linalg.solve_triangular(root, residuals, upper=False).square().sum((-2, -1))
+        log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        outputs = torch.full_like(squares, float(root.shape[-1]))
+        return Scored(squares, log_dets, outputs)
+
+    def of_all(self, at: float, parts: Sequence[Scored], examples: Int[Tensor, " n"]) -> Evaluated:
+        """The NLL at one γ and the best σ.
+
+        Raises:
+            ValueError: If the residuals are zero.
+        """
+        squares, log_dets, outputs, _ = joined(parts, "tune on")
+        factor = math.sqrt(float(squares.sum() / outputs.sum()))
+        if factor == 0:
+            raise ValueError(
+                "The residuals of the validation data are zero: there is no noise to estimate. "
+                "Check that the targets are not the outputs, or pass sigma=False."
+            )
+        terms = 0.5 * (squares / factor**2 + log_dets + outputs * math.log(2 * math.pi))
+        terms = terms + outputs * math.log(factor)
+        return _evaluated(at, float(terms.mean()), terms, examples, at / factor**2, factor)
+
+
+def examples_of(
+    likelihood: Likelihood, predicted: Distribution, y: Tensor, class_dim: int | None
+) -> Int[Tensor, " n"]:
+    """The example of each target that counts, as `score` has them.
+
+    Args:
+        likelihood: What says which targets count.
+        predicted: Batch shape `[B, ...]`.
+        y: The targets.
+        class_dim: As `score` takes it.
+    """
+    shape = predicted.batch_shape
+    values = predicted.probs if hasattr(predicted, "probs") else predicted.mean
+    outputs = values if values.ndim > len(shape) else values.unsqueeze(-1)
+    _, labels = flat_terms(outputs, targets_classes_last(y, outputs.ndim, class_dim))
+    examples = torch.arange(len(labels), device=labels.device) // math.prod(shape[1:])
+    counted = likelihood.counted(labels)
+    return examples if counted is None else examples[counted]
+
+
+def _evaluated(
+    at: float,
+    value: float,
+    terms: Tensor,
+    examples: Tensor,
+    prior_precision: float | None = None,
+    sigma_factor: float | None = None,
+) -> Evaluated:
+    sums = terms.new_zeros(int(examples[-1]) + 1, dtype=torch.float64)
+    counts = torch.zeros_like(sums).index_add_(0, examples, torch.ones_like(terms))
+    sums = sums.index_add_(0, examples, terms)
+    delta = at if prior_precision is None else prior_precision
+    return Evaluated(at, value, sums, counts, delta, sigma_factor)
+
+
+def _terms(metric: str, probs: Tensor, labels: Tensor) -> Float[Tensor, " n"]:
+    """What each target adds to the accuracy or the Brier score."""
+    if metric == "accuracy":
+        return (probs.argmax(1) == labels).double()
+    return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
+
+
+def _gaps(probs: Tensor, labels: Tensor) -> Float[Tensor, " n"]:
+    """What each target adds to the ECE, as long as no bin's gap changes its sign."""
+    confidence, predicted = probs.double().max(1)
+    bins = (confidence * _BINS).long().clamp_(max=_BINS - 1)
+    gaps = (predicted == labels).double() - confidence
+    of_bins = gaps.new_zeros(_BINS).index_add_(0, bins, gaps)
+    return of_bins.sign()[bins] * gaps

@@ -1,0 +1,284 @@
+"""How good predictives of real numbers are: as Gaussians, as samples, as intervals.
+
+Targets are `[n]` or `[n, outputs]`. A Gaussian predictive is its mean and standard deviation of
+that shape, the noise included; samples of a predictive have a dimension more in front,
+`[samples, ...]`. Functions give a scalar over all targets, or with `reduction="none"` one value per
+target.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.special import ndtr, ndtri
+
+from laplace_debias.metrics.checks import check_level, check_real
+from laplace_debias.metrics.classification import Reduction, reduced
+
+Real = Float[Tensor, "n *outputs"]
+
+
+def gaussian_nll(
+    mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
+) -> Float[Tensor, "..."]:
+    """Negative log-density of a Gaussian predictive, `½ log(2πσ²) + (y - μ)²/(2σ²)`, in nats.
+
+    Of several outputs it is the mean, not the sum.
+
+    Args:
+        mean: `[n]` or `[n, outputs]`.
+        standard_deviation: Of the same shape, positive, the noise included.
+        targets: Of the same shape.
+        reduction: `"mean"`, or `"none"` for a value per target.
+
+    Returns:
+        The mean NLL in nats; it may be negative.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: An argument is empty or not finite, shapes or devices differ, or a standard
+            deviation is not positive.
+    """
+    check_gaussian(mean, standard_deviation, targets)
+    scaled = (targets - mean) / standard_deviation
+    terms = scaled.square() / 2 + standard_deviation.log() + math.log(2 * math.pi) / 2
+    return reduced(terms, reduction)
+
+
+def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
+    """Root of the mean squared error over all targets, in the units of the targets.
+
+    Args:
+        mean: `[n]` or `[n, outputs]`.
+        targets: Of the same shape.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: An argument is empty or not finite, or shapes or devices differ.
+    """
+    check_real({"mean": mean, "targets": targets})
+    return (mean - targets).square().mean().sqrt()
+
+
+def crps(
+    mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
+) -> Float[Tensor, "..."]:
+    """Continuous ranked probability score of a Gaussian predictive, in the units of the targets.
+
+    `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0 it
+    is the absolute error. Arguments and errors are those of `gaussian_nll`.
+
+    Returns:
+        The mean score; lower is better.
+
+    Reference:
+        Gneiting, Raftery. Strictly proper scoring rules, prediction, and estimation. JASA, 2007,
+        equation 21.
+    """
+    check_gaussian(mean, standard_deviation, targets)
+    z = (targets - mean) / standard_deviation
+    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
+    terms = z * (2 * ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi)
+    return reduced(standard_deviation * terms, reduction)
+
+
+def crps_samples(
+    samples: Float[Tensor, "samples n *outputs"], targets: Real, *, reduction: Reduction = "mean"
+) -> Float[Tensor, "..."]:
+    """Continuous ranked probability score of the empirical distribution of samples.
+
+    `E|X - y| - ½ E|X - X'|` with X and X' drawn from the S samples, `S log S` work.
+
+    Args:
+        samples: `[S, n]` or `[S, n, outputs]`.
+        targets: `[n]` or `[n, outputs]`.
+        reduction: As `gaussian_nll`.
+
+    Returns:
+        The mean score, in the units of the targets.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: An argument is empty or not finite, or shapes or devices differ.
+    """
+    check_samples(samples, targets)
+    size = len(samples)
+    ordered = samples.sort(dim=0).values
+    # Σ_{s,t} |x_s - x_t| = 2 Σ_s (2s - S - 1) x_(s) for the s-th smallest.
+    ranks = torch.arange(1, size + 1, dtype=samples.dtype, device=samples.device)
+    spread = torch.tensordot(2 * ranks - size - 1, ordered, 1) / size**2
+    return reduced((samples - targets).abs().mean(0) - spread, reduction)
+
+
+def gaussian_interval(
+    mean: Real, standard_deviation: Real, level: float = 0.95
+) -> tuple[Real, Real]:
+    """Ends of the central interval of a Gaussian predictive, each of the mean's shape.
+
+    Args:
+        mean: `[n]` or `[n, outputs]`.
+        standard_deviation: Of the same shape, positive.
+        level: Probability between the ends, between 0 and 1.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: As `gaussian_nll`, or `level` is not between 0 and 1.
+    """
+    check_level(level)
+    check_gaussian(mean, standard_deviation)
+    half = standard_deviation * ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
+    return mean - half, mean + half
+
+
+def sample_interval(
+    samples: Float[Tensor, "samples n *outputs"], level: float = 0.95
+) -> tuple[Real, Real]:
+    """The `(1 - level)/2` and `(1 + level)/2` quantiles of samples, `[n]` or `[n, outputs]` each.
+
+    Args:
+        samples: `[S, n]` or `[S, n, outputs]`.
+        level: Probability between the ends, between 0 and 1.
+
+    Raises:
+        TypeError: `samples` is not a tensor.
+        ValueError: `samples` is empty or not finite, or `level` is not between 0 and 1.
+    """
+    check_level(level)
+    check_real({"samples": samples})
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=samples.dtype)
+    low, high = samples.quantile(tails.to(samples.device), dim=0)
+    return low, high
+
+
+def interval_coverage(
+    low: Real, high: Real, targets: Real, *, reduction: Reduction = "mean"
+) -> Float[Tensor, "..."]:
+    """Fraction of targets in their interval, ends included; compare with the interval's level.
+
+    Args:
+        low: Lower ends, `[n]` or `[n, outputs]`.
+        high: Upper ends, of the same shape.
+        targets: Of the same shape.
+        reduction: `"mean"`, or `"none"` for 1 or 0 of each target.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: An argument is empty or not finite, shapes or devices differ, or an upper end is
+            below its lower one.
+    """
+    check_real({"low": low, "high": high, "targets": targets})
+    check_ends(low, high)
+    return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
+
+
+def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "..."]:
+    """Mean width of intervals, in the units of the targets; narrower is better at equal coverage.
+
+    Arguments and errors are those of `interval_coverage`.
+    """
+    check_real({"low": low, "high": high})
+    check_ends(low, high)
+    return reduced(high - low, reduction)
+
+
+def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
+    """Probability integral transform `Φ((y - μ)/σ)` of each target; uniform if calibrated.
+
+    Arguments and errors are those of `gaussian_nll`.
+    """
+    check_gaussian(mean, standard_deviation, targets)
+    return ndtr((targets - mean) / standard_deviation)
+
+
+def sample_pit(samples: Float[Tensor, "samples n *outputs"], targets: Real) -> Real:
+    """The fraction of samples below each target, equal ones by half.
+
+    Arguments and errors are those of `crps_samples`.
+    """
+    check_samples(samples, targets)
+    below = (samples < targets).to(targets.dtype) + (samples == targets).to(targets.dtype) / 2
+    return below.mean(0)
+
+
+def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor, ""]:
+    """Mean of `|share of targets below their p-quantile - p|` over levels p, equally spaced.
+
+    Args:
+        pit: Probability integral transform of each target, in [0, 1]: of `gaussian_pit`,
+            `sample_pit`, or the predictive's distribution function.
+        num_levels: K levels `1/(K+1) … K/(K+1)`.
+
+    Returns:
+        The error, in [0, 0.5]; 0 if targets lie below their p-quantile with frequency p.
+
+    Raises:
+        TypeError: `pit` is not a tensor.
+        ValueError: `pit` is empty or not in [0, 1], or `num_levels` < 1.
+
+    Reference:
+        Kuleshov, Fenner, Ermon. Accurate uncertainties for deep learning using calibrated
+        regression. ICML, 2018, section 3.5; absolute values instead of squares.
+    """
+    if num_levels < 1:
+        raise ValueError(f"`num_levels` is {num_levels}; expected at least 1, for example 99.")
+    check_real({"pit": pit})
+    if pit.min() < 0 or pit.max() > 1:
+        raise ValueError(
+            f"`pit` lies in [{pit.min():.4g}, {pit.max():.4g}]; expected [0, 1]. Pass the "
+            "distribution function of the predictive at the targets."
+        )
+    levels = quantile_levels(num_levels, pit)
+    shares = torch.searchsorted(pit.flatten().double().sort().values, levels, right=True)
+    return (shares / pit.numel() - levels).abs().mean()
+
+
+def quantile_levels(num_levels: int, like: Tensor) -> Float[Tensor, " levels"]:
+    """K levels `1/(K+1) … K/(K+1)`, float64, on the device of a tensor."""
+    steps = torch.arange(1, num_levels + 1, dtype=torch.float64, device=like.device)
+    return steps / (num_levels + 1)
+
+
+def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = None) -> None:
+    """Checks a Gaussian predictive, with targets or without.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: As `gaussian_nll`.
+    """
+    given = {"mean": mean, "standard_deviation": standard_deviation}
+    check_real(given if targets is None else given | {"targets": targets})
+    if standard_deviation.min() <= 0:
+        raise ValueError(
+            f"`standard_deviation` has a least entry of {standard_deviation.min():.4g}; expected "
+            "positive numbers. Pass the root of the predictive's variance, the noise included."
+        )
+
+
+def check_samples(samples: Tensor, targets: Tensor) -> None:
+    """Checks samples of a predictive with their targets.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: As `crps_samples`.
+    """
+    check_real({"samples": samples})
+    if samples.ndim < 2:
+        raise ValueError(
+            f"`samples` has shape {list(samples.shape)}; expected [samples, n] or "
+            "[samples, n, outputs]."
+        )
+    check_real({"samples[0]": samples[0], "targets": targets})
+
+
+def check_ends(low: Tensor, high: Tensor) -> None:
+    """Checks that no upper end of an interval is below the lower one.
+
+    Raises:
+        ValueError: One is.
+    """
+    if (high < low).any():
+        raise ValueError(
+            f"{int((high < low).sum())} of {low.numel()} intervals have `high` below `low`; "
+            "expected lower ends first."
+        )

@@ -1,0 +1,178 @@
+"""A table of metrics with their intervals, and the paired comparison of two of them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from laplace_debias.metrics.intervals import Interval
+from laplace_debias.metrics.statistics import Sampling, Statistic, differences_of, intervals_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class Report(dict[str, Interval]):
+    """Metrics by name, each a float with the ends of its confidence interval.
+
+    It keeps what each example contributes, for `compare`. Copied into a plain `dict`, written as
+    JSON or pickled it is the numbers alone.
+
+    Attributes:
+        level: Coverage aimed at.
+    """
+
+    def __init__(
+        self,
+        intervals: Mapping[str, Interval],
+        level: float = 0.95,
+        statistics: Mapping[str, Statistic] | None = None,
+        targets: Tensor | None = None,
+    ) -> None:
+        super().__init__(intervals)
+        self.level = level
+        self._statistics = dict(statistics or {})
+        self._targets = targets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self), self.level)
+
+    def to_frame(self) -> "DataFrame":
+        """A pandas table with a row for each metric and the columns `value`, `low`, `high`.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        from pandas import DataFrame, Index
+
+        return DataFrame(
+            [(metric.value, metric.low, metric.high) for metric in self.values()],
+            index=Index(list(self), name="metric"),
+            columns=["value", "low", "high"],
+            dtype=float,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """`metric`, `value`, `low` and `high` of each, for JSON; unknown ends are None."""
+        return [
+            {
+                "metric": name,
+                "value": metric.value,
+                "low": metric.low if metric.is_known else None,
+                "high": metric.high if metric.is_known else None,
+            }
+            for name, metric in self.items()
+        ]
+
+    def __repr__(self) -> str:
+        if not self:
+            return "Report({})"
+        cells = [
+            (name, f"{metric.value:.4f}", *(f"{end:.4f}" for end in (metric.low, metric.high)))
+            for name, metric in self.items()
+        ]
+        if not any(metric.is_known for metric in self.values()):
+            cells = [cell[:2] for cell in cells]
+            lines = [("metric", "value"), *cells]
+        else:
+            lines = [("metric", "value", "low", "high"), *cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+            for line in lines
+        )
+
+
+def report_of(
+    statistics: Mapping[str, Statistic], targets: Tensor | None, how: Sampling | None
+) -> Report:
+    """The report on statistics.
+
+    Args:
+        statistics: By the name of the metric.
+        targets: What the predictions were held against: the same for those that are compared.
+        how: How intervals are made; None for none.
+    """
+    if how is None:
+        intervals = {name: Interval(statistic.value) for name, statistic in statistics.items()}
+    else:
+        intervals = intervals_of(statistics, how)
+    level = Sampling().level if how is None else how.level
+    return Report(intervals, level, statistics, targets)
+
+
+def compare(a: Report, b: Report, *, num_resamples: int = 500, seed: int = 0) -> Report:
+    """Differences a - b of every metric that both reports have, paired over the examples.
+
+    Both methods meet the same easy and hard examples, so that the difference is known better than
+    either metric: its interval may leave out 0 where the two intervals overlap.
+
+    Args:
+        a: The report of one method, as `evaluate` gives it.
+        b: That of another on the same examples in the same order, with the same `level`.
+        num_resamples: Draws, for metrics whose interval needs them.
+        seed: Of these draws.
+
+    Returns:
+        `a[metric] - b[metric]` by name, with its interval.
+
+    Raises:
+        TypeError: An argument is no `Report`.
+        ValueError: They are reports on different examples, of different levels, or without what
+            the examples contributed; they have no metric in common; or `num_resamples` < 2.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.metrics import evaluate
+        >>> labels = torch.arange(200) % 2
+        >>> sure = torch.full((200,), 0.9).where(labels == 1, 0.1)
+        >>> difference = compare(evaluate(sure, labels), evaluate(0.5 + 0 * sure, labels))
+        >>> round(difference["brier"], 2), difference["brier"].high < 0
+        (-0.48, True)
+    """
+    for name, report in (("a", a), ("b", b)):
+        if not isinstance(report, Report):
+            raise TypeError(
+                f"`{name}` is a {type(report).__name__}; expected what `evaluate` returns."
+            )
+        if report and not report._statistics:
+            raise ValueError(
+                f"`{name}` has its numbers alone, not what each example contributed, as after "
+                "pickling. Pass what `evaluate` returned."
+            )
+    if a.level != b.level:
+        raise ValueError(f"`a` has level {a.level} and `b` {b.level}; expected the same.")
+    how = Sampling(a.level, num_resamples, seed)
+    _check_same_targets(a._targets, b._targets)
+    mine, its = a._statistics, b._statistics
+    common = [name for name in mine if name in its]
+    if not common:
+        raise ValueError(
+            f"`a` has {list(mine)} and `b` {list(its)}; expected a metric in common. Compare "
+            "predictives of one task."
+        )
+    for name in common:
+        if mine[name].sizes != its[name].sizes:
+            raise ValueError(
+                f"`{name}` is over {mine[name].sizes} examples in `a` and {its[name].sizes} in "
+                "`b`; expected the same examples. Evaluate both on the same loaders."
+            )
+    return Report(differences_of({name: mine[name] for name in common}, its, how), a.level)
+
+
+def _check_same_targets(a: Tensor | None, b: Tensor | None) -> None:
+    if a is None or b is None:
+        if a is not b:
+            raise ValueError("One of the reports is on labelled examples, the other is not.")
+        return
+    if a.shape != b.shape:
+        raise ValueError(
+            f"`a` is on targets {list(a.shape)} and `b` on {list(b.shape)}; expected the same "
+            "examples. Evaluate both on the same loader."
+        )
+    different = int((a != b.to(a.device)).sum())
+    if different:
+        raise ValueError(
+            f"{different} of {a.numel()} targets of `a` and `b` differ; expected the same examples "
+            "in the same order. Evaluate both on the same loader, one that does not shuffle."
+        )

@@ -1,0 +1,73 @@
+"""Selective prediction: the risk where the network answers only if it is confident."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from laplace_debias.metrics.binned import confidence_and_right
+
+
+class RiskCoverageCurve(NamedTuple):
+    """The error rate among the most confident examples.
+
+    Attributes:
+        coverage: Fractions of the examples that are answered, `[n]`: 1/n, 2/n … 1.
+        risk: The error rate among them, `[n]`.
+    """
+
+    coverage: Float[Tensor, " n"]
+    risk: Float[Tensor, " n"]
+
+
+def risk_coverage_curve(
+    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
+) -> RiskCoverageCurve:
+    """Answers examples in the order of their confidence, and follows the error rate.
+
+    Of equally confident examples each counts as their mean error: the expectation over their order.
+
+    Args:
+        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
+        labels: Class indices `[n]`.
+
+    Returns:
+        The curve, float64.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities or `labels` do not fit them.
+
+    Reference:
+        Geifman, El-Yaniv. Selective classification for deep neural networks. NeurIPS, 2017.
+    """
+    confidences, right = confidence_and_right(probs, labels)
+    order = confidences.argsort(descending=True)
+    errors = mean_of_equals(confidences, 1 - right)[order]
+    answered = torch.arange(1, len(errors) + 1, dtype=errors.dtype, device=errors.device)
+    return RiskCoverageCurve(answered / len(errors), errors.cumsum(0) / answered)
+
+
+def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
+    """Area under the risk-coverage curve: the mean error rate over all coverages.
+
+    It is small if the accuracy is high and if mistakes have a low confidence.
+
+    Arguments and errors are those of `risk_coverage_curve`.
+
+    Returns:
+        The area, in [0, 1], float64; lower is better.
+
+    Reference:
+        Geifman, Uziel, El-Yaniv. Bias-reduced uncertainty estimation for deep neural classifiers.
+        ICLR, 2019.
+    """
+    return risk_coverage_curve(probs, labels).risk.mean()
+
+
+def mean_of_equals(keys: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """For each example the mean of the values of all that have its key."""
+    _, index, counts = keys.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
+    return (sums.index_add_(0, index, values) / counts)[index]

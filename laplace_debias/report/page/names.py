@@ -1,0 +1,77 @@
+"""Names of metrics and scores, and numbers as people read them."""
+
+import math
+from collections.abc import Iterable
+
+from laplace_debias.metrics.descriptions import DESCRIPTIONS, Description
+
+SCORES = {
+    "entropy": "entropy",
+    "max_probability": "greatest probability",
+    "mutual_information": "mutual information",
+    "variance": "variance",
+}
+"""What tells familiar examples from strange ones."""
+
+
+def metric_name(metric: str) -> Description:
+    """How the page speaks of a metric; of an unknown one by its own name."""
+    return DESCRIPTIONS.get(metric) or Description(metric.replace("_", " "), "", None, "", "")
+
+
+def known_first(metrics: Iterable[str]) -> list[str]:
+    """Metrics without repetition, in the order of `DESCRIPTIONS`, unknown ones last."""
+    found = list(dict.fromkeys(metrics))
+    return [name for name in DESCRIPTIONS if name in found] + [
+        name for name in found if name not in DESCRIPTIONS
+    ]
+
+
+def decimals(low: float, high: float, value: float) -> int:
+    """Decimals with which an interval has two digits that count; without one, `value` has three."""
+    half = (high - low) / 2
+    size = half / 10 if half > 0 and math.isfinite(half) else abs(value) / 100
+    if not size > 0 or not math.isfinite(size):
+        return 2
+    return min(max(0, -math.floor(math.log10(size))), 5)
+
+
+def number(value: float | None, places: int) -> str:
+    """A number with a real minus sign; a dash where there is none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    text = f"{value:,.{places}f}"
+    return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number to some digits, powers of ten where it is very large or small."""
+    if not value or not math.isfinite(value):
+        return "0" if value == 0 else "–"
+    exponent = math.floor(math.log10(abs(value)))
+    if -4 <= exponent < 6:
+        return number(value, max(0, digits - 1 - exponent))
+    return f"{number(value / 10**exponent, digits - 1)}·{power_of_ten(exponent)}"
+
+
+def power_of_ten(exponent: int) -> str:
+    """`10⁻³` for -3."""
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    if seconds < 60:
+        return f"{significant(seconds, 2)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{significant(num_bytes)} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        num_bytes /= 1000
+    return f"{significant(num_bytes)} TB"

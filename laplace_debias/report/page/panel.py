@@ -1,0 +1,209 @@
+"""One small picture: axes in the page's style, parts that belong to methods, points to look at."""
+
+import io
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.transforms import IdentityTransform
+
+from laplace_debias.report.page.names import power_of_ten
+from laplace_debias.report.style import OKABE_ITO, style_axes
+
+WIDTH = 4.4
+"""Width of a picture in inches: 317 units of its SVG."""
+
+_UNITS_PER_INCH = 72
+_COLOURS = (
+    "#7F7F7F",
+    *(OKABE_ITO[name] for name in ("orange", "sky blue", "blue", "green", "purple", "vermillion")),
+)
+_MARKERS = "osD^vPX"
+_STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    # Labels of methods and sets are other people's: no dollar of theirs is mathematics.
+    "text.parse_math": False,
+    "axes.unicode_minus": True,
+    "hatch.linewidth": 0.6,
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a method is drawn, told apart without colour too.
+
+    Attributes:
+        key: The method's.
+        label: The method's.
+        colour: Hexadecimal.
+        marker: As matplotlib names it.
+        dashes: As matplotlib takes them.
+    """
+
+    key: str
+    label: str
+    colour: str
+    marker: str
+    dashes: Any
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Options of a line without markers."""
+        return {"color": self.colour, "linestyle": self.dashes}
+
+    @property
+    def marked(self) -> dict[str, Any]:
+        """Options of a line with markers."""
+        return {**self.line, "marker": self.marker}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place in a picture that tells its values: units of the SVG, from the top left."""
+
+    method: str
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A finished picture.
+
+    Attributes:
+        name: Of its file in `pictures/`.
+        title: What it shows.
+        alt: What it shows, for those who do not see it.
+        svg: The file's text.
+        points: Places that tell their values.
+        method: The method that it belongs to as a whole, None where it shows several.
+        note: A line below its title, may be empty.
+    """
+
+    name: str
+    title: str
+    alt: str
+    svg: str
+    points: tuple[Point, ...]
+    method: str | None = None
+    note: str = ""
+
+
+def looks(methods: Iterable[tuple[str, str]]) -> dict[str, Look]:
+    """Looks of methods `(key, label)` by key: the same in every picture."""
+    return {
+        key: Look(
+            key,
+            label,
+            _COLOURS[index % len(_COLOURS)],
+            _MARKERS[index % len(_MARKERS)],
+            _STYLES[index % len(_STYLES)],
+        )
+        for index, (key, label) in enumerate(methods)
+    }
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """The settings of matplotlib in which panels are made and finished."""
+    with matplotlib.rc_context(_SETTINGS):
+        yield
+
+
+class Panel:
+    """A picture in the making.
+
+    Args:
+        name: Of its file; also what makes its inner names the same at each drawing.
+        height: In inches.
+        heights: Ratios of the heights of its axes, from top to bottom; they share the x-axis.
+    """
+
+    def __init__(self, name: str, height: float = 3.2, heights: Sequence[float] = (1,)) -> None:
+        self.name = name
+        self._figure = Figure(
+            figsize=(WIDTH, height),
+            dpi=_UNITS_PER_INCH,
+            layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03),
+            facecolor="none",
+        )
+        grid = self._figure.subplots(
+            len(heights), 1, squeeze=False, sharex=True, height_ratios=list(heights)
+        )
+        self.axes: list[Axes] = list(grid[:, 0])
+        for ax in self.axes:
+            ax.set_facecolor("none")
+            style_axes(ax)
+            ax.tick_params(which="both", length=3)
+        self._numbers = itertools.count()
+        self._noted: list[tuple[str, Any, float, float, str]] = []
+
+    def of(self, method: str, *artists: Artist) -> None:
+        """Says that artists belong to a method: the page shows and hides them with it."""
+        for artist in artists:
+            artist.set_gid(f"method:{method}:{next(self._numbers)}")
+
+    def note(
+        self, ax: Axes, method: str, x: Iterable[Any], y: Iterable[Any], texts: Sequence[str]
+    ) -> None:
+        """Gives places of the axes texts that the page shows when one looks closer."""
+        for place in zip(x, y, texts, strict=True):
+            if np.isfinite(place[0]) and np.isfinite(place[1]):
+                self._noted.append((method, ax.transData, *place))
+
+    def finish(self, title: str, alt: str, *, method: str | None = None, note: str = "") -> Picture:
+        """Draws it.
+
+        Args:
+            title: What it shows.
+            alt: What it shows, for those who do not see it.
+            method: The method that it belongs to as a whole.
+            note: A line below its title.
+        """
+        buffer = io.StringIO()
+        with matplotlib.rc_context({"svg.hashsalt": self.name}):
+            self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        top = self._figure.get_figheight() * _UNITS_PER_INCH
+        points = []
+        for key, transform, x, y, text in self._noted:
+            across, up = (transform or IdentityTransform()).transform((x, y))
+            points.append(Point(key, round(float(across), 1), round(float(top - up), 1), text))
+        return Picture(
+            self.name, title, alt, buffer.getvalue(), tuple(points), method=method, note=note
+        )
+
+
+def log_axis(axis: Axis, low: float, high: float) -> None:
+    """A logarithmic axis with at most six numbers: powers of ten where some are long."""
+    step = max(1, int(np.ceil(np.log10(high / low) / 6))) if high > low > 0 else 1
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
+    few = high > low > 0 and high / low < 30
+    axis.set_major_locator(
+        LogLocator(subs=(1, 2, 5)) if few else LogLocator(base=10.0**step, subs=(1,))
+    )
+    axis.set_minor_locator(NullLocator())
+    as_power = not few and (low < 1e-3 or high > 1e4)
+    axis.set_major_formatter(
+        FuncFormatter(
+            lambda value, _: (
+                power_of_ten(round(float(np.log10(value)))) if as_power else f"{value:,.10g}"
+            )
+        )
+    )
+
+
+def percent_axis(axis: Axis) -> None:
+    """Writes shares as percent."""
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.10g} %"))

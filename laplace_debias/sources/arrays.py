@@ -1,0 +1,169 @@
+"""Data in NumPy archives."""
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laplace_debias.sources.loaded import Task
+from laplace_debias.sources.parts import Examples, Parts, split_by_seed
+from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.settings import SourceSettings, nearest
+from laplace_debias.sources.targets import as_targets, task_of
+
+_NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
+
+
+def read_archive(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a `.npz` file by name; nothing is ever unpickled.
+
+    Raises:
+        ValueError: If the file is damaged, or an array holds Python objects.
+    """
+    found = {}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, Mapping):
+                raise ValueError("it holds one array without a name")
+            for name in archive:
+                found[name] = archive[name]
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        if "allow_pickle" in str(error):
+            raise ValueError(
+                f"{path} holds Python objects, which are not read; save arrays of numbers by "
+                "np.savez(path, x_train=..., y_train=..., x_test=..., y_test=...)"
+            ) from error
+        raise ValueError(
+            f"{path} is damaged or no NumPy archive ({error}); write it again by np.savez"
+        ) from error
+    return found
+
+
+def archive_parts(path: Path, settings: SourceSettings) -> Parts:
+    """The parts of a `.npz` file.
+
+    Arrays are `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val` and `y_val`; or `x` and
+    `y`, which are parted by the seed. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]` are
+    images, normalised by mean and std; floats are taken as they are.
+
+    Raises:
+        ValueError: If an array is missing or does not fit the others.
+    """
+    arrays = read_archive(path)
+    if "x" in arrays and "y" in arrays and "x_train" not in arrays:
+        indices = split_by_seed(len(arrays["y"]), settings.seed, settings.held_out)
+        parts = {
+            name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()])
+            for name, i in zip(("train", "val", "test"), indices, strict=True)
+        }
+        notes: tuple[str, ...] = (
+            f"{path} has no parts: {len(indices[1])} validation and {len(indices[2])} test "
+            f"examples are chosen by the seed {settings.seed}. The network must not have been "
+            "trained on them.",
+        )
+    else:
+        needed = [name for name in _NAMES if "_val" not in name or f"x{name[1:]}" in arrays]
+        missing = [name for name in needed if name not in arrays]
+        if missing:
+            raise ValueError(
+                f"{path} has no {' and no '.join(missing)}, but {', '.join(sorted(arrays))}"
+                f"{nearest(missing[0], list(arrays))}; expected {', '.join(_NAMES)} (x_val and "
+                "y_val may be missing), or x and y"
+            )
+        parts = {
+            part: (arrays[f"x_{part}"], arrays[f"y_{part}"])
+            for part in ("train", "val", "test")
+            if f"x_{part}" in arrays
+        }
+        notes = ()
+    task = settings.task or task_of(parts["train"][1], f"y_train of {path}")
+    pixels = image_pixels(parts["train"][0], settings)
+    if pixels is None and (settings.mean is not None or settings.std is not None):
+        raise ValueError(
+            f"mean and std are of images; {path} has inputs of shape "
+            f"{list(parts['train'][0].shape[1:])}: leave them out"
+        )
+    examples = {
+        part: _examples(x, y, task, pixels, f"{path}, {part}") for part, (x, y) in parts.items()
+    }
+    train = examples["train"]
+    for part, found in examples.items():
+        if found.inputs.shape[1:] != train.inputs.shape[1:]:
+            raise ValueError(
+                f"{path}: x_{part} has inputs of shape {list(found.inputs.shape[1:])}, x_train "
+                f"{list(train.inputs.shape[1:])}; expected the same"
+            )
+    return Parts(
+        train=train,
+        validation=examples.get("val"),
+        test=examples["test"],
+        task=task,
+        num_outputs=_num_outputs(task, examples),
+        input_name="example" if pixels is None else "image",
+        pixels=pixels,
+        notes=notes,
+    )
+
+
+def _num_outputs(task: Task, examples: Mapping[str, Examples]) -> int:
+    if task == "classification":
+        return 1 + max(int(part.targets.max()) for part in examples.values())
+    return 1 if task == "binary" else examples["train"].targets.shape[1]
+
+
+def _examples(
+    x: np.ndarray, y: np.ndarray, task: Task, pixels: Pixels | None, where: str
+) -> Examples:
+    if len(x) != len(y) or len(x) == 0:
+        raise ValueError(
+            f"{where}: x has {len(x)} rows, y {len(y)}; expected one each, at least one"
+        )
+    inputs = as_inputs(x, where)
+    of_bytes = pixels if inputs.dtype == torch.uint8 else None
+    return Examples(inputs, as_targets(y, task, f"y of {where}"), of_bytes)
+
+
+def as_inputs(x: np.ndarray, where: str) -> Tensor:
+    """Inputs as the network takes them; images of bytes as bytes `[N, C, H, W]`.
+
+    Raises:
+        ValueError: If they are no numbers, or not finite.
+    """
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+            x = x.transpose(0, 3, 1, 2)
+        return torch.from_numpy(np.ascontiguousarray(x))
+    if x.dtype.kind not in "iubf":
+        raise ValueError(f"x of {where} is of type {x.dtype}; expected numbers")
+    if x.dtype.kind == "f":
+        bad = ~np.isfinite(x)
+        if bad.any():
+            raise ValueError(
+                f"x of {where} has {int(bad.sum())} numbers that are NaN or infinite, the first in "
+                f"row {np.argwhere(bad)[0][0]}; remove or repair these examples"
+            )
+    elif x.dtype != np.uint8 and x.dtype.kind != "b" and x.ndim == 2:
+        # Whole numbers may be tokens, which an embedding looks up.
+        return torch.from_numpy(x.astype(np.int64))
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
+    """How inputs are made of pixels; None if they are no images of one or three channels."""
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        return Pixels(settings.mean or (0.0,), settings.std or (1.0,))
+    if x.ndim != 4 or x.shape[1] not in (1, 3) or x.dtype.kind != "f":
+        return None
+    if settings.mean is not None or settings.std is not None:
+        return Pixels(settings.mean or (0.0,), settings.std or (1.0,))
+    # What black and white are is not known: the least and the greatest value stand for them.
+    some = x[:1000]
+    low, high = float(some.min()), float(some.max())
+    width = max(high - low, 1e-12)
+    return replace(Pixels(), mean=(-low / width,), std=(1 / width,))

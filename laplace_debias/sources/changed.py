@@ -1,0 +1,139 @@
+"""Test images made into others: corrupted ones, shuffled patches, drawn digits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.problems import corrupt, digits
+from laplace_debias.sources.parts import Examples
+from laplace_debias.sources.pixels import Pixels
+
+_KEPT_BYTES = 2**30
+_GRID = 4
+
+
+class Changed:
+    """Batches with other inputs.
+
+    Args:
+        batches: Batches `(x, y)`.
+        change: From inputs and the number of the first of them to other inputs.
+    """
+
+    def __init__(self, batches: Batches, change: Callable[[Tensor, int], Tensor]) -> None:
+        self._batches = batches
+        self._change = change
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        offset = 0
+        for x, y in self._batches:
+            yield self._change(x, offset), y
+            offset += len(x)
+
+
+class Corruption:
+    """Images corrupted at a severity, each by its own random numbers, as CIFAR-10-C's.
+
+    The pixels that an image was made of are corrupted, at the size that the network takes. What was
+    made is kept up to 1 GiB, because some corruptions take longer than the network.
+
+    Args:
+        pixels: How inputs are made of pixels.
+        severity: 1 … 5.
+        seed: Of the kinds and of the random numbers.
+    """
+
+    def __init__(self, pixels: Pixels, severity: int, seed: int) -> None:
+        self._pixels = pixels
+        self._severity = severity
+        self._seed = seed
+        self._kept: dict[int, UInt8[Tensor, "batch channels height width"]] = {}
+        self._bytes = 0
+
+    def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
+        """The images corrupted, of which the first is number `offset`."""
+        made = self._kept.get(offset)
+        if made is None or len(made) != len(x):
+            made = corrupt(self._pixels.pixels(x), self._severity, seed=self._seed, offset=offset)
+            if self._bytes + made.nbytes <= _KEPT_BYTES:
+                self._kept[offset] = made
+                self._bytes += made.nbytes
+        return self._pixels.inputs(made).to(x.dtype)
+
+
+class ShuffledPatches:
+    """Images cut into 4 × 4 patches, which change places; each image in its own way.
+
+    Args:
+        seed: Of the new places.
+
+    Raises:
+        ValueError: In a call, if images have fewer than 4 pixels a side.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
+        """The images, of which the first is number `offset`."""
+        height, width = (side // _GRID for side in x.shape[2:])
+        if not height or not width:
+            raise ValueError(f"images of {x.shape[2]} × {x.shape[3]} pixels have no 4 × 4 patches")
+        # What the grid does not cover, at the right and at the bottom, stays where it is.
+        inner = x[:, :, : _GRID * height, : _GRID * width]
+        patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+        places = torch.stack([self._places(offset + n) for n in range(len(x))])
+        patches = patches[torch.arange(len(x))[:, None], places]
+        moved = patches.unflatten(1, (_GRID, _GRID)).permute(0, 3, 1, 4, 2, 5)
+        result = x.clone()
+        result[:, :, : _GRID * height, : _GRID * width] = moved.flatten(4, 5).flatten(2, 3)
+        return result
+
+    def _places(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed((self._seed << 32) + number)
+        return torch.randperm(_GRID**2, generator=generator)
+
+
+def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:
+    """Scikit-learn's 1,797 handwritten digits, drawn at the size of the network's images.
+
+    Args:
+        shape: Of one input, `[C, H, W]`.
+        pixels: How inputs are made of pixels.
+
+    Raises:
+        ImportError: If scikit-learn is missing.
+    """
+    parts = digits()
+    images = torch.cat([part.images for part in (parts.train, parts.val, parts.test)])
+    labels = torch.cat([part.labels for part in (parts.train, parts.val, parts.test)])
+    drawn = nn.functional.interpolate(images.float(), size=shape[1:], mode="bilinear")
+    drawn = drawn.round().to(torch.uint8).expand(-1, shape[0], -1, -1)
+    return Examples(drawn, labels, pixels)
+
+
+class Cast:
+    """Batches with floating-point inputs in the dtype of the network's parameters."""
+
+    def __init__(self, batches: Batches, dtype: torch.dtype) -> None:
+        self._batches = batches
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            if isinstance(batch, Sequence) and isinstance(batch[0], Tensor):
+                x, *rest = batch
+                yield (x.to(self._dtype) if x.is_floating_point() else x, *rest)
+            else:
+                yield batch

@@ -1,0 +1,166 @@
+"""More inputs of the kind that the network takes: out-of-distribution sets, data to predict."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.sources.arrays import as_inputs, read_archive
+from laplace_debias.sources.changed import Cast
+from laplace_debias.sources.image_files import ImageFiles, View, images_below, size_of
+from laplace_debias.sources.imports import called, imported, is_import_path
+from laplace_debias.sources.parts import Examples, Part
+from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.tables import SUFFIXES, Columns, read_table
+
+
+@dataclass(frozen=True, eq=False)
+class Further:
+    """More inputs.
+
+    Attributes:
+        part: Examples with labels that mean nothing, or batches of a user's own.
+        names: What each input is called: a path in the folder; None for the number of the row.
+        notes: What a reader should know of them.
+    """
+
+    part: Part
+    names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How inputs are read for a network.
+
+    Attributes:
+        shape: Of one input, without the dimension of the examples; None where it is not a tensor.
+        pixels: How inputs are made of pixels; None where they are no images.
+        view: How a picture becomes an input, as training images did; None if these are no files.
+        columns: How a table's rows become inputs; None if the training data is no table.
+        dtype: Of the network's parameters, where it is not float32.
+    """
+
+    shape: tuple[int, ...] | None
+    pixels: Pixels | None
+    view: View | None = None
+    columns: Columns | None = None
+    dtype: torch.dtype | None = None
+
+    def cast(self, batches: Batches) -> Batches:
+        """Batches `(x, y)` with inputs in the network's dtype."""
+        return batches if self.dtype is None else Cast(batches, self.dtype)
+
+    def read(self, source: str | Path, what: str) -> Further:
+        """Inputs of a folder of images, a `.npz` file, a table or an import path.
+
+        Args:
+            source: What the user named.
+            what: What it is called in messages, for example `ood digits`.
+
+        Raises:
+            ValueError: If there is nothing, it is of another kind than the network takes, or of
+                another size where it cannot be resized.
+        """
+        if is_import_path(str(source)):
+            made = called(str(source), imported(str(source), what), {}, what)
+            return Further(made)
+        path = Path(source)
+        if not path.exists():
+            raise ValueError(f"{what}: nothing is at {path}: check the path")
+        if path.suffix == ".npz":
+            return self._of_archive(path, what)
+        if path.suffix in SUFFIXES:
+            if self.columns is None:
+                raise ValueError(
+                    f"{what}: {path} is a table, but the network was not trained on one"
+                )
+            rows = self.columns.inputs(read_table(path), str(path))
+            return Further(_unlabelled(rows))
+        if path.is_dir():
+            return self._of_folder(path, what)
+        raise ValueError(
+            f"{what}: {path} is of no known kind; expected a folder of images, a .npz file, a "
+            ".csv or "
+            ".parquet table, or an import path my_pkg.data:make"
+        )
+
+    def _of_folder(self, path: Path, what: str) -> Further:
+        files = images_below(path)
+        if not files:
+            raise ValueError(f"{what}: {path} has no images (.jpg, .png, …): check the path")
+        if self.pixels is None or self.shape is None or len(self.shape) != 3:
+            raise ValueError(
+                f"{what}: {path} is a folder of images, but the network takes inputs of shape "
+                f"{_listed(self.shape)}; for images of loaders of your own give --mean and --std"
+            )
+        channels, height, width = self.shape
+        if channels not in (1, 3):
+            raise ValueError(f"{what}: the network takes {channels} channels; expected 1 or 3")
+        view = self.view
+        if view is None or not view.any_size:
+            view = View(lambda image: image, self.pixels, channels == 1).of_size(height, width)
+        wide, high = size_of(files[0])
+        notes: tuple[str, ...] = ()
+        if (high, wide) != (height, width):
+            notes = (
+                f"{what}: images of {high} × {wide} pixels are resized to {height} × {width}.",
+            )
+        names = tuple(str(file.relative_to(path)) for file in files)
+        return Further(ImageFiles(tuple(files), (0,) * len(files), view), names, notes)
+
+    def _of_archive(self, path: Path, what: str) -> Further:
+        arrays = read_archive(path)
+        name = next((name for name in ("x", "x_test") if name in arrays), None)
+        if name is None:
+            raise ValueError(
+                f"{what}: {path} has {', '.join(arrays) or 'no array'}; expected an array x or "
+                "x_test"
+            )
+        x, pixels = as_inputs(arrays[name], str(path)), None
+        notes: tuple[str, ...] = ()
+        if len(x) == 0:
+            raise ValueError(f"{what}: {path} has no inputs; expected at least one")
+        if x.dtype == torch.uint8 and x.ndim == 4:
+            if self.pixels is None:
+                raise ValueError(
+                    f"{what}: {path} holds images of bytes, but how the network's are normalised "
+                    "is "
+                    "not known; give --mean and --std"
+                )
+            pixels = self.pixels
+            x, notes = self._resized(x, what)
+        if self.shape is not None and tuple(x.shape[1:]) != self.shape:
+            raise ValueError(
+                f"{what}: {path} has inputs of shape {list(x.shape[1:])}, the network takes "
+                f"{list(self.shape)}; give inputs of this shape"
+            )
+        return Further(_unlabelled(x, pixels), None, notes)
+
+    def _resized(self, x: Tensor, what: str) -> tuple[Tensor, tuple[str, ...]]:
+        """Images of bytes with the size and the channels that the network takes."""
+        if self.shape is None or len(self.shape) != 3 or tuple(x.shape[1:]) == self.shape:
+            return x, ()
+        channels, height, width = self.shape
+        if x.shape[1] == 1 and channels == 3:
+            x = x.expand(-1, 3, -1, -1)
+        if x.shape[2:] == (height, width):
+            return x, ()
+        resized = nn.functional.interpolate(
+            x.float(), size=(height, width), mode="bilinear", antialias=True
+        )
+        note = (
+            f"{what}: images of {x.shape[2]} × {x.shape[3]} pixels are resized to {height} × "
+            f"{width}."
+        )
+        return resized.round().clamp(0, 255).to(torch.uint8), (note,)
+
+
+def _unlabelled(x: Tensor, pixels: Pixels | None = None) -> Examples:
+    return Examples(x, torch.zeros(len(x), dtype=torch.int64), pixels)
+
+
+def _listed(shape: tuple[int, ...] | None) -> str:
+    return "that is not known" if shape is None else str(list(shape))

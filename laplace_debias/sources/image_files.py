@@ -1,0 +1,194 @@
+"""Folders of images, decoded when fetched."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from laplace_debias.problems.pillow import pillow
+from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.settings import SourceSettings
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+@dataclass(frozen=True)
+class View:
+    """How a picture becomes a network's input.
+
+    Attributes:
+        resized: From a Pillow image to one of the size that the network takes.
+        pixels: How its pixels are normalised.
+        is_grey: Whether it has one channel.
+        any_size: Whether pictures of different sizes are made equal.
+    """
+
+    resized: Callable[[Any], Any]
+    pixels: Pixels
+    is_grey: bool = False
+    any_size: bool = False
+
+    def of_size(self, height: int, width: int) -> "View":
+        """The same, resized to a height and a width in pixels: filled, then cropped."""
+        return replace(self, resized=_Filled((width, height)), any_size=True)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
+    """Images on disk, each decoded, resized and normalised when it is fetched.
+
+    Attributes:
+        files: Path of each image.
+        labels: Class of each.
+        view: How a picture becomes an input.
+    """
+
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+    view: View
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One image, normalised, float32 [C, H, W], and its label.
+
+        Raises:
+            ValueError: If the file is no image, or of another size than the others where none is
+                resized.
+        """
+        file = self.files[index]
+        image = opened(file, self.view.is_grey)
+        if not self.view.any_size and index and image.size != (size := size_of(self.files[0])):
+            raise ValueError(
+                f"{file} has {image.size[1]} × {image.size[0]} pixels, others {size[1]} × "
+                f"{size[0]}; give --image_size, to which all are resized"
+            )
+        pixels = torch.from_numpy(np.array(self.view.resized(image)))
+        pixels = pixels[None] if self.view.is_grey else pixels.permute(2, 0, 1)
+        return self.view.pixels.inputs(pixels), torch.tensor(self.labels[index])
+
+
+def opened(file: Path, is_grey: bool = False) -> Any:
+    """A picture, decoded.
+
+    Raises:
+        ValueError: If the file is no readable image.
+    """
+    try:
+        with pillow().open(file) as picture:
+            return picture.convert("L" if is_grey else "RGB")
+    # On broken bytes Pillow's decoders raise errors of any type.
+    except Exception as error:
+        raise ValueError(f"{file} is no readable image ({error}); replace it") from error
+
+
+def size_of(file: Path) -> tuple[int, int]:
+    """Width and height of a picture, pixels; it is not decoded.
+
+    Raises:
+        ValueError: If the file is no readable image.
+    """
+    try:
+        with pillow().open(file) as picture:
+            return picture.size
+    except Exception as error:
+        raise ValueError(f"{file} is no readable image ({error}); replace it") from error
+
+
+def images_below(folder: Path) -> list[Path]:
+    """All images in a folder and the folders in it, sorted by path."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    )
+
+
+def view_of(settings: SourceSettings, model: nn.Module) -> tuple[View, tuple[str, ...]]:
+    """How pictures become the inputs of a network, and notes for the reader.
+
+    A network of timm says it itself (`timm.data.resolve_data_config`); image_size, mean and std
+    of the settings go before that. Torchvision's published weights say it, too.
+    """
+    own: dict[str, Any] = {}
+    if settings.image_size is not None:
+        # What is asked for is what the network gets: no border is cut off.
+        own = {"img_size": settings.image_size, "crop_pct": 1.0}
+    own |= {k: getattr(settings, k) for k in ("mean", "std") if getattr(settings, k) is not None}
+    if hasattr(model, "pretrained_cfg"):
+        return _timm_view(model, own), ()
+    if settings.torchvision is not None and settings.pretrained and not own:
+        return _torchvision_view(settings.torchvision), ()
+    pixels = Pixels(settings.mean or (0.0,), settings.std or (1.0,))
+    notes: tuple[str, ...] = ()
+    if settings.mean is None and settings.std is None:
+        notes = (
+            "No --mean and --std: the network gets pixels divided by 255. If it was trained with "
+            "normalised images, give both.",
+        )
+    is_grey = (settings.mean is not None and len(settings.mean) == 1) or (
+        settings.std is not None and len(settings.std) == 1
+    )
+    view = View(_as_it_is, pixels, is_grey)
+    size = settings.image_size
+    return (view if size is None else view.of_size(size, size)), notes
+
+
+def _timm_view(model: nn.Module, own: dict[str, Any]) -> View:
+    from timm.data import create_transform, resolve_data_config
+
+    config = resolve_data_config(own, model=model)
+    # Without normalisation, which the prefetcher would do: the pixels are needed as bytes, too.
+    transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
+    resized = _Steps(transform.transforms[:-1])
+    pixels = Pixels(tuple(config["mean"]), tuple(config["std"]))
+    return View(resized, pixels, is_grey=config["input_size"][0] == 1, any_size=True)
+
+
+def _torchvision_view(name: str) -> View:
+    from torchvision.models import get_model_weights
+    from torchvision.transforms import v2
+
+    preset: Any = get_model_weights(name).DEFAULT.transforms()
+    steps = [
+        v2.Resize(preset.resize_size, preset.interpolation),
+        v2.CenterCrop(preset.crop_size),
+    ]
+    return View(_Steps(steps), Pixels(tuple(preset.mean), tuple(preset.std)), any_size=True)
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """Resized so that it fills the size, with what sticks out cut off on both sides."""
+
+    size: tuple[int, int]
+
+    def __call__(self, image: Any) -> Any:
+        from PIL import ImageOps
+
+        if image.size == self.size:
+            return image
+        return ImageOps.fit(image, self.size, pillow().Resampling.BILINEAR)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Steps one after the other; unlike a closure, processes of a `DataLoader` can be given it."""
+
+    steps: list[Any]
+
+    def __call__(self, image: Any) -> Any:
+        for step in self.steps:
+            image = step(image)
+        return image
+
+
+def _as_it_is(image: Any) -> Any:
+    return image

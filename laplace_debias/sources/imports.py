@@ -1,0 +1,97 @@
+"""Python objects by import path, `my_pkg.models:build`."""
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from laplace_debias.sources.settings import nearest
+
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def is_import_path(text: str) -> bool:
+    """Whether a text looks like `my_pkg.models:build`, and no file has this name."""
+    return _PATH.fullmatch(text) is not None and not Path(text).exists()
+
+
+def imported(path: str, option: str) -> Any:
+    """The object at an import path. The working directory is importable, as by `python -m`.
+
+    Args:
+        path: `module:attribute`.
+        option: What the setting is called.
+
+    Raises:
+        ValueError: If the path is no import path, the module does not exist or cannot be imported,
+            or it has no such attribute.
+    """
+    if _PATH.fullmatch(path) is None:
+        raise ValueError(
+            f"{option} is {path!r}; expected an import path module:attribute, for example "
+            "my_pkg.models:build"
+        )
+    module_name, _, attributes = path.partition(":")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise ValueError(
+                f"{option} {path}: there is no module {missing}; run the command in the folder "
+                "that "
+                f"holds {missing.replace('.', '/')}.py (this is {here}), or install it"
+            ) from error
+        raise ValueError(
+            f"{option} {path}: {module_name} needs the module {missing}, which is not installed"
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{option} {path}: importing {module_name} raised {described(error)}; --traceback "
+            "shows "
+            "where"
+        ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            names = [name for name in vars(found) if not name.startswith("_")]
+            raise ValueError(
+                f"{option} {path}: {getattr(found, '__name__', module_name)} has no {attribute}"
+                f"{nearest(attribute, names)}"
+            )
+        found = getattr(found, attribute)
+    return found
+
+
+def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:
+    """What a user's callable returns.
+
+    Raises:
+        ValueError: If it cannot be called or raises.
+    """
+    if not callable(function):
+        raise ValueError(
+            f"{option} {path} is of type {type(function).__name__} and cannot be called; expected "
+            "a "
+            "function"
+        )
+    try:
+        return function(**arguments)
+    except Exception as error:
+        given = f" with {', '.join(arguments)}" if arguments else " without arguments"
+        raise ValueError(
+            f"{option}: calling {path}{given} raised {described(error)}; --traceback shows where"
+        ) from error
+
+
+def described(error: BaseException) -> str:
+    """An error in one line: its type, and the beginning of what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

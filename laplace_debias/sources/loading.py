@@ -1,0 +1,198 @@
+"""From settings to a trained network and its data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.problems import get_problem, load_problem
+from laplace_debias.sources.changed import (
+    Changed,
+    Corruption,
+    ShuffledPatches,
+    drawn_digits,
+)
+from laplace_debias.sources.data import find_data
+from laplace_debias.sources.further import Further, Reader
+from laplace_debias.sources.image_files import View
+from laplace_debias.sources.loaded import Loaded, OodData
+from laplace_debias.sources.networks import build
+from laplace_debias.sources.outputs import check_labels, task_of_outputs
+from laplace_debias.sources.parts import Parts, batches_of
+from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.settings import SourceSettings, ood_name
+from laplace_debias.sources.tables import Columns
+from laplace_debias.system.device import device_from
+
+
+def load(settings: SourceSettings) -> Loaded:
+    """The trained network of the settings and its data, checked against each other.
+
+    Images of folders are decoded when they are read.
+
+    Args:
+        settings: Which network, which data.
+
+    Returns:
+        Both; the same for the same settings and files.
+
+    Raises:
+        ValueError: If network, weights or data are missing, damaged, or do not belong together.
+        ConnectionError: If a download fails.
+        ImportError: If a package that reads them is missing.
+        OSError: If a file cannot be read.
+    """
+    return load_with_reader(settings)[0]
+
+
+def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
+    """As `load`; and what reads further inputs for the network.
+
+    Raises:
+        ValueError, ConnectionError, ImportError, OSError: As `load`.
+    """
+    device = device_from(settings.device)
+    # Whatever random weights networks begin with, torch's global generator stays where it is.
+    with torch.random.fork_rng(devices=[]):
+        model, parts, view, columns = _found(settings)
+    model = model.eval().to(device)
+    train, number = batches_of(parts.train, settings, "train_examples", mixed=True)
+    if number is None:
+        raise ValueError(
+            "how many training examples there are is not known; return a data set, or a loader "
+            "with a `dataset` that has a length"
+        )
+    first = next(iter(train), None)
+    if first is None:
+        raise ValueError("the training data is empty; expected at least one batch")
+    x = first[0] if isinstance(first, Sequence) and len(first) == 2 else None
+    shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
+    if parts.pixels is not None and (shape is None or len(shape) != 3):
+        raise ValueError(f"mean and std are of images [C, H, W]; the inputs are of shape {shape}")
+    reader = Reader(shape, parts.pixels, view, columns, _dtype_of(model))
+    validation, test = _held_out(parts, settings)
+    others = _ood(settings, parts, reader)
+    shifts: dict[int, Batches] = {}
+    for severity in sorted(set(settings.corruptions)):
+        pixels = _images(parts.pixels, shape, "corruptions")
+        shifts[severity] = Changed(test, Corruption(pixels, severity, settings.seed))
+    train = reader.cast(train)
+    if isinstance(x, Tensor) and reader.dtype is not None:
+        first = next(iter(train))
+    task = task_of_outputs(model, first, parts, settings.task)
+    check_labels(parts, task)
+    notes = parts.notes + tuple(note for _, notes in others.values() for note in notes)
+    if validation is None:
+        notes += (
+            "There is no validation data: the prior precision can be tuned by the marginal "
+            "likelihood alone, and no temperature can be fitted.",
+        )
+    loaded = Loaded(
+        model=model,
+        task=task,
+        train=train,
+        num_train=number,
+        validation=None if validation is None else reader.cast(validation),
+        test=reader.cast(test),
+        ood={
+            name: OodData(reader.cast(ood.batches), ood.kind) for name, (ood, _) in others.items()
+        },
+        shifts={severity: reader.cast(batches) for severity, batches in shifts.items()},
+        classes=parts.classes,
+        picture=None if parts.pixels is None else parts.pixels.picture,
+        input_name="image" if parts.pixels is not None else parts.input_name,
+        notes=notes,
+    )
+    return loaded, reader
+
+
+def _found(
+    settings: SourceSettings,
+) -> tuple[nn.Module, Parts, View | None, Columns | None]:
+    """Network and data, and how pictures and rows are read."""
+    if settings.problem is None:
+        data = find_data(settings)
+        model, notes = build(settings, data.num_outputs)
+        parts, view, columns = data.open(model)
+        return model, replace(parts, notes=notes + parts.notes), view, columns
+    problem = get_problem(settings.problem)
+    model, images = load_problem(problem, settings.source, settings.checkpoint, seed=settings.seed)
+    # Both kinds of `Images` are data sets with these two.
+    known: Any = images
+    mean, std = known.train.mean, known.train.std
+    parts = Parts(
+        train=known.train,
+        validation=known.val,
+        test=known.test,
+        task="classification",
+        num_outputs=len(images.train.classes),
+        classes=images.train.classes,
+        input_name="image",
+        pixels=Pixels(tuple(mean), tuple(std)),
+    )
+    return model, parts, None, None
+
+
+def _held_out(parts: Parts, settings: SourceSettings) -> tuple[Batches | None, Batches]:
+    """Validation and test examples."""
+    if parts.validation is None and settings.validation_examples is not None:
+        raise ValueError(
+            "validation_examples is given, but there is no validation data: add val/, x_val or "
+            "validation to the data, or leave the option out"
+        )
+    validation = (
+        None
+        if parts.validation is None
+        else batches_of(parts.validation, settings, "validation_examples")[0]
+    )
+    return validation, batches_of(parts.test, settings, "test_examples")[0]
+
+
+def _ood(
+    settings: SourceSettings, parts: Parts, reader: Reader
+) -> Mapping[str, tuple[OodData, tuple[str, ...]]]:
+    """Out-of-distribution sets by name, each with notes."""
+    found: dict[str, tuple[OodData, tuple[str, ...]]] = {}
+    for name, own in parts.ood.items():
+        batches, _ = batches_of(own.batches, settings, "ood_examples")
+        found[ood_name(name)[0]] = OodData(batches, own.kind), ()
+    for given, source in settings.ood.items():
+        name, kind = ood_name(given)
+        if name in found:
+            raise ValueError(f"ood {name} is given twice; give the sets different names")
+        if source == "builtin:patches":
+            _images(parts.pixels, reader.shape, f"ood {name}")
+            limit = "test_examples" if settings.ood_examples is None else "ood_examples"
+            batches, _ = batches_of(parts.test, settings, limit)
+            found[name] = OodData(Changed(batches, ShuffledPatches(settings.seed)), kind), ()
+            continue
+        if source == "builtin:digits":
+            pixels = _images(parts.pixels, reader.shape, f"ood {name}")
+            further = Further(drawn_digits(reader.shape or (), pixels))
+        else:
+            further = reader.read(source, f"ood {name}")
+        batches, _ = batches_of(further.part, settings, "ood_examples")
+        found[name] = OodData(batches, kind), further.notes
+    return found
+
+
+def _images(pixels: Pixels | None, shape: tuple[int, ...] | None, what: str) -> Pixels:
+    """How images are made of pixels, where inputs are images of one or three channels."""
+    if pixels is None or shape is None:
+        raise ValueError(
+            f"{what}: these need images, and how they are normalised; for images of loaders of "
+            "your "
+            "own give --mean and --std, for other inputs leave the option out"
+        )
+    if shape[0] not in (1, 3):
+        raise ValueError(f"{what}: the images have {shape[0]} channels; expected 1 or 3")
+    return pixels
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The dtype that floating-point inputs are cast to; None where they are of it already."""
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return dtypes[0] if dtypes and dtypes[0] != torch.float32 else None

@@ -1,0 +1,194 @@
+"""Data in parts, and the batches that are made of it."""
+
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.sources.loaded import OodData, Task
+from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.settings import SourceSettings
+
+Part = Dataset[Any] | Iterable[Any]
+"""Examples one by one, or batches of them."""
+
+USUAL_BATCH = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Data before it is batched.
+
+    Attributes:
+        train: Training examples.
+        validation: Examples to tune on; None if there are none.
+        test: Examples to judge on.
+        ood: Out-of-distribution examples that came with them; more may be added by name.
+        task: What the labels mean; None where they do not say.
+        num_outputs: How many outputs a network of them has; None if it is not known.
+        classes: Names of the classes; None if they have none.
+        input_name: What an input is called.
+        pixels: How inputs are made of pixels; None where they are no images.
+        notes: What a reader should know of them, sentences.
+    """
+
+    train: Part
+    validation: Part | None
+    test: Part
+    ood: dict[str, OodData] = field(default_factory=dict)
+    task: Task | None = None
+    num_outputs: int | None = None
+    classes: tuple[str, ...] | None = None
+    input_name: str = "example"
+    pixels: Pixels | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Examples(Dataset[tuple[Tensor, Tensor]]):
+    """Examples in memory.
+
+    Attributes:
+        inputs: As the network takes them, `[N, ...]`; images of bytes are normalised when fetched.
+        targets: `[N, ...]`.
+        pixels: How inputs are made of bytes; None if they are no bytes.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    pixels: Pixels | None = None
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One example."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """Several of them; `DataLoader` calls it for a batch."""
+        x = self.inputs[indices]
+        x = x if self.pixels is None else self.pixels.inputs(x)
+        return list(zip(x, self.targets[indices], strict=True))
+
+
+def split_by_seed(
+    number: int, seed: int = 0, held_out: float = 0.2
+) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " validation"], Int64[Tensor, " test"]]:
+    """How the commands part data that comes without parts.
+
+    Train a network on the first part of it, so that the other two are held out.
+
+    Args:
+        number: How many examples there are, in the order of the file, of a folder's sorted paths.
+        seed: The seed of the choice, `--seed`.
+        held_out: Share of the examples in the second part, and in the third.
+
+    Returns:
+        Indices to train on, to tune on and to judge on: disjoint, in ascending order.
+
+    Raises:
+        ValueError: If a part would be empty.
+    """
+    held = round(number * held_out)
+    if held < 1 or number - 2 * held < 1:
+        raise ValueError(
+            f"{number} examples are too few to hold out {held_out:g} of them twice; give more, or "
+            "data in parts"
+        )
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
+    train, validation, test = order.split([number - 2 * held, held, held])
+    return train.sort().values, validation.sort().values, test.sort().values
+
+
+def batches_of(
+    part: Part, settings: SourceSettings, limit: str | None = None, *, mixed: bool = False
+) -> tuple[Batches, int | None]:
+    """Batches in an order that is the same each time, of some of the examples.
+
+    Args:
+        part: Examples, or batches of them.
+        settings: Size of the batches, seed, number of examples.
+        limit: Name of the setting that says how many of them; all if None.
+        mixed: Whether the order is random, by the seed; else it is the part's own.
+
+    Returns:
+        The batches, and how many examples the part has, those included that the limit leaves out;
+        None if it does not tell.
+
+    Raises:
+        ValueError: If there are no examples, or fewer than the limit; if the part can be read only
+            once, or it gives batches to which a limit or a batch size cannot be applied.
+    """
+    name = "data" if limit is None else f"{limit.removesuffix('_examples')} data"
+    wanted = None if limit is None else getattr(settings, limit)
+    options: dict[str, Any] = {}
+    size = settings.batch_size
+    dataset: Any = part
+    if isinstance(part, DataLoader):
+        sampler = part.sampler
+        plain = isinstance(sampler, RandomSampler | SequentialSampler) and part.batch_size
+        if not plain or len(sampler) != len(part.dataset):  # type: ignore[arg-type]
+            return _as_they_are(part, settings, limit, name)
+        dataset, options = part.dataset, {"collate_fn": part.collate_fn}
+        size = size or part.batch_size
+        options["num_workers"] = settings.workers or part.num_workers
+    elif not (hasattr(part, "__getitem__") and isinstance(part, Dataset)):
+        return _as_they_are(part, settings, limit, name)
+    number = len(dataset)
+    if number == 0:
+        raise ValueError(f"the {name} is empty; expected at least one example")
+    if limit == "ood_examples" and wanted is not None:
+        # One number for all sets, some of which may be smaller.
+        wanted = min(wanted, number)
+    if wanted is not None and wanted > number:
+        raise ValueError(f"{limit} is {wanted}; the {name} has {number} examples: lower it")
+    generator = torch.Generator().manual_seed(settings.seed)
+    if mixed:
+        indices = torch.randperm(number, generator=generator)[:wanted]
+    elif wanted is not None:
+        indices = torch.randperm(number, generator=generator)[:wanted].sort().values
+    else:
+        indices = torch.arange(number)
+    options.setdefault("num_workers", settings.workers)
+    loader: DataLoader[Any] = DataLoader(
+        Subset(dataset, indices.tolist()),
+        batch_size=size or USUAL_BATCH,
+        # Its own, so that reading draws nothing from torch's global one.
+        generator=torch.Generator().manual_seed(settings.seed),
+        **options,
+    )
+    return loader, number
+
+
+def _as_they_are(
+    part: Any, settings: SourceSettings, limit: str | None, name: str
+) -> tuple[Batches, int | None]:
+    """Batches of a user's own, which cannot be put into another order."""
+    for option in (limit, "batch_size"):
+        if option is not None and getattr(settings, option) is not None:
+            raise ValueError(
+                f"{option} is given, but the {name} is batches of {type(part).__name__}; "
+                "return a data set or a plain DataLoader of one, or leave the option out"
+            )
+    if not isinstance(part, Iterable):
+        raise ValueError(
+            f"the {name} is of type {type(part).__name__}; expected a DataLoader, a data set "
+            "or a list of batches"
+        )
+    if iter(part) is part:
+        raise ValueError(
+            f"the {name} is an iterator, which can be read only once; return a DataLoader, a "
+            "data set or a list of batches"
+        )
+    dataset = getattr(part, "dataset", None)
+    if isinstance(dataset, Sized):
+        return part, len(dataset)
+    # A list of batches is in memory, so counting it costs nothing.
+    return part, sum(len(batch[1]) for batch in part) if isinstance(part, Sequence) else None

@@ -1,0 +1,46 @@
+"""Between a network's inputs and pixels."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How a network's inputs are made of pixels: (pixel / 255 − mean) / std.
+
+    Attributes:
+        mean: One number a channel, or one for all of them.
+        std: Idem.
+    """
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def inputs(
+        self, pixels: UInt8[Tensor, "*n channels height width"]
+    ) -> Float[Tensor, "*n channels height width"]:
+        """What the network takes, float32."""
+        mean, std = self._columns()
+        return (pixels.to(torch.float32) / 255 - mean) / std
+
+    def pixels(
+        self, inputs: Float[Tensor, "*n channels height width"]
+    ) -> UInt8[Tensor, "*n channels height width"]:
+        """What it was made of, rounded to 0 … 255."""
+        mean, std = self._columns()
+        levels = (inputs.to(torch.float32).cpu() * std + mean) * 255
+        return levels.round().clamp(0, 255).to(torch.uint8)
+
+    def picture(
+        self, image: Float[Tensor, "channels height width"]
+    ) -> UInt8[Tensor, "height width 3"]:
+        """One input as a person sees it; of other numbers of channels than 3 the first, in grey."""
+        pixels = self.pixels(image)
+        return (pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)).permute(1, 2, 0)
+
+    def _columns(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
+        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
+        return mean, std

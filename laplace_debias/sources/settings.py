@@ -1,0 +1,198 @@
+"""Which network and which data: the options that all commands have in common."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from laplace_debias.problems import DataSource, get_problem
+from laplace_debias.sources.loaded import Task
+from laplace_debias.system.checks import check_at_least
+
+BUILT_IN_OOD = ("digits", "patches")
+"""Out-of-distribution sets that need no file: `--ood.NAME=builtin:digits`."""
+
+_LIMITS = ("train_examples", "validation_examples", "test_examples", "ood_examples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSettings:
+    """Which trained network, which data, and where to run.
+
+    Attributes:
+        model: The network as an import path, `my_pkg.models:build`: a callable that makes it or an
+            `nn.Module`. The working directory is on the import path. One of model, timm,
+            torchvision and problem is needed.
+        model_args: Arguments of that callable, of `timm.create_model` or of
+            `torchvision.models.get_model`: `--model_args.KEY=VALUE`.
+        timm: A timm architecture, with the number of classes of the data.
+        torchvision: A torchvision architecture, with the number of classes of the data.
+        pretrained: Whether timm or torchvision downloads its published weights.
+        problem: A test problem of this package, by its name or its letter in the paper: network
+            and data.
+        checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
+            with `weights_only=True`. Entries `split.train` and `split.val` of a problem's
+            checkpoint say which images it was trained on.
+        data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or class folders
+            alone), a NumPy archive `.npz` (`x_train`, `y_train`, `x_val`, `y_val`, `x_test`,
+            `y_test`; or `x` and `y`), a table (`.csv` or `.parquet`, or a folder with `train.csv`,
+            `val.csv` and `test.csv`), or an import path `my_pkg.data:make` of a callable that
+            returns loaders. With `problem`, what `laplace-debias train` takes.
+        target: The column that a table's network predicts.
+        features: The columns that it takes, in this order; all but the target if None.
+        standardise: Whether a table's features are standardised by the mean and the standard
+            deviation of its training rows.
+        task: What the outputs mean; found from the data if None.
+        held_out: Share of the examples, 0 … 0.5, that is chosen by the seed for validation, and as
+            many for the test, where the data comes without parts.
+        ood: Out-of-distribution data by name: `--ood NAME=PATH` as often as wanted, a path as
+            `data` takes it, or `builtin:digits` or `builtin:patches`. `near:NAME` says that it
+            looks like the training data; `far:` is assumed.
+        corruptions: Severities, 1 … 5, at which the test images are corrupted in addition.
+        image_size: Height and width to which images are resized and cropped, pixels; as they are
+            if None. A timm network says its own.
+        mean: Mean of each channel, of pixel / 255, which is subtracted; 0 if None. One number for
+            grey images. A timm network says its own.
+        std: Standard deviation of each channel, of pixel / 255, by which is divided; 1 if None.
+        train_examples: How many training examples, chosen by the seed, stand for all of them; N
+            stays the number of all of them.
+        validation_examples: How many validation examples, chosen by the seed; all if None.
+        test_examples: How many test examples, chosen by the seed; all if None.
+        ood_examples: How many examples of each out-of-distribution set at most; all if None.
+        batch_size: Examples per batch; 64 if None, and for loaders of your own theirs.
+        workers: Processes that read the data beside this one.
+        cache: Folder for decoded images of a problem; see `problems.cifar10`.
+        download: Whether a problem's CIFAR may be downloaded to `data` where nothing is there.
+        seed: Seed of all random choices.
+        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
+        progress: Whether to show progress bars.
+        json: Whether the standard output is one JSON object and nothing else.
+
+    Raises:
+        ValueError: If there is no network, or more than one; if a setting is out of range or does
+            not belong to the others.
+    """
+
+    needed_by_most: ClassVar = ("data", "checkpoint")
+
+    model: str | None = None
+    model_args: dict[str, Any] = field(default_factory=dict)
+    timm: str | None = None
+    torchvision: str | None = None
+    pretrained: bool = False
+    problem: str | None = None
+    checkpoint: Path | None = None
+    data: str | Path | None = None
+    target: str | None = None
+    features: tuple[str, ...] | None = None
+    standardise: bool = True
+    task: Task | None = None
+    held_out: float = 0.2
+    ood: dict[str, str] = field(default_factory=dict)
+    corruptions: tuple[int, ...] = ()
+    image_size: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    train_examples: int | None = None
+    validation_examples: int | None = None
+    test_examples: int | None = None
+    ood_examples: int | None = None
+    batch_size: int | None = None
+    workers: int = 0
+    cache: Path | None = None
+    download: bool = False
+    seed: int = 0
+    device: str = "auto"
+    progress: bool = True
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, *_LIMITS, "batch_size", "image_size")
+        check_at_least(self, 0, "workers", "seed")
+        self._check_network()
+        if not 0 < self.held_out < 0.5:
+            raise ValueError(f"held_out is {self.held_out}; expected a share between 0 and 0.5")
+        if not set(self.corruptions) <= {1, 2, 3, 4, 5}:
+            raise ValueError(f"corruptions is {self.corruptions}; expected severities in 1 … 5")
+        for name, source in self.ood.items():
+            ood_name(name)
+            builtin, _, rest = source.partition(":")
+            if builtin == "builtin" and rest not in BUILT_IN_OOD:
+                raise ValueError(
+                    f"ood {name}: there is no {source}; expected builtin:"
+                    f"{' or builtin:'.join(BUILT_IN_OOD)}, or a path"
+                )
+        if self.std is not None and not min(self.std, default=0.0) > 0:
+            raise ValueError(f"std is {self.std}; expected positive numbers, one a channel")
+        if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
+            raise ValueError(
+                f"mean has {len(self.mean)} numbers, std {len(self.std)}; expected one a channel"
+            )
+
+    def _check_network(self) -> None:
+        given = [
+            f"--{name}"
+            for name in ("model", "timm", "torchvision", "problem")
+            if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            came = f"{' and '.join(given)} are given" if given else "there is no network"
+            raise ValueError(
+                f"{came}; give one of --model my_pkg.models:build, --timm NAME, --torchvision NAME "
+                "and --problem NAME"
+            )
+        if self.problem is not None:
+            get_problem(self.problem)
+            self._check_unused(
+                "with --problem, which has its own",
+                *("model_args", "target", "features", "image_size", "mean", "std", "task"),
+            )
+        else:
+            self._check_unused("without --problem", "cache", "download")
+        if self.pretrained:
+            if self.model is not None or self.problem is not None:
+                raise ValueError("pretrained is for --timm and --torchvision: leave it out")
+            if self.checkpoint is not None:
+                raise ValueError("pretrained and checkpoint are both given; leave out one of them")
+
+    def _check_unused(self, when: str, *names: str) -> None:
+        """Refuse options that would have no effect."""
+        used = [name for name in names if getattr(self, name) not in (None, False, {})]
+        if used:
+            raise ValueError(f"{' and '.join(used)} given {when}: leave it out")
+
+    @property
+    def source(self) -> DataSource:
+        """Where a test problem's data is."""
+        return DataSource(
+            root=None if self.data is None else Path(self.data),
+            cache=self.cache,
+            download=self.download,
+            progress=self.progress,
+        )
+
+
+def ood_name(name: str) -> tuple[str, Literal["near", "far"]]:
+    """Name and kind of an out-of-distribution set from `NAME`, `near:NAME` or `far:NAME`.
+
+    Raises:
+        ValueError: If it is none of these, or has letters that a file's name may not have.
+    """
+    kind, colon, plain = name.partition(":")
+    if not colon:
+        kind, plain = "far", name
+    if kind not in ("near", "far"):
+        raise ValueError(f"ood {name}: the kind is {kind!r}; expected near:{plain} or far:{plain}")
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", plain):
+        raise ValueError(
+            f"ood {name!r}: expected a name of letters, digits, '-' and '_', for example digits"
+        )
+    return plain, "near" if kind == "near" else "far"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean …?` with up to three known names that look like it; "" if none does."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

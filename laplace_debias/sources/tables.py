@@ -1,0 +1,223 @@
+"""Tables: CSV and Parquet."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.sources.loaded import Task
+from laplace_debias.sources.parts import Examples, Parts, split_by_seed
+from laplace_debias.sources.settings import SourceSettings, nearest
+from laplace_debias.sources.targets import as_targets
+
+SUFFIXES = (".csv", ".parquet")
+MOST_CLASSES = 20
+"""Whole numbers with at most so many different values are taken for classes."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How rows become inputs: (value − mean) / std, column by column.
+
+    Attributes:
+        names: The columns, in the order of the network's inputs.
+        mean: Of the training rows, or zeros.
+        std: Of the training rows, 1 where a column is constant; or ones.
+    """
+
+    names: tuple[str, ...]
+    mean: np.ndarray
+    std: np.ndarray
+
+    def inputs(self, table: Any, where: str) -> Float[Tensor, "rows columns"]:
+        """Rows as inputs, float32.
+
+        Raises:
+            ValueError: If a column is missing, or holds text, NaN or infinities.
+        """
+        values = _numbers(table, self.names, where)
+        return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
+
+
+def table_files(path: Path) -> dict[str, Path] | None:
+    """The tables of a path by part, `all` for one table without parts; None if it is no table."""
+    if path.suffix in SUFFIXES and path.is_file():
+        return {"all": path}
+    found = {
+        part: path / f"{part}{suffix}"
+        for part in ("train", "val", "test")
+        for suffix in SUFFIXES
+        if (path / f"{part}{suffix}").is_file()
+    }
+    return found or None
+
+
+def read_table(path: Path) -> Any:
+    """A table as a pandas data frame.
+
+    Raises:
+        ValueError: If it is damaged or has no rows.
+    """
+    import pandas
+
+    try:
+        table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged or no {path.suffix} table ({error})") from error
+    if len(table) == 0:
+        raise ValueError(f"{path} has no rows; expected at least one")
+    table.columns = [str(name) for name in table.columns]
+    return table
+
+
+def table_parts(files: dict[str, Path], settings: SourceSettings) -> tuple[Parts, Columns]:
+    """The parts of a table, standardised by its training rows.
+
+    Raises:
+        ValueError: If a part or a column is missing; if a feature is no number; if what the target
+            means is not clear.
+    """
+    if "all" not in files:
+        for part in ("train", "test"):
+            if part not in files:
+                folder = next(iter(files.values())).parent
+                raise ValueError(f"{folder} has no {part}.csv or {part}.parquet")
+    tables = {part: read_table(path) for part, path in files.items()}
+    first = next(iter(files.values()))
+    notes: tuple[str, ...] = ()
+    target = _target(tables, files, settings)
+    whole = tables.pop("all", None)
+    if whole is not None:
+        indices = split_by_seed(len(whole), settings.seed, settings.held_out)
+        tables = {
+            part: whole.iloc[i.numpy()]
+            for part, i in zip(("train", "val", "test"), indices, strict=True)
+        }
+        notes = (
+            f"{first} has no parts: {len(indices[1])} validation and {len(indices[2])} test rows "
+            f"are chosen by the seed {settings.seed}. The network must not have been trained on "
+            "them.",
+        )
+    train = tables["train"]
+    names = settings.features or tuple(name for name in train.columns if name != target)
+    if target in names:
+        raise ValueError(f"target {target} is one of the features; leave it out of them")
+    values = _numbers(train, names, str(first))
+    mean, std = np.zeros(len(names)), np.ones(len(names))
+    if settings.standardise:
+        mean, spread = values.mean(0), values.std(0)
+        std = np.where(spread > 1e-12 * np.abs(mean).clip(1e-300), spread, 1.0)
+    columns = Columns(names, mean, std)
+    classes, task = _meaning(train[target], settings.task, target)
+    examples = {
+        part: Examples(
+            columns.inputs(table, str(files.get(part, first))),
+            _targets(table[target], classes, task, f"{target} of {files.get(part, first)}"),
+        )
+        for part, table in tables.items()
+    }
+    outputs = len(classes) if task == "classification" and classes is not None else 1
+    return Parts(
+        train=examples["train"],
+        validation=examples.get("val"),
+        test=examples["test"],
+        task=task,
+        num_outputs=outputs,
+        classes=None if classes is None else tuple(map(str, classes)),
+        input_name="row",
+        notes=notes,
+    ), columns
+
+
+def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSettings) -> str:
+    names = list(next(iter(tables.values())).columns)
+    if settings.target is None:
+        raise ValueError(
+            f"which column of {next(iter(files.values()))} is predicted is not known; give "
+            "--target, "
+            f"one of {', '.join(names[:20])}"
+        )
+    for part, table in tables.items():
+        if settings.target not in table.columns:
+            raise ValueError(
+                f"{files[part]} has no column {settings.target}"
+                f"{nearest(settings.target, list(table.columns))}; its columns are "
+                f"{', '.join(list(table.columns)[:20])}: give another --target"
+            )
+    return settings.target
+
+
+def _numbers(table: Any, names: tuple[str, ...], where: str) -> np.ndarray:
+    """Columns as float64 `[rows, columns]`."""
+    for name in names:
+        if name not in table.columns:
+            raise ValueError(
+                f"{where} has no column {name}{nearest(name, list(table.columns))}; expected the "
+                f"columns {', '.join(names[:20])}"
+            )
+        if table[name].dtype.kind not in "iufb":
+            raise ValueError(
+                f"column {name} of {where} holds {table[name].dtype}, no numbers; encode it, or "
+                "name "
+                "the columns that the network takes by --features"
+            )
+    values = table[list(names)].to_numpy(dtype=np.float64)
+    bad = ~np.isfinite(values)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise ValueError(
+            f"column {names[column]} of {where} has {int(bad[:, column].sum())} values that are "
+            f"missing or infinite, the first in row {table.index[row]}; fill them in or remove "
+            "these "
+            "rows"
+        )
+    return values
+
+
+def _meaning(column: Any, task: Task | None, name: str) -> tuple[list[Any] | None, Task]:
+    """The classes of a target's training rows, None if it is a number; and the task."""
+    if column.isna().any():
+        raise ValueError(
+            f"target {name} has {int(column.isna().sum())} missing values; remove these rows"
+        )
+    if task == "multilabel":
+        raise ValueError("a table has one target; give several labels as a .npz file")
+    is_number = column.dtype.kind in "iuf"
+    values = sorted(column.unique().tolist())
+    if task is None:
+        if column.dtype.kind == "f":
+            task = "regression"
+        elif is_number and len(values) > MOST_CLASSES:
+            raise ValueError(
+                f"target {name} has {len(values)} different whole numbers; say what they are by "
+                "--task=regression or --task=classification"
+            )
+        else:
+            task = "classification"
+    if task == "regression":
+        if not is_number:
+            raise ValueError(f"target {name} holds {column.dtype}; expected numbers (regression)")
+        return None, task
+    if len(values) < 2 or (task == "binary" and len(values) != 2):
+        raise ValueError(
+            f"target {name} has {len(values)} different values; expected "
+            f"{'two' if task == 'binary' else 'at least two'} (task={task})"
+        )
+    return values, task
+
+
+def _targets(column: Any, classes: list[Any] | None, task: Task, where: str) -> Tensor:
+    if classes is None:
+        return as_targets(column.to_numpy(dtype=np.float64), task, where)
+    number = {value: label for label, value in enumerate(classes)}
+    unknown = [value for value in column.unique().tolist() if value not in number]
+    if unknown:
+        raise ValueError(
+            f"{where} has {unknown[0]!r}, which no training row has; expected "
+            f"{', '.join(map(str, classes[:10]))}"
+        )
+    return as_targets(column.map(number).to_numpy(dtype=np.int64), task, where)

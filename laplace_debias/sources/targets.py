@@ -1,0 +1,70 @@
+"""Targets from arrays: what they mean, and as the likelihoods take them."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laplace_debias.sources.loaded import Task
+
+
+def task_of(targets: np.ndarray, where: str) -> Task:
+    """What targets mean by their type and shape.
+
+    Whole numbers `[N]` are classes, rows of zeros and ones `[N, K]` labels, other numbers a
+    regression's targets.
+
+    Raises:
+        ValueError: If they are of another type.
+    """
+    if targets.dtype.kind in "iub":
+        return "classification" if targets.ndim == 1 else "multilabel"
+    if targets.dtype.kind == "f":
+        return "regression"
+    raise ValueError(f"{where} is of type {targets.dtype}; expected numbers")
+
+
+def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
+    """Targets as the task's likelihood takes them.
+
+    Args:
+        targets: Numbers, `[N]` or `[N, K]`.
+        task: What they mean.
+        where: What they are called in messages.
+
+    Returns:
+        Classes int64 `[N]`; for `binary` 0 or 1, int64 `[N]`; else float32 `[N, K]`.
+
+    Raises:
+        ValueError: If they do not fit the task or are not finite.
+    """
+    if targets.dtype.kind not in "iubf":
+        raise ValueError(f"{where} is of type {targets.dtype}; expected numbers")
+    bad = ~np.isfinite(targets)
+    if bad.any():
+        place = np.argwhere(bad)[0].tolist()
+        raise ValueError(
+            f"{where} has {int(bad.sum())} numbers that are NaN or infinite, the first in row "
+            f"{place[0]}; remove or repair these examples"
+        )
+    if task in ("classification", "binary"):
+        if targets.ndim == 2 and targets.shape[1] == 1:
+            targets = targets[:, 0]
+        if targets.ndim != 1 or (targets != np.rint(targets)).any() or targets.min(initial=0) < 0:
+            raise ValueError(
+                f"{where} has shape {list(targets.shape)} and values {targets.min(initial=0):g} … "
+                f"{targets.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, "
+                "for "
+                f"task={task}"
+            )
+        if task == "binary" and targets.max(initial=0) > 1:
+            raise ValueError(f"{where} goes up to {targets.max():g}; expected 0 or 1 (task=binary)")
+        return torch.from_numpy(targets.astype(np.int64))
+    if task == "multilabel" and (targets.ndim != 2 or not np.isin(targets, (0, 1)).all()):
+        raise ValueError(
+            f"{where} has shape {list(targets.shape)}; expected zeros and ones [N, labels] for "
+            "task=multilabel"
+        )
+    columns = targets[:, None] if targets.ndim == 1 else targets
+    if columns.ndim != 2:
+        raise ValueError(f"{where} has shape {list(targets.shape)}; expected [N] or [N, targets]")
+    return torch.from_numpy(columns.astype(np.float32))

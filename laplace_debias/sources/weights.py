@@ -1,0 +1,113 @@
+"""Trained weights from files, as people save them."""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.problems.models.checkpoints import load_state
+from laplace_debias.problems.storage import read_tensors
+
+_PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
+_NESTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
+
+
+def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Load a checkpoint into a model, strictly and in place.
+
+    A state dict may lie under `state_dict`, `model` and the like. Prefixes of wrappers (`module.`,
+    `_orig_mod.`, `model.`) that all its names have, and the model's have not, are taken off.
+
+    Args:
+        model: The network.
+        path: `.safetensors`, or a file of `torch.save`, which is read with `weights_only=True`.
+
+    Returns:
+        Entries of the file that are no weights, e.g. `split.train`.
+
+    Raises:
+        ValueError: If the file is missing, damaged, holds pickled objects, or is of another
+            network.
+    """
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path}: check the path")
+    if path.suffix == ".safetensors":
+        tensors: Mapping[str, Tensor] = read_tensors(path)
+    elif path.suffix in _PICKLED:
+        tensors = _unwrapped(_pickled(path), path)
+    else:
+        raise ValueError(
+            f"checkpoint {path} ends with {path.suffix or 'nothing'}; expected .safetensors, "
+            f"{', '.join(_PICKLED)}"
+        )
+    names = list(model.state_dict())
+    tensors = _without_prefixes(tensors, names)
+    if names and not any(name in tensors for name in names):
+        raise ValueError(
+            f"{path} is of another network: none of its {len(tensors)} names "
+            f"({', '.join(list(tensors)[:3])}, …) is one of the {len(names)} of "
+            f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was "
+            "saved "
+            "from, with its arguments as --model_args.KEY=VALUE"
+        )
+    return load_state(model, tensors, str(path))
+
+
+def _pickled(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # Torch names what it does not unpickle; other files it cannot read at all.
+        if re.search("Unsupported (global|class)|GLOBAL", str(error)):
+            raise ValueError(
+                f"{path} holds pickled Python objects, which could run code and are not read; save "
+                "the weights alone where the network was made: torch.save(model.state_dict(), PATH)"
+            ) from error
+        raise ValueError(f"{path} is damaged or no file of torch.save: fetch it again") from error
+    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged or no file of torch.save ({str(error).splitlines()[0][:120]}); "
+            "fetch it again"
+        ) from error
+
+
+def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict in what a file holds."""
+    seen = []
+    while isinstance(found, Mapping):
+        tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)}
+        nested = [k for k in _NESTS if isinstance(found.get(k), Mapping)]
+        if nested:
+            seen.append(nested[0])
+            found = found[nested[0]]
+        elif tensors:
+            return tensors
+        else:
+            break
+    keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+    raise ValueError(
+        f"{path} holds no state dict{f' under {seen[-1]}' if seen else ''}, but {keys[:200]}; save "
+        "torch.save(model.state_dict(), PATH)"
+    )
+
+
+def _without_prefixes(tensors: Mapping[str, Tensor], names: list[str]) -> Mapping[str, Tensor]:
+    found = next(
+        (
+            prefix
+            for prefix in _PREFIXES
+            if tensors
+            and all(name.startswith(prefix) for name in tensors if not name.startswith("split."))
+            and not any(name.startswith(prefix) for name in names)
+        ),
+        None,
+    )
+    if found is None:
+        return tensors
+    return _without_prefixes({k.removeprefix(found): v for k, v in tensors.items()}, names)

@@ -1,0 +1,94 @@
+"""Which methods can be compared, and how they are chosen."""
+
+from pathlib import Path
+
+import pytest
+
+from laplace_debias.assessment import Method, PosteriorChoice, default_methods
+from laplace_debias.assessment.families import families_of
+from laplace_debias.assessment.methods import (
+    BUILT_IN,
+    LAST_LAYER,
+    NETWORK,
+    TEMPERATURE,
+    check_methods,
+    chosen_methods,
+)
+
+
+def keys(methods):
+    return [method.key for method in methods]
+
+
+def test_the_default_has_a_temperature_where_one_can_be_fitted():
+    every = ["network", "temperature", "last-layer", "last-layer-temperature", "laplace"]
+    assert keys(default_methods("classification", True)) == every
+    plain = ["network", "last-layer", "laplace"]
+    assert keys(default_methods("classification", False)) == plain
+    assert keys(default_methods("regression", True)) == plain
+
+
+@pytest.mark.parametrize(
+    ("methods", "task", "has_validation", "told"),
+    [
+        ([], "classification", True, "network as it is"),
+        ([TEMPERATURE, NETWORK], "classification", True, "begin with NETWORK"),
+        ([NETWORK, LAST_LAYER, LAST_LAYER], "classification", True, "two methods are called last-"),
+        ([NETWORK, TEMPERATURE], "regression", True, "leave out temperature"),
+        ([NETWORK, TEMPERATURE], "binary", False, "there are none; give some"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(methods, task, has_validation, told):
+    with pytest.raises(ValueError, match=told):
+        check_methods(methods, task, has_validation)
+
+
+def test_a_key_must_name_files():
+    with pytest.raises(ValueError, match="key names files"):
+        Method(key="../x", label="", describes="")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"fit_examples": 1}, "expected at least 2"),
+        ({"path": Path("p.safetensors"), "curvature": "diag"}, "fitted already"),
+    ],
+)
+def test_a_posterior_that_cannot_be_is_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        PosteriorChoice(**options)
+
+
+def test_posteriors_that_are_asked_for_take_the_place_of_all_parameters():
+    asked = {
+        "ekfac": PosteriorChoice(curvature="ekfac"),
+        "head": PosteriorChoice(params="last_layer"),
+    }
+    found = chosen_methods(None, asked, True, 100, "classification", True)
+    assert keys(found) == [
+        *("network", "temperature", "last-layer", "last-layer-temperature"),
+        *("ekfac", "ekfac-temperature", "head", "head-temperature"),
+    ]
+    # Predicting with the last layer alone is cheap.
+    assert [method.examples for method in found[4:]] == [100, 100, None, None]
+
+
+def test_methods_can_be_named_and_keep_their_order():
+    found = chosen_methods(("laplace", "temperature"), {}, False, 7, "classification", True)
+    assert keys(found) == ["network", "temperature", "laplace"]
+    assert found[-1].examples == 7
+    with pytest.raises(ValueError, match="no method magic; expected network, temperature"):
+        chosen_methods(("magic",), {}, False, None, "classification", True)
+    with pytest.raises(ValueError, match="built-in method"):
+        chosen_methods(None, {"laplace": PosteriorChoice()}, False, None, "classification", True)
+
+
+def test_a_method_with_a_temperature_shares_its_posterior():
+    families = families_of(tuple(BUILT_IN.values()))
+    assert [keys(family.methods) for family in families] == [
+        ["network", "temperature"],
+        ["last-layer", "last-layer-temperature"],
+        ["laplace"],
+    ]
+    assert families[1].key == "last-layer"

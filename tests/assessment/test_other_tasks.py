@@ -1,0 +1,190 @@
+"""Regressions, labels that apply or not, no validation examples, no sets beside the test set."""
+
+import json
+import math
+from dataclasses import replace
+
+import a_run
+import pandas as pd
+import pytest
+import torch
+
+from laplace_debias import Laplace
+from laplace_debias.assessment import Method, PosteriorChoice, assess
+from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
+from laplace_debias.sources.loaded import OodData
+
+LAST_TEMPERATURE = replace(LAST_LAYER, key="tempered", label="T", has_temperature=True)
+
+
+def joined(batches):
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def read(folder, name):
+    return json.loads((folder.path / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_a_regression(num_outputs, tmp_path):
+    loaded = a_run.loaded_rows(num_test=50, num_ood=20, num_outputs=num_outputs)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER), num_resamples=2)
+    run = read(folder, "run.json")
+    x, y = joined(loaded.validation)
+    residuals = (y - loaded.model(x).detach()).double()
+    # The noise that the validation residuals are most likely under.
+    assert run["sigma"] == pytest.approx(float(residuals.square().mean().sqrt()), rel=1e-6)
+    x, y = joined(loaded.test)
+    network, last = (
+        pd.read_parquet(folder.predictions(k, "test")) for k in ("network", "last-layer")
+    )
+
+    def column(table, name):
+        return torch.tensor(table[name].tolist(), dtype=torch.float64).reshape(len(y), -1)
+
+    torch.testing.assert_close(column(network, "target"), y.double())
+    outputs = loaded.model(x).detach().double()
+    torch.testing.assert_close(column(network, "mean"), outputs, rtol=1e-5, atol=1e-6)
+    assert (column(network, "standard_deviation") == run["sigma"]).all()
+    la = Laplace.load(folder.posterior("last-layer"), loaded.model)
+    variance = la.predict(x).variance.double()
+    torch.testing.assert_close(
+        column(last, "standard_deviation").square(), variance, rtol=1e-4, atol=1e-6
+    )
+    sigma = la.likelihood.sigma.double()
+    torch.testing.assert_close(
+        column(last, "epistemic").square() + sigma.square(), variance, rtol=1e-4, atol=1e-6
+    )
+    rows = {
+        (r["method"], r["metric"]): r["value"]
+        for r in read(folder, "metrics.json")["rows"]
+        if r["set"] == "test"
+    }
+    error = y.double() - loaded.model(x).detach().double()
+    z = error / run["sigma"]
+    nll = (0.5 * z.square() + math.log(run["sigma"]) + 0.5 * math.log(2 * math.pi)).sum(1).mean()
+    assert rows["network", "nll"] == pytest.approx(float(nll), rel=1e-5)
+    assert rows["network", "rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
+    examples = read(folder, "examples.json")["most_confidently_wrong"]
+    largest = z.abs().amax(1).argsort(descending=True)[:12]
+    assert [e["index"] for e in examples] == largest.tolist()
+    first = examples[0]
+    assert len(first["inputs"]) == 4
+    assert set(first["predictions"]) == {"network", "last-layer"}
+    ood = {(r["method"], r["score"]) for r in read(folder, "metrics.json")["rows"] if "score" in r}
+    assert ood == {("last-layer", "variance")}  # The network's is the same everywhere.
+
+
+@pytest.mark.parametrize("task", ["binary", "multilabel"])
+def test_labels_that_apply_or_not(task, tmp_path):
+    loaded = a_run.loaded_yes_no(task, num_test=50)
+    methods = (NETWORK, TEMPERATURE, LAST_LAYER, LAST_TEMPERATURE)
+    folder = assess(loaded, tmp_path / "run", methods, num_resamples=2)
+    run = {method["key"]: method for method in read(folder, "run.json")["methods"]}
+    x, y = joined(loaded.test)
+    z = loaded.model(x).detach().double() / run["temperature"]["temperature"]
+    p = z.sigmoid()
+    expected = torch.cat([1 - p, p], 1) if task == "binary" else p
+    table = pd.read_parquet(folder.predictions("temperature", "test"))
+    found = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert torch.tensor(table["label"].tolist()).equal(y.long())
+    rows = read(folder, "metrics.json")["rows"]
+    (value,) = (
+        r["value"]
+        for r in rows
+        if (r["method"], r["set"], r["metric"]) == ("temperature", "test", "nll")
+    )
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        z, y.double().reshape(z.shape), reduction="none"
+    )
+    per_example = loss.sum(1).mean()
+    assert value == pytest.approx(float(per_example), rel=1e-4) or value == pytest.approx(
+        float(loss.mean()), rel=1e-4
+    )
+    # A temperature on top can only help on the examples that it is fitted on.
+    assert run["tempered"]["temperature"] != 1
+
+
+def test_without_validation_the_prior_is_tuned_by_the_evidence(tmp_path):
+    loaded = a_run.loaded_images(num_test=30, num_ood=0, has_validation=False, severities=())
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER), num_resamples=2)
+    sweep = read(folder, "sweeps/last-layer.json")
+    assert sweep["metric"] == "log_marginal_likelihood"
+    values = [row["value"] for row in sweep["rows"]]
+    of = {row["prior_precision"]: row["value"] for row in sweep["rows"]}
+    assert of[sweep["chosen"]] == pytest.approx(max(values), abs=1e-3)
+    assert any("hold out validation" in text for text in read(folder, "run.json")["conclusion"])
+    with pytest.raises(ValueError, match="temperature is fitted on validation examples"):
+        assess(loaded, tmp_path / "other", (NETWORK, TEMPERATURE))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_regression_without_validation_takes_its_noise_from_the_evidence(tmp_path):
+    loaded = a_run.loaded_rows(num_test=30, num_ood=0, has_validation=False)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER), num_resamples=2)
+    x, y = joined(loaded.train)
+    residuals = (y - loaded.model(x).detach()).double()
+    sigma = read(folder, "run.json")["sigma"]
+    assert sigma == pytest.approx(float(residuals.square().mean().sqrt()), rel=1e-6)
+    assert read(folder, "sweeps/last-layer.json")["sigma"] == pytest.approx(sigma, rel=0.2)
+
+
+def test_a_posterior_from_a_file_is_used_as_it_is(tmp_path):
+    loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
+    la = Laplace(loaded.model, params="last_layer", prior_precision=3.5)
+    la.fit(loaded.train, num_data=loaded.num_train).save(tmp_path / "mine.safetensors")
+    method = Method(
+        key="mine",
+        label="Mine",
+        describes="",
+        posterior=PosteriorChoice(path=tmp_path / "mine.safetensors"),
+    )
+    folder = assess(loaded, tmp_path / "run", (NETWORK, method), num_resamples=2)
+    entry = read(folder, "run.json")["methods"][1]
+    assert entry["prior_precision"] == 3.5
+    x, _ = joined(loaded.test)
+    table = pd.read_parquet(folder.predictions("mine", "test"))
+    found = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
+    torch.testing.assert_close(found, la.predict(x).probs.double(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_fit_to_more_examples_than_there_are_is_refused(tmp_path):
+    loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
+    choice = PosteriorChoice(mode="debiased", fit_examples=150)
+    method = Method(key="mine", label="", describes="", posterior=choice)
+    with pytest.raises(ValueError, match=r"to see 300 training examples, and .* holds 200"):
+        assess(loaded, tmp_path / "run", (NETWORK, method))
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "crossfit"])
+def test_fits_see_the_first_examples(mode, tmp_path):
+    loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
+    choice = PosteriorChoice(params="last_layer", mode=mode, fit_examples=70)
+    method = Method(key="mine", label="Mine", describes="", posterior=choice)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, method), num_resamples=2)
+    x, y = joined(loaded.train)
+    expected = Laplace(loaded.model, params="last_layer")
+    expected.fit([(x[:70], y[:70])], mode=mode, num_data=200)
+    found = Laplace.load(folder.posterior("mine"), loaded.model)
+    for ours, theirs in zip(
+        found.posterior.curvature.blocks.values(),
+        expected.posterior.curvature.blocks.values(),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), rtol=1e-3, atol=1e-6)
+
+
+def test_names_of_ood_sets_must_name_files(tmp_path):
+    loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
+    data = OodData(loaded.test)
+    for name in ("test", "../x", ""):
+        with pytest.raises(ValueError, match="its name names files"):
+            assess(replace(loaded, ood={name: data}), tmp_path / "run", (NETWORK,))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_set_is_refused(tmp_path):
+    loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
+    with pytest.raises(ValueError, match="holds no example"):
+        assess(replace(loaded, ood={"none": OodData([])}), tmp_path / "run", (NETWORK,))

@@ -1,0 +1,124 @@
+"""What methods predict for a set: held against the Laplace object and against plain loops."""
+
+import math
+from dataclasses import replace
+
+import a_run
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.assessment.families import chosen_positions, predict_set
+from laplace_debias.assessment.predictions import Chosen, entropy, of_laplace
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    loaded = a_run.loaded_images(num_test=40, num_ood=0, severities=())
+    la = Laplace(loaded.model, params="last_layer", prior_precision=2.0)
+    return loaded, la.fit(loaded.train, num_data=loaded.num_train)
+
+
+def test_probabilities_are_those_of_predict(fitted):
+    loaded, la = fitted
+    x, _ = loaded.test[0]
+    found = of_laplace(la, x, "classification", 5, seed=0)
+    torch.testing.assert_close(found.probs("classification").float(), la.predict(x).probs)
+    _, covariance = la.functional(x)
+    variance = covariance.diagonal(dim1=1, dim2=2).mean(1)
+    torch.testing.assert_close(found.variance.float(), variance)
+    torch.testing.assert_close(found.outputs.float(), loaded.model(x).detach())
+
+
+def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
+    loaded, la = fitted
+    x = loaded.test[0][0][:4]
+    found = of_laplace(la, x, "classification", 5, seed=0)
+    mean, covariance = la.functional(x)
+    generator = torch.Generator().manual_seed(7)
+    for row in range(len(x)):
+        root = torch.linalg.cholesky(covariance[row].double() + 1e-9 * torch.eye(5))
+        noise = torch.randn(40_000, 5, generator=generator, dtype=torch.float64)
+        p = (mean[row].double() + noise @ root.T).softmax(1)
+        aleatoric = -(p * p.log()).sum(1).mean()
+        total = -(p.mean(0) * p.mean(0).log()).sum()
+        # 256 draws in opposite pairs: a standard error of a few per cent.
+        assert found.aleatoric[row] == pytest.approx(float(aleatoric), rel=0.1, abs=0.01)
+        expected = pytest.approx(float(total - aleatoric), rel=0.3, abs=0.01)
+        assert found.mutual_information[row] == expected
+
+
+def test_predictions_do_not_depend_on_the_batches(fitted):
+    loaded, la = fitted
+    whole = torch.cat([x for x, _ in loaded.test])
+    labels = torch.cat([y for _, y in loaded.test])
+    both = [
+        predict_set(loaded, a_run.batches_of(whole, labels, size), la, None, None, seed=3)
+        for size in (7, 40)
+    ]
+    for name in ("log_probs", "aleatoric", "mutual_information", "variance"):
+        values = [getattr(found.predicted, name) for found in both]
+        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
+
+
+def test_many_outputs_have_variances_alone():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 101).eval()
+        x, y = torch.randn(20, 3), torch.randint(101, (20,))
+    la = Laplace(model).fit([(x, y)], num_data=20)
+    found = of_laplace(la, x, "classification", 101, seed=0)
+    assert found.mutual_information.isnan().all()
+    assert found.aleatoric.isnan().all()
+    torch.testing.assert_close(found.probs("classification").float(), la.predict(x).probs)
+
+
+@pytest.mark.parametrize("task", ["binary", "multilabel"])
+def test_labels_that_apply_or_not(task):
+    loaded = a_run.loaded_yes_no(task)
+    la = Laplace(loaded.model, task).fit(loaded.train, num_data=loaded.num_train)
+    x, _ = loaded.test[0]
+    found = of_laplace(la, x, task, 1 if task == "binary" else 3, seed=0)
+    predicted = la.predict(x)
+    if task == "binary":
+        expected = torch.stack([1 - predicted.probs, predicted.probs], 1)
+    else:
+        expected = predicted.mean
+    torch.testing.assert_close(found.probs(task).float(), expected)
+    assert (found.mutual_information >= 0).all()
+    assert found.mutual_information.max() > 0.01
+
+
+def test_the_entropy_of_several_labels_is_the_sum_of_theirs():
+    p = torch.tensor([[0.5, 1.0], [0.25, 0.5]], dtype=torch.float64)
+    of_quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    expected = torch.tensor([math.log(2), of_quarter + math.log(2)], dtype=torch.float64)
+    torch.testing.assert_close(entropy(p, "multilabel"), expected)
+
+
+def test_some_examples_are_chosen_across_batches(fitted):
+    loaded, _ = fitted
+    positions = torch.tensor([0, 3, 12, 13, 39])
+    batches = a_run.batches_of(*(torch.cat(part) for part in zip(*loaded.test, strict=True)), 10)
+    found = list(Chosen(loaded.model, batches, positions))
+    x, y = loaded.test[0]
+    torch.testing.assert_close(torch.cat([part for part, _ in found]), x[positions])
+    assert torch.equal(torch.cat([part for _, part in found]), y[positions])
+    assert [len(part) for _, part in found] == [2, 2, 1]
+
+
+def test_the_choice_is_the_same_for_sets_of_one_size():
+    chosen = chosen_positions(100, 20, seed=5)
+    assert torch.equal(chosen, chosen_positions(100, 20, seed=5))
+    assert torch.equal(chosen, chosen.unique())
+    assert len(chosen) == 20
+    assert not torch.equal(chosen, chosen_positions(100, 20, seed=6))
+    assert chosen_positions(100, 100, seed=5) is None
+
+
+def test_outputs_for_positions_are_refused():
+    loaded = a_run.loaded_rows(num_test=10, num_ood=0)
+    model = nn.Sequential(loaded.model, nn.Unflatten(1, (1, 1))).eval()
+    with pytest.raises(ValueError, match=r"outputs have the shape .*one row of outputs"):
+        predict_set(replace(loaded, model=model), loaded.test, None, None, sigma=1.0, seed=0)

@@ -1,0 +1,202 @@
+"""Runs that are broken off, begun again, or begun where something else is."""
+
+import errno
+import json
+import os
+import subprocess
+
+import a_run
+import pytest
+import torch
+
+from laplace_debias.assessment import assess, run_folder
+from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
+from laplace_debias.assessment.run_folder import RunFolder, read_table
+
+METHODS = (NETWORK, TEMPERATURE, LAST_LAYER)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return a_run.loaded_images(num_test=40, num_ood=20, severities=(3,))
+
+
+def run(loaded, folder, **options):
+    methods = options.pop("methods", METHODS)
+    return assess(loaded, folder, methods, num_resamples=2, **options)
+
+
+@pytest.fixture(scope="module")
+def unbroken(loaded, tmp_path_factory):
+    return run(loaded, tmp_path_factory.mktemp("unbroken") / "run")
+
+
+def contents(folder):
+    """What a run found, without times."""
+    found = {}
+    for path in sorted(folder.path.rglob("*")):
+        name = str(path.relative_to(folder.path))
+        if path.suffix == ".parquet":
+            found[name] = {key: value.tolist() for key, value in read_table(path).items()}
+        elif path.is_file() and name != "run.json":
+            found[name] = path.read_bytes()
+    told = json.loads((folder.path / "run.json").read_text(encoding="utf-8"))
+    for key in ("created", "seconds", "peak_bytes", "title"):
+        told.pop(key)
+    for method in told["methods"]:
+        for key in ("seconds", "seconds_per_example"):
+            method.pop(key)
+    return json.loads(json.dumps({**found, "run.json": told}, default=str))
+
+
+class Broken(Exception):  # noqa: N818
+    pass
+
+
+def breaking_after(writes, error, monkeypatch):
+    """Lets some files be written, and then none."""
+    plain, left = run_folder.write_bytes, [writes]
+
+    def write(path, data):
+        if path.name != "run.json":
+            if not left[0]:
+                raise error
+            left[0] -= 1
+        plain(path, data)
+
+    monkeypatch.setattr(run_folder, "write_bytes", write)
+    monkeypatch.setattr("laplace_debias.assessment.run.write_bytes", write)
+
+
+def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
+    loaded, unbroken, tmp_path, monkeypatch
+):
+    calls = 0
+    folder = None
+    while folder is None:
+        calls += 1
+        assert calls < 60
+        with monkeypatch.context() as patch:
+            breaking_after(3, Broken(), patch)
+            try:
+                folder = run(loaded, tmp_path / "run")
+            except Broken:
+                run_ = RunFolder(tmp_path / "run").read_run()
+                assert run_ is None or run_["status"] == "running"
+    assert calls > 5
+    expected = contents(unbroken)
+    found = contents(folder)
+    assert found.keys() == expected.keys()
+    assert json.dumps(found) == json.dumps(expected)
+
+
+def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("predicted again")
+
+    before = contents(unbroken)
+    monkeypatch.setattr("laplace_debias.assessment.run.predict_set", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.run.fitted", refuse)
+    again = run(loaded, unbroken.path, title="Another title")
+    assert json.dumps(contents(again)) == json.dumps(before)
+    assert again.read_run()["title"] == "Another title"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"seed": 1}, "seed was 0, is 1"),
+        ({"settings": {"data": "x"}}, "settings.data was None, is x"),
+        ({"methods": (NETWORK, TEMPERATURE)}, "methods.last-layer.key was last-layer, is None"),
+    ],
+)
+def test_other_settings_are_refused_and_named(loaded, unbroken, options, told):
+    before = contents(unbroken)
+    with pytest.raises(FileExistsError, match=told) as refused:
+        run(loaded, unbroken.path, **options)
+    assert "another --output, or --overwrite" in str(refused.value)
+    assert json.dumps(contents(unbroken)) == json.dumps(before)
+
+
+def test_another_network_or_other_data_are_refused(loaded, unbroken):
+    other = a_run.loaded_images(num_test=40, num_ood=20, severities=(3,), seed=1)
+    with pytest.raises(FileExistsError, match=r"model was .*; data.test was "):
+        run(other, unbroken.path)
+
+
+def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
+    folder = run(loaded, tmp_path / "run", methods=(NETWORK, LAST_LAYER))
+    kept = folder.path / "mine.txt"
+    kept.write_text("a note")
+    run(loaded, folder.path, methods=(NETWORK,), overwrite=True)
+    assert kept.read_text() == "a note"
+    assert not folder.posterior("last-layer").exists()
+    assert [method["key"] for method in folder.read_run()["methods"]] == ["network"]
+
+
+def test_a_folder_with_other_files_is_left_alone(loaded, tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(FileExistsError, match=r"holds other files \(thesis.tex\)"):
+        run(loaded, tmp_path)
+    with pytest.raises(FileExistsError, match="is a file; name a folder"):
+        run(loaded, tmp_path / "thesis.tex")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": 99}'])
+def test_a_damaged_run_is_not_gone_on_with(loaded, tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run.json is (damaged|not of a run's format)"):
+        run(loaded, tmp_path)
+
+
+def test_a_damaged_table_is_made_again(loaded, unbroken, tmp_path):
+    folder = run(loaded, tmp_path / "run")
+    path = folder.predictions("network", "test")
+    path.write_bytes(path.read_bytes()[:100])
+    run(loaded, folder.path)
+    assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
+
+
+def test_a_full_disk_is_told_in_one_line_and_gone_on_from(loaded, unbroken, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        breaking_after(5, full, patch)
+        with pytest.raises(OSError, match="free some space and give the same command again"):
+            run(loaded, tmp_path / "run")
+    folder = run(loaded, tmp_path / "run")
+    assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 60 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(place)]
+    if os.name == "nt" or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_small_disk_fills_up_with_whole_files(loaded, small_disk):
+    with pytest.raises(OSError, match="no space left") as told:
+        run(loaded, small_disk / "run")
+    assert "the same command again" in str(told.value)
+    assert "\n" not in str(told.value)
+    for path in small_disk.rglob("*"):
+        assert path.suffix != ".partial"
+        if path.suffix == ".parquet":
+            assert len(read_table(path)["index"]) in (20, 40)
+        elif path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    assert run(loaded, small_disk / "run").read_run()["status"] == "complete"
+
+
+def test_the_model_is_left_as_it_was(loaded, tmp_path):
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    run(loaded, tmp_path / "run")
+    after = loaded.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)

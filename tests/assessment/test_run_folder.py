@@ -1,0 +1,262 @@
+"""Every file of docs/run-folder.md, and what is in it."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from laplace_debias import Laplace
+
+METHODS = ["network", "temperature", "last-layer", "last-layer-temperature", "laplace"]
+SETS = ["test", "shift-1", "shift-5", "shuffled", "static"]
+
+
+def read(folder, name):
+    return json.loads((folder.path / name).read_text(encoding="utf-8"))
+
+
+def predictions(folder, method, name):
+    return pd.read_parquet(folder.predictions(method, name))
+
+
+def probs_of(table):
+    return torch.tensor(table["probs"].tolist(), dtype=torch.float64)
+
+
+def joined(batches):
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def test_every_file_of_the_contract_is_there(run_of_images):
+    path = run_of_images.path
+    found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    expected = {"run.json", "config.yaml", "metrics.json", "examples.json"}
+    expected |= {f"predictions/{method}/{name}.parquet" for method in METHODS for name in SETS}
+    for key in ("last-layer", "laplace"):
+        expected |= {f"posteriors/{key}.safetensors", f"sweeps/{key}.json", f"spectra/{key}.json"}
+    examples = read(run_of_images, "examples.json")
+    groups = ("most_uncertain", "most_confidently_wrong", "most_changed")
+    expected |= {f"examples/{e['index']}.png" for group in groups for e in examples[group]}
+    assert found == expected
+
+
+def test_the_run_tells_what_was_done(run_of_images, images):
+    run = read(run_of_images, "run.json")
+    assert (run["format"], run["status"], run["title"]) == (1, "complete", "Stripes")
+    assert (run["task"], run["input_name"]) == ("classification", "image")
+    assert (run["num_train"], run["classes"]) == (200, list(images.classes))
+    assert run["num_parameters"] == sum(p.numel() for p in images.model.parameters())
+    assert [method["key"] for method in run["methods"]] == METHODS
+    assert run["sets"] == [
+        {"name": "test", "role": "test", "num_examples": 80},
+        {"name": "shift-1", "role": "shift", "severity": 1, "num_examples": 80},
+        {"name": "shift-5", "role": "shift", "severity": 5, "num_examples": 80},
+        {"name": "shuffled", "role": "ood", "kind": "near", "num_examples": 30},
+        {"name": "static", "role": "ood", "kind": "far", "num_examples": 30},
+    ]
+    assert {"fit", "predict", "measure"} <= set(run["seconds"])
+    assert run["peak_bytes"] > 1e6
+    assert torch.__version__.startswith(run["versions"]["torch"])
+    assert run["conclusion"]
+
+
+def test_the_entries_of_methods_say_what_they_took(run_of_images):
+    of = {method["key"]: method for method in read(run_of_images, "run.json")["methods"]}
+    for key in ("last-layer", "last-layer-temperature", "laplace"):
+        file = run_of_images.posterior(of[key]["posterior"])
+        assert of[key]["bytes"] == file.stat().st_size
+        assert of[key]["prior_precision"] > 0
+        assert set(of[key]["seconds"]) == {"fit", "tune", "predict"}
+    assert of["last-layer-temperature"]["posterior"] == "last-layer"
+    assert of["network"]["posterior"] is None
+    assert of["network"]["temperature"] is None
+    assert of["laplace"]["seconds_per_example"] > 0
+
+
+@pytest.mark.parametrize("name", ["test", "shift-5"])
+def test_the_network_and_its_temperature(run_of_images, images, name):
+    batches = images.test if name == "test" else images.shifts[5]
+    x, y = joined(batches)
+    logits = images.model(x).detach().double()
+    table = predictions(run_of_images, "network", name)
+    assert table["index"].tolist() == list(range(80))
+    assert table["label"].tolist() == y.tolist()
+    torch.testing.assert_close(probs_of(table), logits.softmax(1), rtol=1e-5, atol=1e-7)
+    expected = -(logits.softmax(1) * logits.log_softmax(1)).sum(1)
+    torch.testing.assert_close(torch.tensor(table["entropy"]), expected, rtol=1e-4, atol=1e-5)
+    assert table[["aleatoric", "mutual_information", "variance"]].isna().all(axis=None)
+    run = read(run_of_images, "run.json")
+    T = run["methods"][1]["temperature"]
+    scaled = probs_of(predictions(run_of_images, "temperature", name))
+    torch.testing.assert_close(scaled, (logits / T).softmax(1), rtol=1e-5, atol=1e-7)
+
+
+def test_the_temperature_is_the_best_on_the_validation_examples(run_of_images, images):
+    T = read(run_of_images, "run.json")["methods"][1]["temperature"]
+    x, y = joined(images.validation)
+    logits = images.model(x).detach().double()
+
+    def nll(temperature):
+        return float(torch.nn.functional.cross_entropy(logits / temperature, y))
+
+    assert nll(T) < min(nll(0.99 * T), nll(1.01 * T))
+
+
+@pytest.mark.parametrize("key", ["last-layer", "laplace"])
+@pytest.mark.parametrize("name", ["test", "static"])
+def test_posteriors_predict_what_predict_gives(run_of_images, images, key, name):
+    la = Laplace.load(run_of_images.posterior(key), images.model)
+    x, y = joined(images.test if name == "test" else images.ood[name].batches)
+    table = predictions(run_of_images, key, name)
+    at = torch.tensor(table["index"])
+    expected = la.predict(x[at]).probs.double()
+    torch.testing.assert_close(probs_of(table), expected, rtol=1e-4, atol=1e-6)
+    assert (table["mutual_information"] >= 0).all()
+    assert ("label" in table) == (name == "test")
+    if name == "test":
+        assert table["label"].tolist() == y[at].tolist()
+
+
+def test_a_temperature_on_top_divides_the_logarithms(run_of_images):
+    run = read(run_of_images, "run.json")
+    T = next(m for m in run["methods"] if m["key"] == "last-layer-temperature")["temperature"]
+    plain = probs_of(predictions(run_of_images, "last-layer", "test"))
+    expected = plain.pow(1 / T) / plain.pow(1 / T).sum(1, keepdim=True)
+    found = probs_of(predictions(run_of_images, "last-layer-temperature", "test"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_limited_method_predicts_the_same_examples_of_shifts(run_of_images):
+    limited = [predictions(run_of_images, "laplace", name)["index"] for name in SETS]
+    assert [len(index) for index in limited] == [60, 60, 60, 30, 30]
+    assert limited[0].tolist() == limited[1].tolist() == limited[2].tolist()
+    assert limited[0].is_monotonic_increasing
+    assert limited[0].max() > 60  # Not the first ones.
+
+
+def test_metrics_are_those_of_the_predictions(run_of_images):
+    rows = read(run_of_images, "metrics.json")["rows"]
+    for method in METHODS:
+        table = predictions(run_of_images, method, "shift-5")
+        p = probs_of(table)
+        chosen = [row[label] for row, label in zip(p, table["label"], strict=True)]
+        expected = {
+            "nll": -sum(math.log(value) for value in chosen) / len(chosen),
+            "accuracy": sum(p.argmax(1) == torch.tensor(table["label"])) / len(p),
+            "brier": (p - torch.eye(5)[table["label"]]).square().sum(1).mean(),
+        }
+        for metric, value in expected.items():
+            (row,) = (
+                r
+                for r in rows
+                if (r["method"], r["set"], r["metric"]) == (method, "shift-5", metric)
+            )
+            assert row["value"] == pytest.approx(float(value), rel=1e-5)
+            assert row["low"] < row["value"] < row["high"]
+            assert row["num_examples"] == len(p)
+
+
+def test_ood_rows_are_the_share_of_pairs_in_the_right_order(run_of_images):
+    rows = read(run_of_images, "metrics.json")["rows"]
+    found = {
+        (r["method"], r["score"]): r["value"]
+        for r in rows
+        if r["set"] == "shuffled" and r["metric"] == "auroc"
+    }
+    for method, scores in (("network", 2), ("temperature", 2), ("last-layer", 4), ("laplace", 4)):
+        test, ood = (predictions(run_of_images, method, name) for name in ("test", "shuffled"))
+        assert sum(key[0] == method for key in found) == scores
+        for score in ("entropy", "variance")[: scores // 2]:
+            pairs = [(b > a) + 0.5 * (b == a) for a in test[score] for b in ood[score]]
+            expected = sum(pairs) / len(pairs)
+            assert found[method, score] == pytest.approx(expected, abs=1e-6)
+
+
+def test_differences_are_of_the_same_examples(run_of_images):
+    found = read(run_of_images, "metrics.json")["differences"]
+    keys = {(row["method"], row["reference"]) for row in found}
+    assert keys == {
+        (method, reference)
+        for method in METHODS
+        for reference in ("network", "temperature")
+        if method != reference
+    }
+    for method, reference in sorted(keys):
+        (row,) = (
+            row
+            for row in found
+            if (row["method"], row["reference"], row["set"]) == (method, reference, "test")
+            and row["metric"] == "nll"
+        )
+        tables = [predictions(run_of_images, key, "test") for key in (method, reference)]
+        tables = [table.set_index("index") for table in tables]
+        shared = tables[0].index.intersection(tables[1].index)
+        losses = [
+            [-math.log(table["probs"][i][table["label"][i]]) for i in shared] for table in tables
+        ]
+        expected = sum(a - b for a, b in zip(*losses, strict=True)) / len(shared)
+        assert row["value"] == pytest.approx(expected, abs=1e-6)
+        assert row["num_examples"] == len(shared)
+
+
+def test_the_sweep_has_its_best_where_it_was_chosen(run_of_images):
+    for key in ("last-layer", "laplace"):
+        sweep = read(run_of_images, f"sweeps/{key}.json")
+        assert sweep["metric"] == "nll"
+        of = {row["prior_precision"]: row for row in sweep["rows"]}
+        assert of[sweep["chosen"]]["value"] == pytest.approx(
+            min(row["value"] for row in sweep["rows"]), rel=1e-3
+        )
+        assert all(row["low"] <= row["value"] <= row["high"] for row in sweep["rows"])
+        low, high = sweep["flat"]
+        assert low <= sweep["chosen"] <= high
+
+
+def test_the_spectrum_is_that_of_dense_blocks(run_of_images, images):
+    la = Laplace.load(run_of_images.posterior("last-layer"), images.model)
+    spectrum = read(run_of_images, "spectra/last-layer.json")
+    delta = float(la.prior_precision)
+    assert [block["name"] for block in spectrum["blocks"]] == la.block_names
+    for block, operator in zip(
+        spectrum["blocks"], la.posterior.curvature.blocks.values(), strict=True
+    ):
+        values = torch.linalg.eigvalsh(operator.to_dense().double()) * la.num_data
+        levels = torch.linspace(0, 1, 101, dtype=torch.float64)
+        expected = values.quantile(levels)
+        found = torch.tensor(block["quantiles"], dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(values.max()))
+        share = (delta / (values + delta)).mean()
+        assert block["prior_share"] == pytest.approx(float(share), rel=1e-3)
+        assert block["num_parameters"] == len(values)
+
+
+def test_the_examples_are_the_extremes(run_of_images, images):
+    examples = read(run_of_images, "examples.json")
+    network, last = (predictions(run_of_images, key, "test") for key in ("network", "last-layer"))
+    assert examples["chosen_by"] == {
+        "most_uncertain": "last-layer",
+        "most_confidently_wrong": "network",
+        "most_changed": "last-layer",
+    }
+    by_entropy = last.sort_values("entropy", ascending=False)["index"].tolist()
+    assert [e["index"] for e in examples["most_uncertain"]] == by_entropy[:12]
+    p = probs_of(network)
+    labels = torch.tensor(network["label"])
+    wrong = [(float(row.max()), i) for i, row in enumerate(p) if row.argmax() != labels[i]]
+    expected = [i for _, i in sorted(wrong, reverse=True)[:12]]
+    assert [e["index"] for e in examples["most_confidently_wrong"]] == expected
+    distance = 0.5 * (probs_of(last) - p).abs().sum(1)
+    first = examples["most_changed"][0]
+    assert first["index"] == int(distance.argmax())
+    assert first["label"] == int(labels[first["index"]])
+    (top_class, top), *rest = first["probs"]["network"]
+    assert top_class == int(p[first["index"]].argmax())
+    assert top == pytest.approx(float(p[first["index"]].max()))
+    assert len(rest) == 4
+    picture = Image.open(run_of_images.path / "examples" / f"{first['index']}.png")
+    x, _ = joined(images.test)
+    expected_picture = images.picture(x[first["index"]])
+    assert torch.equal(torch.tensor(list(picture.tobytes())), expected_picture.flatten().long())

@@ -1,0 +1,91 @@
+"""Temperature scaling: the exact optimum, by scipy and by its derivative."""
+
+import math
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from torch.nn import functional as F
+
+from laplace_debias.assessment.temperature import BOUNDS, fit_temperature, tempered
+
+
+def problem(kind, seed=0, n=80, scale=4.0):
+    """Logits that are too large for how often they are right."""
+    g = torch.Generator().manual_seed(seed)
+    outputs = {"classification": 4, "binary": 1, "multilabel": 3}[kind]
+    z = scale * torch.randn(n, outputs, generator=g, dtype=torch.float64)
+    if kind == "classification":
+        right = z.argmax(1)
+        other = torch.randint(outputs, (n,), generator=g)
+        return z, torch.where(torch.rand(n, generator=g) < 0.6, right, other)
+    y = (z + 4 * torch.randn(z.shape, generator=g, dtype=torch.float64) > 0).double()
+    return z, y[:, 0] if kind == "binary" else y
+
+
+def nll(z, y, kind, temperature):
+    """The loss, written out for each example."""
+    total = 0.0
+    for row, label in zip(z, y, strict=True):
+        row = row / temperature
+        if kind == "classification":
+            total += math.log(sum(math.exp(v - row[label]) for v in row))
+        else:
+            for v, target in zip(row, label.reshape(-1), strict=True):
+                total += math.log1p(math.exp(-v)) if target else math.log1p(math.exp(v))
+    return total / len(z)
+
+
+@pytest.mark.parametrize("kind", ["classification", "binary", "multilabel"])
+def test_the_optimum_is_that_of_a_search_over_a_loop(kind):
+    z, y = problem(kind)
+    found = fit_temperature(z, y, kind)
+    best = minimize_scalar(
+        lambda log: nll(z, y, kind, math.exp(log)), bounds=(-5, 5), method="bounded"
+    )
+    assert math.log(found.value) == pytest.approx(best.x, abs=1e-4)
+    assert found.nll == pytest.approx(best.fun, abs=1e-9)
+    assert found.value > 1.5  # The logits were too large.
+    assert not found.is_at_limit
+
+
+def test_the_derivative_is_zero_at_the_optimum():
+    z, y = problem("classification", seed=1)
+    best = math.log(fit_temperature(z, y, "classification").value)
+    log = torch.tensor(best, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(F.cross_entropy(z / log.exp(), y), log)
+    assert abs(float(slope)) < 1e-10
+
+
+def test_logarithms_of_probabilities_are_as_good_as_logits():
+    z, y = problem("classification")
+    found = [fit_temperature(x, y, "classification").value for x in (z, z.log_softmax(1) + 5)]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def test_scaled_logits_have_a_scaled_temperature():
+    z, y = problem("multilabel")
+    once, thrice = (fit_temperature(k * z, y, "multilabel").value for k in (1, 3))
+    assert thrice == pytest.approx(3 * once, rel=1e-9)
+
+
+@pytest.mark.parametrize(("sign", "end"), [(1, 0), (-1, 1)])
+def test_examples_that_are_all_right_or_all_wrong_have_their_optimum_at_an_end(sign, end):
+    z, _ = problem("classification")
+    found = fit_temperature(sign * z, z.argmax(1), "classification")
+    assert found.is_at_limit
+    assert found.value == pytest.approx(BOUNDS[end])
+
+
+def test_what_cannot_be_fitted_is_refused():
+    with pytest.raises(ValueError, match="no validation examples"):
+        fit_temperature(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), "classification")
+    with pytest.raises(ValueError, match="not finite"):
+        fit_temperature(torch.full((2, 3), torch.nan), torch.zeros(2).long(), "classification")
+
+
+def test_tempered_classes_are_normalised_and_keep_their_order():
+    z, _ = problem("classification")
+    found = tempered(z.log_softmax(1), 2.5, "classification")
+    torch.testing.assert_close(found.exp().sum(1), torch.ones(len(z), dtype=torch.float64))
+    torch.testing.assert_close(found, (z / 2.5).log_softmax(1))

@@ -1,0 +1,277 @@
+"""fit, tune, predict and spectrum on a network and data that users bring."""
+
+import json
+import subprocess
+import sys
+
+import bring
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+from laplace_debias.curvature import GGN
+from laplace_debias.report.tables import read_csv
+from laplace_debias.sources import SourceSettings, load
+
+QUIET = ["--device=cpu", "--progress=false"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    bring.networks(tmp_path, monkeypatch)
+    bring.archive(tmp_path / "d.npz")
+    return tmp_path
+
+
+def loaded(**options):
+    return load(SourceSettings(**{"device": "cpu", "progress": False, **options}))
+
+
+ROWS = ["--model=nets:rows", "--data=d.npz", *QUIET]
+
+
+def test_a_whole_session_on_images(here, capsys):
+    bring.image_folder(here / "images")
+    bring.loose_images(here / "loose")
+    torch.manual_seed(5)
+    trained = nn.Sequential(
+        *(nn.Conv2d(3, 5, 5, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(5, 3),
+    )
+    bring.weights(here / "net.pt", trained, "module.", "state_dict")
+    (here / "all.yaml").write_text(
+        "model: nets:build\nmodel_args: {width: 5}\ncheckpoint: net.pt\ndata: images\n"
+        "mean: [0.5, 0.4, 0.3]\nstd: [0.2, 0.3, 0.4]\nood: {near:loose: loose}\n"
+        "device: cpu\nprogress: false\n"
+    )
+    common = ["--config=all.yaml"]
+    assert main(["fit", *common, "--ood", "d=builtin:digits", "--output=p.safetensors"]) == 0
+    printed = capsys.readouterr().out
+    assert "N = 24" in printed
+    assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in printed
+    grid = "--prior_precisions=[0.1, 1.0, 10.0]"
+    assert main(["tune", *common, "--posterior=p.safetensors", grid]) == 0
+    predict = ["predict", *common, "--posterior=p.safetensors"]
+    assert main([*predict, "--inputs=loose", "--output=loose.csv"]) == 0
+    assert main([*predict, "--output=test.parquet"]) == 0
+
+    options = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "ood": {"loose": "loose"}}
+    found = loaded(model="nets:build", model_args={"width": 5}, data="images", **options)
+    found.model.load_state_dict(trained.state_dict())
+    la = Laplace(found.model).fit(list(found.train), num_data=24)
+    la.tune(list(found.validation), grid=[0.1, 1.0, 10.0])
+    table = pandas.read_csv("loose.csv")
+    x = torch.cat([x for x, _ in found.ood["loose"].batches])
+    predictive = la.predict(x)
+    columns = table[[f"probability_{name}" for name in bring.CLASSES]].to_numpy()
+    np.testing.assert_allclose(columns, predictive.probs.numpy(), atol=1e-5)
+    np.testing.assert_allclose(table["entropy"], predictive.entropy(), atol=1e-5)
+    assert table["name"].tolist() == [f"{n}.png" for n in range(5)]
+    table = pandas.read_parquet("test.parquet")
+    assert table["label"].tolist() == [name for name in bring.CLASSES for _ in range(3)]
+    assert table["row"].tolist() == list(range(9))
+    most = table[[f"probability_{name}" for name in bring.CLASSES]].to_numpy().argmax(1)
+    assert [bring.CLASSES[label] for label in most] == table["prediction"].tolist()
+
+
+def test_regression_with_its_noise(here):
+    bring.archive(here / "r.npz", **bring.arrays("numbers"))
+    common = ["--model=nets:rows", "--model_args.outputs=1", "--data=r.npz", *QUIET]
+    assert main(["fit", *common, "--sigma=0.5", "--output=p.safetensors"]) == 0
+    assert main(["tune", *common, "--posterior=p.safetensors", "--method=marglik"]) == 0
+    predict = ["predict", *common, "--posterior=p.safetensors", "--output=p.csv"]
+    assert main(predict) == 0
+    found = loaded(model="nets:rows", model_args={"outputs": 1}, data="r.npz")
+    la = Laplace.load(here / "p.safetensors", found.model)
+    x, y = (torch.cat(parts) for parts in zip(*found.test, strict=True))
+    mean, covariance = la.functional(x)
+    table = pandas.read_csv("p.csv")
+    np.testing.assert_allclose(table["mean"], mean[:, 0].numpy(), rtol=1e-5)
+    spread = (covariance[:, 0, 0] + 0.25).sqrt()
+    np.testing.assert_allclose(table["standard_deviation"], spread.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(table["target"], y[:, 0].numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "outputs", "columns"),
+    [
+        ("labels", 3, ["probability_0", "probability_1", "probability_2"]),
+        ("two", 1, ["probability", "entropy"]),
+    ],
+)
+def test_labels_that_may_apply_at_once_and_one_logit(here, targets, outputs, columns):
+    content = bring.arrays(classes=2) if targets == "two" else bring.arrays(targets)
+    bring.archive(here / "m.npz", **content)
+    common = ["--model=nets:rows", f"--model_args.outputs={outputs}", "--data=m.npz", *QUIET]
+    assert main(["fit", *common, "--output=p.safetensors"]) == 0
+    predict = ["predict", *common, "--posterior=p.safetensors", "--output=p.csv", "--method=map"]
+    assert main(predict) == 0
+    table = pandas.read_csv("p.csv")
+    assert [name for name in table.columns if name in columns] == columns
+    found = loaded(model="nets:rows", model_args={"outputs": outputs}, data="m.npz")
+    x = torch.cat([x for x, _ in found.test])
+    with torch.no_grad():
+        expected = found.model(x).sigmoid().numpy()
+    first = [name for name in columns if name != "entropy"]
+    np.testing.assert_allclose(table[first].to_numpy(), expected, atol=1e-5)
+
+
+def test_draws_of_predictions_follow_the_seed(here):
+    assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
+    tables = []
+    for number, options in enumerate((["--seed=1"], ["--seed=1"], ["--seed=2"], ["--samples=3"])):
+        command = ["predict", *ROWS, "--posterior=p.safetensors", f"--output={number}.csv"]
+        assert main([*command, "--method=nn", "--inputs=d.npz", *options]) == 0
+        tables.append(pandas.read_csv(f"{number}.csv")["probability_0"])
+    assert tables[0].equals(tables[1])
+    assert not tables[0].equals(tables[2])
+    assert not tables[0].equals(tables[3])
+
+
+@pytest.mark.parametrize("task", ["classification", "regression", "binary", "multilabel"])
+def test_the_spectrum_of_each_task(here, task):
+    kinds = {"regression": "numbers", "multilabel": "labels"}
+    content = bring.arrays(kinds.get(task, "classes"), classes=2 if task == "binary" else 3)
+    bring.archive(here / "s.npz", **content)
+    outputs = 1 if task in ("binary", "regression") else 3
+    common = ["--model=nets:rows", f"--model_args.outputs={outputs}", "--data=s.npz", *QUIET]
+    options = ["--examples=20", "--eigenpairs=3", "--method=rows", "--left_out=0"]
+    assert main(["spectrum", *common, *options, "--output=out"]) == 0
+    found = loaded(model="nets:rows", model_args={"outputs": outputs}, data="s.npz")
+    x = torch.cat([x for x, _ in found.train])[:20]
+    outputs_of = torch.func.functional_call
+    parameters = {name: p.detach().double() for name, p in found.model.named_parameters()}
+
+    def flat(vector):
+        parts = vector.split([p.numel() for p in parameters.values()])
+        named = zip(parameters.items(), parts, strict=True)
+        return {name: part.reshape(p.shape) for (name, p), part in named}
+
+    def f(vector):
+        return outputs_of(found.model, flat(vector), (x.double(),))
+
+    at = torch.cat([p.flatten() for p in parameters.values()])
+    J = torch.autograd.functional.jacobian(f, at)
+    logits = f(at)
+    if task == "classification":
+        p = logits.softmax(1)
+        H = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / 20
+    elif task == "regression":
+        H = torch.full((20, 1, 1), 2 / 20, dtype=torch.float64)
+    else:
+        p = logits.sigmoid()
+        H = torch.diag_embed(p * (1 - p)) / (20 * outputs)
+    G = torch.einsum("nci,ncd,ndj->ij", J, H, J)
+    expected = torch.linalg.eigvalsh(G).flip(0)[:3]
+    values = [row["eigenvalue"] for row in read_csv(here / "out" / "eigenvalues.csv")]
+    np.testing.assert_allclose(values, expected.numpy(), rtol=1e-4)
+
+
+def test_the_spectrum_by_iterations(here):
+    options = ["--examples=20", "--eigenpairs=2", "--max_matvecs=60", "--output=out"]
+    assert main(["spectrum", *ROWS, *options, "--tolerance=1e-5"]) == 0
+    found = loaded(model="nets:rows", data="d.npz")
+    x, y = (torch.cat(parts)[:20] for parts in zip(*found.train, strict=True))
+    dense = GGN(found.model, nn.CrossEntropyLoss(), [(x, y)]).to_dense()
+    expected = torch.linalg.eigvalsh(dense).flip(0)[:2]
+    values = [row["eigenvalue"] for row in read_csv(here / "out" / "eigenvalues.csv")]
+    np.testing.assert_allclose(values, expected.numpy(), rtol=1e-3)
+
+
+def test_json_is_all_there_is_on_the_standard_output(here, capsys):
+    commands = {
+        "fit": ["--output=p.safetensors"],
+        "tune": ["--posterior=p.safetensors"],
+        "predict": ["--posterior=p.safetensors", "--output=p.csv"],
+        "spectrum": ["--examples=10", "--eigenpairs=2", "--output=out", "--method=rows"],
+    }
+    found = {}
+    for name, options in commands.items():
+        assert main([name, *ROWS, *options, "--json"]) == 0
+        captured = capsys.readouterr()
+        assert len(captured.out.splitlines()) == 1
+        found[name] = json.loads(captured.out)
+    assert found["fit"]["num_data"] == 30
+    assert found["fit"]["posterior"] == "p.safetensors"
+    assert len(found["tune"]["table"]) == 21
+    la = Laplace.load(here / "p.safetensors", loaded(model="nets:rows", data="d.npz").model)
+    assert found["tune"]["prior_precision"] == pytest.approx(float(la.prior_precision))
+    assert found["predict"]["num_predictions"] == 9
+    assert len(found["spectrum"]["eigenvalues"]) == 2
+    assert main(["fit", *ROWS, "--output=p.safetensors", "--json"]) == 2  # it exists
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "give --overwrite" in captured.err
+
+
+def test_without_validation_data_tune_says_what_is_possible(here, capsys):
+    content = {k: v for k, v in bring.arrays().items() if "val" not in k}
+    bring.archive(here / "d.npz", **content)
+    assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
+    assert "There is no validation data" in capsys.readouterr().out
+    assert main(["tune", *ROWS, "--posterior=p.safetensors"]) == 2
+    assert "--method=marglik" in capsys.readouterr().err
+    assert main(["tune", *ROWS, "--posterior=p.safetensors", "--method=marglik"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict", "--posterior=no.safetensors", "--output=p.csv"], "laplace-debias fit"),
+        (["predict", "--posterior=p.safetensors", "--output=p.txt"], "a .parquet or .csv file"),
+        (["predict", "--posterior=p.safetensors", "--output=o.csv"], "give --overwrite"),
+        (
+            ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=none"],
+            "inputs: nothing is at none",
+        ),
+        (
+            ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=."],
+            "inputs: . has no images",
+        ),
+        (
+            ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=w.npz"],
+            "inputs: w.npz has inputs of shape [3], the network takes [4]",
+        ),
+        (
+            ["predict", "--posterior=p.safetensors", "--output=n.csv", "--samples=0"],
+            "samples is 0",
+        ),
+        (["fit", "--output=n.safetensors", "--sigma=1.0"], "sigma is the noise of a regression"),
+    ],
+)
+def test_options_that_make_no_sense(here, arguments, message, capsys):
+    assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
+    (here / "o.csv").write_text("mine")
+    np.savez(here / "w.npz", x=np.zeros((2, 3)))
+    assert main([*arguments, *ROWS]) == 2
+    assert message in capsys.readouterr().err
+    assert (here / "o.csv").read_text() == "mine"
+    assert not list(here.glob("n.*"))
+
+
+def test_a_posterior_of_another_network_is_refused(here, capsys):
+    assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
+    other = ["--model=nets:rows", "--model_args.inputs=5", "--data=e.npz", *QUIET]
+    content = {
+        k: (np.pad(v, ((0, 0), (0, 1))) if k[0] == "x" else v) for k, v in bring.arrays().items()
+    }
+    bring.archive(here / "e.npz", **content)
+    assert main(["predict", *other, "--posterior=p.safetensors", "--output=n.csv"]) == 2
+    assert capsys.readouterr().err.count("\n") >= 1
+    assert not (here / "n.csv").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_process_of_its_own(here):
+    (here / "slow.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+    command = [sys.executable, "-m", "laplace_debias", "fit", "--model=slow:build", "--data=d.npz"]
+    done = subprocess.run(
+        [*command, "--output=p.safetensors"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130
+    assert "stopped: nothing is kept of it" in done.stderr
+    assert not (here / "p.safetensors").exists()

@@ -1,0 +1,136 @@
+"""`laplace-debias report` and `evaluate`, on a network and data of somebody's own."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+
+MODULE = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a network's module, its weights, an archive of data and a saved posterior."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_network_of_rows.py").write_text(MODULE)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(260, 4, generator=generator)
+    noise = torch.randn(260, 3, generator=generator)
+    y = (x[:, :3] + noise).argmax(1)
+    parts = {"train": slice(120), "val": slice(120, 200), "test": slice(200, 260)}
+    arrays = {f"x_{name}": x[part].numpy() for name, part in parts.items()}
+    arrays |= {f"y_{name}": y[part].numpy() for name, part in parts.items()}
+    np.savez(tmp_path / "data.npz", **arrays)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[:120]), y[:120]).backward()
+        optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    la = Laplace(model.eval(), prior_precision=2.0)
+    la.fit([(x[:120], y[:120])], num_data=120).save(tmp_path / "mine.safetensors")
+    return tmp_path
+
+
+SOURCE = [
+    *("--model=my_network_of_rows:build", "--checkpoint=weights.pt", "--data=data.npz"),
+    *("--progress=false", "--num_resamples=2", "--device=cpu"),
+]
+FAST = "--methods=[temperature,last-layer]"
+
+
+def test_a_report_is_written_printed_drawn_again_and_repeated(place, capsys):
+    assert main(["report", *SOURCE, FAST, "--output=run", "--title=Mine"]) == 0
+    printed = capsys.readouterr().out
+    assert "Temperature scaling" in printed
+    assert "On 60 " in printed
+    assert "Page: run/report.html" in printed
+    page = (place / "run" / "report.html").read_bytes()
+    before = (place / "run" / "metrics.json").read_bytes()
+
+    (place / "run" / "report.html").unlink()
+    (place / "data.npz").rename(place / "moved.npz")  # Nothing is computed or read.
+    assert main(["report", "--from=run"]) == 0
+    assert (place / "run" / "report.html").read_bytes() == page
+    capsys.readouterr()
+
+    (place / "moved.npz").rename(place / "data.npz")
+    again = ["report", "--config=run/config.yaml", "--output=other", "--json"]
+    assert main(again) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["page"] == "other/report.html"
+    assert [method["key"] for method in found["methods"]] == [
+        *("network", "temperature", "last-layer"),
+    ]
+    assert (place / "other" / "metrics.json").read_bytes() == before
+
+
+def test_posteriors_can_be_described_in_a_file(place, capsys):
+    described = {"posteriors": {"head": {"params": "last_layer", "curvature": "full"}}}
+    (place / "mine.yaml").write_text(yaml.safe_dump({**described, "methods": []}))
+    assert main(["report", *SOURCE, "--config=mine.yaml", "--output=run"]) == 0
+    assert "Laplace, head" in capsys.readouterr().out
+    told = yaml.safe_load((place / "run" / "config.yaml").read_text())
+    assert told["posteriors"]["head"]["curvature"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--methods=[magic]"], "there is no method magic; expected network"),
+        (["--from=nowhere"], "nowhere holds no run"),
+        (["--output=data.npz"], "data.npz"),
+        (["--examples=1"], "examples is 1; expected at least 2"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(place, options, told, capsys):
+    before = sorted(path.name for path in place.iterdir())
+    assert main(["report", *SOURCE, *options]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert told in line
+    assert sorted(path.name for path in place.iterdir() if path.name != "__pycache__") == before
+
+
+def test_saved_posteriors_are_evaluated_and_nothing_is_written(place, capsys):
+    before = sorted(path.name for path in place.iterdir())
+    (place / "second.safetensors").write_bytes((place / "mine.safetensors").read_bytes())
+    files = ["--posterior=mine.safetensors", "--posterior", "second.safetensors"]
+    arguments = ["evaluate", *SOURCE, *files, "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    keys = [method["key"] for method in found["methods"]]
+    assert keys == ["network", "temperature", "posterior-mine", "posterior-second"]
+    (row,) = (
+        row
+        for row in found["rows"]
+        if (row["method"], row["set"], row["metric"]) == ("posterior-mine", "test", "nll")
+    )
+    with np.load(place / "data.npz") as data:
+        x, y = (torch.tensor(data[f"{name}_test"]) for name in "xy")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+    model.load_state_dict(torch.load(place / "weights.pt", weights_only=True))
+    la = Laplace.load(place / "mine.safetensors", model)
+    expected = -la.predict(x).log_prob(y).mean()
+    assert row["value"] == pytest.approx(float(expected), rel=1e-5)
+    after = sorted(path.name for path in place.iterdir() if path.name != "__pycache__")
+    assert after == sorted([*before, "second.safetensors"])
+
+
+def test_a_missing_posterior_is_told(place, capsys):
+    assert main(["evaluate", *SOURCE, "--posterior=nowhere.safetensors"]) == 2
+    assert "nowhere.safetensors" in capsys.readouterr().err

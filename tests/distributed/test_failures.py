@@ -1,0 +1,77 @@
+"""One process that fails stops all of them, and they say which and why."""
+
+import time
+
+import pytest
+import rank_tasks as tasks
+
+
+def others(num_ranks, rank):
+    return [other for other in range(num_ranks) if other != rank]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("label", "ValueError", "labels"),
+        ("nan", "ValueError", "NaN"),
+        ("loader", "RankError", "the file is missing"),
+        ("memory", "RankError", "out of memory"),
+    ],
+)
+def test_an_error_reaches_all_with_its_message_and_rank(processes, fault, kind, message):
+    found = processes.run(3, tasks.fail, fault, 1)
+    own = found[1]
+    assert message in own[1]
+    for rank in others(3, 1):
+        assert found[rank][0] == kind, found[rank]
+        assert found[rank][1].startswith("Rank 1 failed with ")
+        assert own[1] in found[rank][1]
+    # The processes are in step again.
+    expected = tasks.fit(0, "kfac", "full", {}, {})
+    assert [of["N"] for of in processes.run(3, tasks.fail_then_fit)] == 3 * [expected["N"]]
+
+
+def test_a_process_in_the_middle_of_a_pass_hears_of_it(processes):
+    began = time.monotonic()
+    found = processes.run(2, tasks.fail_while_the_other_reads)
+    assert time.monotonic() - began < 40
+    assert "no disk" in found[1][1]
+    assert found[0][0] == "ValueError"
+    assert found[0][1].startswith("Rank 1 failed with ValueError: no disk")
+
+
+def test_a_process_that_is_killed_is_named(processes):
+    try:
+        processes.start(3, tasks.be_killed, 2)
+        began = time.monotonic()
+        for rank in (0, 1):
+            kind, message = processes.result(rank)
+            assert kind == "RankError"
+            assert message.startswith("Rank 2 is gone"), message
+            assert "Start all ranks again" in message
+        assert time.monotonic() - began < 60
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "parts"),
+    [
+        (tasks.the_same_loader, "ValueError", ["ShardedBatches", "alone()", "Rank 1"]),
+        (tasks.the_same_loader_shuffled, "ValueError", ["ShardedBatches", "data set", "Rank 1"]),
+        (tasks.the_same_batches, "ValueError", ["same batch", "ShardedBatches"]),
+        (tasks.padded, "ValueError", ["DistributedSampler", "ShardedBatches(data, batch_size)"]),
+        (tasks.sharded_on_one, "ValueError", ["must be the same on all ranks", "rank 1 none"]),
+        (tasks.another_model, "ValueError", ["head.bias", "broadcast"]),
+        (tasks.another_num_data, "ValueError", ["num_data differs", "[37, 38]"]),
+        (tasks.different_calls, "RankError", ["rank 0 in fit", "rank 1 in save"]),
+        (tasks.fully_sharded, "NotImplementedError", ["fully_shard", "full_state_dict=True"]),
+        (tasks.a_shard_alone, "ValueError", ["ShardedBatches splits", "2 processes, of which 1"]),
+    ],
+)
+def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
+    for found in processes.run(2, task):
+        assert found[0] == kind, found
+        for part in parts:
+            assert part in found[1]

@@ -1,0 +1,145 @@
+"""A fit of data that several processes share is the fit of one process, to rounding."""
+
+import oracle
+import pytest
+import rank_tasks as tasks
+import torch
+from torch.utils.data import DataLoader
+
+CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
+MODES = ("full", "mini", "debiased", "crossfit")
+MATRIX = [
+    (curvature, mode, {"fisher": fisher}, {})
+    for curvature in CURVATURES
+    for mode in MODES
+    for fisher in ("exact", "mc", "empirical")
+]
+# One axis at a time, and what goes with some cases alone.
+DAILY = [
+    *((curvature, "full", {}, {}) for curvature in CURVATURES),
+    *(("kfac", mode, {"fisher": "mc"}, {}) for mode in MODES),
+    *(
+        (curvature, "crossfit", {"fisher": "mc"}, {"folds": 3})
+        for curvature in ("ekfac", "lowrank")
+    ),
+    ("kfac", "mini", {}, {"scale": True}),
+    ("ekfac", "full", {"joint": True, "fisher": "mc", "mc_samples": 3}, {}),
+]
+
+
+def check(found, expected, rel=1e-12, but=()):
+    """Compare what a process found, number by number."""
+    assert isinstance(found, dict), found
+    for key, value in expected.items():
+        of_one = torch.as_tensor(value, dtype=torch.float64)
+        error = (torch.as_tensor(found[key], dtype=torch.float64) - of_one).norm()
+        assert error <= (1e-6 if key in but else rel) * of_one.norm(), key
+
+
+def check_all(found, cases, size=tasks.SIZE, batch=tasks.BATCH):
+    expected = tasks.fits(0, cases, size, batch)
+    for of_rank in found:
+        assert isinstance(of_rank, list), of_rank
+        for case, numbers, of_one in zip(cases, of_rank, expected, strict=True):
+            check(numbers, of_one)
+            assert numbers["N"] == size, case
+
+
+def test_three_processes_fit_as_one(processes):
+    check_all(processes.run(3, tasks.fits, DAILY), DAILY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_curvature_and_mode_is_the_same_on_any_number_of_processes(processes, num_ranks):
+    check_all(processes.run(num_ranks, tasks.fits, MATRIX), MATRIX)
+
+
+@pytest.mark.parametrize(("size", "batch"), [(2, 16), (7, 3)])
+def test_processes_without_examples_take_part(processes, size, batch):
+    cases = [c for c in DAILY[::2] if c[1] == "full" or size > 6]
+    check_all(processes.run(4, tasks.fits, cases, size, batch), cases, size, batch)
+
+
+def test_all_processes_have_the_same_bits(processes):
+    cases = [("kfac", "full", {}, {}), ("full", "debiased", {}, {})]
+    first, *others = processes.run(4, tasks.fits, cases)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert torch.equal(mine["C v"], theirs["C v"])
+
+
+def test_the_curvature_is_that_of_the_dense_reference(processes):
+    (found, *_) = processes.run(3, tasks.fit, "full", "full", {}, {})
+    net, (x, y) = tasks.network(), tasks.examples()[:]
+    C = oracle.ggn(net, x, "classification", [name for name, _ in net.named_parameters()])
+    V = torch.randn(len(C), 3, generator=tasks.generator(2), dtype=torch.float64)
+    torch.testing.assert_close(found["C v"], C @ V, rtol=1e-10, atol=1e-12)
+    assert y.shape == (found["N"],)
+
+
+def test_a_loader_of_one_process_gives_the_same_fit(processes):
+    """`ShardedBatches` has the batches of a loader in the order of the data."""
+    plain = DataLoader(tasks.examples(), batch_size=tasks.BATCH)
+    for mode in ("full", "debiased"):
+        la = tasks.laplace("ekfac", fisher="mc")
+        la.fit(plain, mode=mode, generator=tasks.generator(5))
+        for found in processes.run(2, tasks.fit, "ekfac", mode, {"fisher": "mc"}, {}):
+            check(found, tasks.numbers(la))
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
+def test_loaders_of_data_that_was_split_before(processes, mode):
+    """Each process has a loader of its own part, of another length and number of batches."""
+    union = tasks.union_of_parts(3, mode)
+    la = tasks.laplace().fit_batches(*union, folds=2 if mode == "crossfit" else None, num_data=37)
+    for found in processes.run(3, tasks.fit_own_part, mode):
+        check(found, tasks.numbers(la))
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_lists_of_batches(processes, fisher):
+    la = tasks.laplace(fisher=fisher)
+    la.fit_batches(*tasks.lists(0, 1), num_data=100, generator=tasks.generator(5))
+    for found in processes.run(2, tasks.fit_lists, fisher):
+        check(found, tasks.numbers(la))
+
+
+def test_a_model_in_distributed_data_parallel(processes):
+    expected = tasks.fit(0, "kfac", "full", {}, {})
+    for found in processes.run(2, tasks.fit_ddp):
+        check(found, expected)
+
+
+def test_each_process_alone(processes):
+    expected = tasks.fit(0, "kfac", "full", {}, {})
+    for found in processes.run(2, tasks.fit_alone):
+        check(found, expected, rel=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("metric", ["nll", "ece"])
+def test_tuning_and_evaluation(processes, num_ranks, metric):
+    # torchmetrics bins confidences in single precision.
+    but = ("ece", "mce", *(["table"] if metric == "ece" else []))
+    expected = tasks.tune_and_evaluate(0, metric)
+    for found in processes.run(num_ranks, tasks.tune_and_evaluate, metric):
+        check(found, expected, but=but)
+
+
+def test_evaluation_where_some_processes_have_no_example(processes):
+    expected = tasks.tune_and_evaluate(0, "nll", 2)
+    for found in processes.run(4, tasks.tune_and_evaluate, "nll", 2):
+        check(found, expected, but=("ece", "mce"))
+
+
+def test_one_process_saves_and_the_others_wait(processes, tmp_path):
+    expected = tasks.fit(0, "ekfac", "full", {}, {})
+    for found in processes.run(3, tasks.save, str(tmp_path)):
+        check(found, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["posterior.safetensors"]
+
+
+def test_numbers_are_compared_at_all():
+    with pytest.raises(AssertionError):
+        check({"log evidence": 1.0}, {"log evidence": 1.0 + 1e-9})

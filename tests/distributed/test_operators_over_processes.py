@@ -1,0 +1,38 @@
+"""Operators on data that several processes share are those of one process."""
+
+import pytest
+import rank_tasks as tasks
+import torch
+
+
+@pytest.mark.parametrize("name", tasks.OPERATORS)
+def test_products_and_estimates(processes, name):
+    expected = tasks.products(0, name)
+    for found in processes.run(3, tasks.products, name):
+        assert isinstance(found, dict), found
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                torch.as_tensor(found[key]), torch.as_tensor(value), rtol=1e-11, atol=1e-13
+            )
+
+
+def test_a_quadratic(processes):
+    expected = tasks.quadratic(0)
+    for found in processes.run(2, tasks.quadratic):
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13)
+
+
+def test_vectors_that_differ_are_refused(processes):
+    for kind, message in processes.run(2, tasks.product_of_own_vector):
+        assert kind == "ValueError"
+        assert "multiply another vector than rank 0" in message
+        assert "manual_seed(0)" in message
+
+
+@pytest.mark.parametrize("name", ["Jacobian", "ggn_spectrum"])
+def test_what_is_not_there_says_so(processes, name):
+    for kind, message in processes.run(2, tasks.refused_operator, name):
+        assert kind == "NotImplementedError"
+        assert name in message
+        assert "laplace_debias.alone()" in message

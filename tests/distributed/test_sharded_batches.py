@@ -1,0 +1,85 @@
+"""`ShardedBatches`: each example is read once, by one process, in the batches of one process."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import ShardedBatches
+from laplace_debias.curvature.network.shards import first_places
+from laplace_debias.system.ranks import Ranks
+
+CASES = list(itertools.product((0, 1, 2, 5, 16, 37), (1, 3, 8, 40), (1, 2, 3, 5)))
+
+
+def shares(size, batch, num_ranks, **options):
+    return [
+        ShardedBatches(range(size), batch, rank=rank, num_ranks=num_ranks, **options)
+        for rank in range(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize(("size", "batch", "num_ranks"), CASES)
+def test_the_union_of_the_kth_batches_is_the_kth_batch_of_one_process(size, batch, num_ranks):
+    parts = [list(share) for share in shares(size, batch, num_ranks)]
+    whole = [list(range(size))[start : start + batch] for start in range(0, size, batch)]
+    of_batches = itertools.zip_longest(*parts, fillvalue=[])
+    joined = [list(itertools.chain(*of_ranks)) for of_ranks in of_batches]
+    assert joined == whole
+    for share, of_rank in zip(shares(size, batch, num_ranks), parts, strict=True):
+        assert all(of_rank)
+        assert len(share) == len(of_rank)
+        assert share.num_examples == sum(map(len, of_rank))
+        assert [share.place(k) for k in range(len(of_rank))] == [part[0] for part in of_rank]
+
+
+@pytest.mark.parametrize(("size", "batch", "num_ranks"), CASES)
+def test_places_that_ranks_tell_are_those_of_the_sampler(size, batch, num_ranks):
+    parts = [list(map(len, share)) for share in shares(size, batch, num_ranks)]
+    for share, sizes in zip(shares(size, batch, num_ranks), parts, strict=True):
+        places = first_places(Told(share.rank, parts), sizes)
+        assert places == [share.place(k) for k in range(len(sizes))]
+
+
+class Told(Ranks):
+    """Ranks that have said what they say."""
+
+    def __init__(self, rank, said):
+        self.rank, self.size, self.said = rank, len(said), said
+
+    def exchange(self, value):
+        assert value == self.said[self.rank]
+        return self.said
+
+
+def test_shuffled_examples_are_read_once_and_in_one_order():
+    parts = [list(share) for share in shares(37, 8, 3, shuffle=True, seed=1)]
+    read = [index for part in parts for batch in part for index in batch]
+    assert sorted(read) == list(range(37))
+    assert read != sorted(read)
+    again, other = (list(shares(37, 8, 3, shuffle=True, seed=seed)[0]) for seed in (1, 2))
+    assert again == parts[0]
+    assert other != parts[0]
+
+
+def test_without_a_process_group_it_has_everything():
+    data = TensorDataset(torch.arange(10.0))
+    batches = [x for (x,) in DataLoader(data, batch_sampler=ShardedBatches(data, 4))]
+    assert [len(x) for x in batches] == [4, 4, 2]
+    assert torch.equal(torch.cat(batches), torch.arange(10.0))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "message"),
+    [
+        (range(5), {"batch_size": 0}, ValueError, "at least 1, got 0"),
+        (range(5), {"batch_size": 2, "rank": 1}, ValueError, "give both"),
+        (range(5), {"batch_size": 2, "rank": 2, "num_ranks": 2}, ValueError, "rank=2"),
+        (iter([]), {"batch_size": 2}, TypeError, "no length"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_refused(data, options, error, message):
+    with pytest.raises(error, match=message):
+        ShardedBatches(data, **options)

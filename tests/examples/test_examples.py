@@ -1,0 +1,262 @@
+"""The examples run, and what they print is what their first lines promise."""
+
+import importlib.util
+import math
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from laplace_debias.cli import main as command_line
+from laplace_debias.commands import COMMANDS
+from laplace_debias.problems import Recipe
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# Fewer steps of everything: by constants for the examples without options.
+SHORT = Recipe(batch_size=50, cycles=((2, 0.1),), clip_norm=5.0)
+CONSTANTS = {
+    "influence_functions": {"DIGITS_RECIPE": SHORT, "DAMPING": 0.1},
+    "matrix_free_posterior": {"NUM_STEPS": 20, "NUM_SAMPLES": 4},
+    "newton_step": {"NUM_STEPS": 2, "SHOWN": (0, 1, 2)},
+    "pruning": {"DIGITS_RECIPE": SHORT, "NUM_PRODUCTS": 5},
+    "quickstart": {"DIGITS_RECIPE": SHORT},
+    "spectrum": {"NUM_STEPS": 1, "EVERY": 2, "NUM_PRODUCTS": 10, "NUM_PROBES": 1, "TOL": 0.3},
+}
+WITH_PICTURES = {"active_learning", "regression_1d", *CONSTANTS} - {"quickstart"}
+# `make examples` gives none but this: a folder of images is the user's.
+OPTIONS = {"train_timm_on_a_folder": ["--make-data"]}
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch, capsys):
+    """Runs an example in an empty folder; what `main` returns and what is printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *options):
+        module = module_of(name)
+        for constant, value in CONSTANTS.get(name, {}).items():
+            monkeypatch.setattr(module, constant, value)
+        found = module.main(*options)
+        return found, capsys.readouterr().out
+
+    return run
+
+
+def module_of(name):
+    path = ROOT / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_pictures(name, folder, printed):
+    """The pictures that an example names are there."""
+    pictures = re.findall(r"^Picture: (\S+)$", printed, re.MULTILINE)
+    assert bool(pictures) == (name in WITH_PICTURES)
+    for picture in pictures:
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def numbers_of(printed, start):
+    """The numbers with a decimal point of the line that begins so."""
+    (line,) = [line for line in printed.splitlines() if line.startswith(start)]
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_examples_of_linear_algebra_run_at_reduced_size(name, example, tmp_path):
+    """Every line of them in a few seconds; the last test here runs them as they are."""
+    _, printed = example(name)
+    assert printed
+    check_pictures(name, tmp_path, printed)
+
+
+def test_every_example_is_run():
+    tested = set(re.findall(r'example\(\s*"(\w+)"', Path(__file__).read_text(encoding="utf-8")))
+    assert tested | set(CONSTANTS) == {path.stem for path in EXAMPLES}
+
+
+def test_the_guide_lists_every_example():
+    listed = re.findall(r"\]\(\.\./examples/(\w+)\.py\): ", (ROOT / "docs/guide.md").read_text())
+    assert sorted(listed) == [path.stem for path in EXAMPLES]
+
+
+def test_classification_tunes_the_nll_and_prints_what_it_returns(example):
+    found, printed = example("classification", ["--epochs", "60", "--seed", "1"])
+    network, laplace = found["network"], found["Laplace"]
+    assert network["accuracy"] > 0.9
+    # It over-fits a thousand images: less certain is better, on other images than were tuned on.
+    assert laplace["nll"] < network["nll"]
+    assert laplace["mean_entropy"] > network["mean_entropy"]
+    assert laplace["auroc_no_digits"] > 0.7
+    for name, metrics in found.items():
+        assert metrics["nll"] == pytest.approx(numbers_of(printed, f"{name}:")[1], abs=1e-4)
+
+
+def test_regression_is_less_certain_between_the_data_and_beyond(example, tmp_path):
+    found, printed = example("regression_1d", [])
+    assert found["in the gap"] > 4 * found["at the data"]
+    assert found["outside"] > 4 * found["at the data"]
+    assert found["sigma"] == pytest.approx(module_of("regression_1d").NOISE, rel=0.3)
+    check_pictures("regression_1d", tmp_path, printed)
+
+
+def test_regression_on_a_table_covers_what_its_own_residuals_do_not(example):
+    found, printed = example("regression_table", ["--splits", "2"])
+    own, honest, laplace = found.values()
+    assert own["in the 95 % intervals"] < 0.92 < laplace["in the 95 % intervals"]
+    assert laplace["NLL (nats)"] < own["NLL (nats)"]
+    assert own["RMSE"] == honest["RMSE"] == pytest.approx(laplace["RMSE"])
+    assert laplace["NLL (nats)"] == pytest.approx(numbers_of(printed, "Laplace")[0], abs=1e-3)
+
+
+def test_judged_is_in_the_units_of_the_table():
+    unit, noise = torch.tensor(7.0), 0.5
+    y = torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
+    judged = module_of("regression_table").judged
+    nll, rmse, covered, width = judged(torch.distributions.Normal(y * 0, noise), y, unit).tolist()
+    # By hand, for targets that were never standardised.
+    sigma = noise * 7
+    squares = [(7 * float(value)) ** 2 for value in y]
+    by_hand = [math.log(sigma * math.sqrt(2 * math.pi)) + s / (2 * sigma**2) for s in squares]
+    assert nll == pytest.approx(sum(by_hand) / 9)
+    assert rmse == pytest.approx(math.sqrt(sum(squares) / 9))
+    assert covered == pytest.approx(sum(s <= (1.959964 * sigma) ** 2 for s in squares) / 9)
+    assert width == pytest.approx(2 * 1.959964 * sigma, rel=1e-5)
+
+
+def test_the_last_layer_of_a_timm_network_keeps_its_decisions(example):
+    found, printed = example("timm_last_layer", ["--epochs", "10", "--train", "200"])
+    assert "classifier.weight, classifier.bias, 2,570 of" in printed
+    # Whatever Laplace does to the probabilities, the classes stay nearly those of the network.
+    assert found["after"]["accuracy"] == pytest.approx(found["before"]["accuracy"], abs=0.02)
+    assert found["after"]["nll"] <= found["before"]["nll"] + 0.01
+    assert numbers_of(printed, "after:")[1] == pytest.approx(found["after"]["nll"], abs=1e-4)
+
+
+def test_a_posterior_over_adapters_is_less_sure_of_mixed_reviews(example):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    found, printed = example("hugging_face_lora", ["--epochs", "15"])
+    assert found["network nll"] < math.log(2)
+    assert found["Laplace mixed"] > found["Laplace clear"]
+    assert found["Laplace mixed"] >= found["network mixed"]
+    # Rank 4 of two 32 × 32 projections in two layers, both factors.
+    assert f"posterior over {2 * 2 * 2 * 4 * 32:,} entries of the adapters" in printed
+
+
+def test_active_learning_begins_alike_and_chooses_other_images(example, tmp_path):
+    options = ["--seeds", "2", "--rounds", "4", "--steps", "60"]
+    found, printed = example("active_learning", options)
+    random, bald = (torch.tensor(found[way]) for way in ("random", "BALD"))
+    assert random.shape == bald.shape == (2, 5)
+    assert torch.equal(random[:, 0], bald[:, 0])
+    assert not torch.equal(random[:, 1:], bald[:, 1:])
+    assert bald[:, -1].mean() > bald[:, 0].mean() + 0.05
+    (gain,) = re.findall(r"at 60 labels: ([+-][\d.]+)", printed)
+    assert float(gain) == pytest.approx(float((bald - random)[:, -1].mean()), abs=6e-4)
+    check_pictures("active_learning", tmp_path, printed)
+
+
+def test_mutual_information_is_that_of_an_integral():
+    """For a posterior with one uncertain direction, against a fine quadrature over it."""
+
+    class Known:
+        """Logits (z, 0) with z normal: the integral over z is one-dimensional."""
+
+        def functional(self, x):
+            covariance = torch.zeros(len(x), 2, 2)
+            covariance[:, 0, 0] = torch.tensor([0.01, 4.0])
+            return torch.tensor([[0.0, 0.0], [1.0, 0.0]]), covariance
+
+    torch.manual_seed(0)
+    found = module_of("active_learning").mutual_information(Known(), torch.zeros(2, 1), 20_000)
+    for value, mean, variance in zip(found.tolist(), (0.0, 1.0), (0.01, 4.0), strict=True):
+        z = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+        weights = (-(z**2) / 2).exp()
+        weights /= weights.sum()
+        p = torch.sigmoid(mean + math.sqrt(variance) * z)
+
+        def entropy(p):
+            return -(p * p.log() + (1 - p) * (1 - p).log())
+
+        expected = entropy((weights * p).sum()) - (weights * entropy(p)).sum()
+        assert value == pytest.approx(float(expected), rel=0.03)
+
+
+def test_coming_from_laplace_torch_names_what_the_page_names(example):
+    found, printed = example("coming_from_laplace_torch", ["--steps", "100"])
+    assert found["largest change of the model"] == 0
+    assert found["largest difference after loading"] == 0
+    assert found["NLL"] == pytest.approx(found["evaluate: nll"], rel=1e-5)
+    assert found["prior precision by validation"] > 0
+    assert numbers_of(printed, "NLL:") == pytest.approx([found["NLL"]], rel=1e-3)
+    source = (ROOT / "examples/coming_from_laplace_torch.py").read_text(encoding="utf-8")
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    for name in re.findall(r"(\w+)=", " ".join(re.findall(r"# laplace-torch: (.*)", source))):
+        assert name in page, f"docs/coming-from.md has nothing on laplace-torch's {name}"
+
+
+@pytest.fixture
+def trained_on_a_folder(example, tmp_path):
+    """What the user's script returned and printed; its network has learned hardly anything."""
+    options = ["--make-data", "--train", "80", "--epochs", "1"]
+    return *example("train_timm_on_a_folder", options), tmp_path
+
+
+def test_the_script_writes_folders_a_checkpoint_and_the_command(trained_on_a_folder):
+    command, printed, folder = trained_on_a_folder
+    assert shlex.split(printed.splitlines()[-1]) == command
+    assert command[:2] == ["laplace-debias", "report"]
+    data = folder / "results/folder/digits"
+    counts = {
+        part: len(list(data.glob(f"{part}/digit_*/*.png"))) for part in ("train", "val", "test")
+    }
+    assert counts == {"train": 80, "val": 150, "test": 300}
+    with Image.open(next(data.glob("test/digit_3/*.png"))) as picture:
+        assert picture.size == (32, 32)
+        low, high = picture.convert("L").getextrema()
+        assert low < 50 < 200 < high
+    assert len(list((folder / "results/folder/textures").rglob("*.png"))) == 150
+    network = timm.create_model(command[command.index("--timm") + 1], num_classes=10)
+    network.load_state_dict(load_file(command[command.index("--checkpoint") + 1]))
+
+
+def test_the_script_says_where_data_are_missing(example, capsys):
+    with pytest.raises(SystemExit):
+        example("train_timm_on_a_folder", ["--data", "nowhere"])
+    assert "there is no nowhere/train: pass --data DIR, or --make-data" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("report" not in COMMANDS, reason="the command `report` does not exist yet")
+def test_the_printed_command_judges_a_network_that_is_not_ours(trained_on_a_folder):
+    command, _, folder = trained_on_a_folder
+    assert command_line([*command[1:], "--progress=false"]) == 0
+    page = folder / "results/folder/report/report.html"
+    assert "textures" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run_as_they_are(path, tmp_path):
+    run = subprocess.run(
+        [sys.executable, path, *OPTIONS.get(path.stem, [])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+    check_pictures(path.stem, tmp_path, run.stdout)

@@ -1,0 +1,158 @@
+"""What `Laplace.evaluate` and `Laplace.uncertainty` make of predictions."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+from laplace_debias import Laplace, metrics
+
+DATA = torch.Generator().manual_seed(0)
+X = torch.randn(40, 3, generator=DATA)
+Y = torch.randn(40, 2, generator=DATA)
+LABELS = torch.randint(3, (40,), generator=DATA)
+
+
+def seed(number=0):
+    return torch.Generator().manual_seed(number)
+
+
+def network(outputs):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs)).eval()
+
+
+def regression(**options):
+    return Laplace(network(2), "regression", sigma=0.7, **options).fit_batches([(X, Y)])
+
+
+def classification():
+    return Laplace(network(3)).fit_batches([(X, LABELS)])
+
+
+def test_a_regression_is_reported_as_its_gaussian():
+    la = regression()
+    report = la.evaluate([(X[:15], Y[:15]), (X[15:], Y[15:])], {"far": [(30 * X[:9], Y[:9])]})
+    predictive = la.predict(X)
+    expected = metrics.evaluate_regression(
+        predictive.mean,
+        predictive.variance.sqrt(),
+        Y,
+        {"far": la.predict(30 * X[:9]).variance.sqrt()},
+        log_probs=predictive.log_prob(Y),
+    )
+    assert list(report) == list(expected)
+    for name, entry in report.items():
+        other = expected[name]
+        assert (entry.value, entry.low, entry.high) == pytest.approx(
+            (other.value, other.low, other.high), rel=1e-4
+        )
+    assert report["auroc_far"] > 0.9
+
+
+def test_options_of_intervals_have_an_effect():
+    for la, y in ((regression(), Y), (classification(), LABELS)):
+        data = [(X, y)]
+        report = la.evaluate(data)
+        assert all(entry.is_known for entry in report.values())
+        none = la.evaluate(data, intervals=False)
+        assert not any(entry.is_known for entry in none.values())
+        assert {k: v.value for k, v in none.items()} == {k: v.value for k, v in report.items()}
+        narrow = la.evaluate(data, level=0.5)
+        assert narrow["nll"].high - narrow["nll"].low < report["nll"].high - report["nll"].low
+        name = "ece" if y is LABELS else "quantile_calibration_error"
+        assert la.evaluate(data, num_resamples=100)[name] != report[name]
+    assert regression().evaluate([(X, Y)], level=0.5)["coverage"] < report_coverage()
+
+
+def report_coverage():
+    return regression().evaluate([(X, Y)])["coverage"]
+
+
+def test_bad_options_are_refused_before_anything_is_predicted():
+    la = classification()
+    for options, message in (
+        ({"level": 95}, "`level` is 95"),
+        ({"num_resamples": 0}, "`num_resamples` is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            la.evaluate([(X * math.nan, LABELS)], **options)
+
+
+def test_two_methods_are_compared_on_the_same_examples():
+    la = classification()
+    mine, its = la.evaluate([(X, LABELS)]), la.evaluate([(X, LABELS)], method="map")
+    difference = metrics.compare(mine, its)
+    expected = metrics.paired_difference(
+        metrics.nll, la.predict(X).probs, la.predict(X, "map").probs, LABELS
+    )
+    assert difference["nll"].value == pytest.approx(expected.value, rel=1e-4)
+    assert difference["nll"].low == pytest.approx(expected.low, rel=1e-4)
+
+
+def test_the_interval_of_several_labels_is_over_examples():
+    y = (Y > 0).float()
+    la = Laplace(network(2), "multilabel").fit_batches([(X, y)])
+    report = la.evaluate([(X, y)])
+    each = -la.predict(X).log_prob(y).double()
+    assert report["nll"].value == pytest.approx(each.mean().item())
+    half = 2.02 * each.std().item() / math.sqrt(40)
+    assert report["nll"].high - report["nll"].low == pytest.approx(2 * half, rel=0.05)
+
+
+def test_uncertainty_of_classes_is_that_of_draws_of_the_logits():
+    la = classification()
+    found = la.uncertainty(X, samples=64, generator=seed())
+    total = la.predict(X, samples=64, generator=seed()).entropy()
+    torch.testing.assert_close(found.total, total)
+    torch.testing.assert_close(found.aleatoric + found.epistemic, found.total)
+    mean, covariance = la.functional(X)
+    many = torch.distributions.MultivariateNormal(
+        mean.double(), covariance.double() + 1e-12 * torch.eye(3)
+    ).sample((20_000,))
+    expected = Categorical(logits=many).entropy().mean(0)
+    drawn = la.uncertainty(X, samples=20_000, generator=seed()).aleatoric
+    torch.testing.assert_close(drawn.double(), expected, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("method", ["glm-mc", "nn"])
+def test_uncertainty_of_weight_samples_falls_as_the_prior_tightens(method):
+    la = classification()
+    loose = la.uncertainty(X, method, samples=50, generator=seed()).epistemic
+    la.prior_precision = 1e8
+    tight = la.uncertainty(X, method, samples=50, generator=seed()).epistemic
+    assert loose.mean() > 1e-3
+    assert tight.max() < 1e-5
+
+
+def test_uncertainty_of_a_regression_is_its_variance():
+    la = regression()
+    found = la.uncertainty(X)
+    torch.testing.assert_close(found.total, la.predict(X).variance)
+    torch.testing.assert_close(found.aleatoric, torch.full((40, 2), 0.49))
+    torch.testing.assert_close(found.epistemic, la.functional(X, diagonal=True)[1])
+    drawn = la.uncertainty(X, samples=20_000, generator=seed())
+    torch.testing.assert_close(drawn.epistemic, found.epistemic, rtol=0.1, atol=1e-3)
+    torch.testing.assert_close(drawn.aleatoric, found.aleatoric)
+
+
+def test_uncertainty_of_one_and_of_several_labels():
+    y = (Y > 0).float()
+    several = Laplace(network(2), "multilabel").fit_batches([(X, y)])
+    found = several.uncertainty(X, samples=64, generator=seed())
+    probs = several.predict(X, samples=64, generator=seed()).mean
+    pairs = torch.stack([probs, 1 - probs], -1)
+    torch.testing.assert_close(found.total, torch.special.entr(pairs).sum((1, 2)))
+    one = Laplace(network(1), "binary").fit_batches([(X, y[:, 0])])
+    found = one.uncertainty(X, samples=64, generator=seed())
+    total = one.predict(X, samples=64, generator=seed()).entropy()
+    torch.testing.assert_close(found.total, total)
+
+
+def test_the_trained_network_alone_has_no_epistemic_uncertainty():
+    with pytest.raises(ValueError, match="no uncertainty about them"):
+        classification().uncertainty(X, "map")
+    with pytest.raises(ValueError, match="samples"):
+        classification().uncertainty(X, samples=0)

@@ -1,0 +1,283 @@
+"""Prior precisions by the marginal likelihood, a kind or a block: against it, densely."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from cases import one_axis_at_a_time
+from scipy.optimize import minimize
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.laplace.evidence import BOUNDS
+
+
+class Mixed(nn.Module):
+    """Layers of several kinds, and a parameter of none."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 2)
+        self.norm = nn.LayerNorm(3)
+        self.table = nn.Embedding(5, 3)
+        self.shift = nn.Parameter(torch.randn(3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, tokens):
+        h = self.conv(x).tanh().mean(-1) + self.table(tokens).mean(1) + self.shift
+        return self.head(self.norm(h))
+
+
+def mixed():
+    torch.manual_seed(0)
+    model = Mixed().double().eval()
+    with torch.no_grad():
+        model.norm.weight.normal_()
+        model.norm.bias.normal_()
+    x = (torch.randn(60, 2, 4).double(), torch.randint(5, (60, 2)))
+    return model, x, torch.randint(2, (60,))
+
+
+KINDS = {
+    "conv.weight": "convolution", "norm.weight": "normalisation", "norm.bias": "normalisation",
+    "conv.bias": "bias", "head.bias": "bias", "table.weight": "embedding", "shift": "other",
+    "head.weight": "linear",
+}  # fmt: skip
+
+
+def dense_evidence(la, groups, nll):
+    """From the log of δ of every group to the log evidence, of dense matrices alone.
+
+    The curvature is that of the posterior's own dense matrix at δ = 1; everything else is written
+    out here: which parameters are in a group, the prior, the determinant.
+    """
+    la.prior_precision = 1.0
+    NC = la.posterior.precision.to_dense() - torch.eye(len(la.mean)).double()
+    owner = torch.cat(
+        [
+            torch.full((la.model.get_parameter(name).numel(),), groups[name])
+            for name in la.param_names
+        ]
+    )
+
+    def evidence(logs):
+        deltas = torch.as_tensor(logs, dtype=torch.float64).exp()[owner]
+        P = NC + torch.diag(deltas)
+        return oracle.log_marginal_likelihood(nll, la.mean, P, deltas).item()
+
+    return evidence
+
+
+@pytest.mark.parametrize(
+    ("curvature", "per"), one_axis_at_a_time(["kfac", "ekfac", "diag"], ["block", "kind"])
+)
+def test_it_is_the_maximum_of_the_dense_evidence(curvature, per):
+    model, x, y = mixed()
+    la = Laplace(model, curvature=curvature).fit_batches([(x, y)])
+    if per == "kind":
+        names = list(dict.fromkeys(KINDS[name] for name in la.param_names))
+        groups = {name: names.index(KINDS[name]) for name in la.param_names}
+    else:
+        names = la.block_names
+        groups = {name: names.index(name) for name in la.param_names}
+    nll = nn.functional.cross_entropy(model(*x), y, reduction="sum").detach()
+    evidence = dense_evidence(la, groups, nll)
+
+    found = la.tune(method="marglik", per=per)
+    assert [row["name"] for row in found.table] == names
+    logs = [math.log(row["prior_precision"]) for row in found.table]
+    assert la.prior_precision.tolist() == found.prior_precision
+    assert found.value == pytest.approx(evidence(logs), rel=1e-10)
+    assert la.log_marginal_likelihood().item() == pytest.approx(evidence(logs), rel=1e-10)
+    by_name = {row["name"]: row["prior_precision"] for row in found.table}
+    for name, delta in zip(la.block_names, found.prior_precision, strict=True):
+        assert delta == by_name[KINDS[name] if per == "kind" else name]
+
+    best = minimize(
+        lambda at: -evidence(at), [0.0] * len(names), method="L-BFGS-B",
+        bounds=[tuple(math.log(bound) for bound in BOUNDS)] * len(names),
+    )  # fmt: skip
+    assert found.value == pytest.approx(-best.fun, rel=1e-7)
+    assert found.value >= -best.fun - 1e-9
+    assert logs == pytest.approx(best.x.tolist(), abs=0.02)
+    # Sharper than differences of the dense evidence: no step along any of them is better.
+    for index in range(len(logs)):
+        for step in (-0.01, 0.01):
+            beside = list(logs)
+            beside[index] += step
+            assert evidence(beside) < found.value
+    one = Laplace(model, curvature=curvature).fit_batches([(x, y)]).tune(method="marglik")
+    assert one.value < found.value
+
+
+def test_it_is_mackays_fixed_point():
+    """MacKay's fixed point: δ ‖θ‖² is the number of parameters that the data determine."""
+    model, x, y = mixed()
+    la = Laplace(model).fit_batches([(x, y)])
+    found = la.tune(method="marglik", per="block")
+    for row in found.table:
+        theta = model.get_parameter(row["name"]).detach()
+        assert row["num_parameters"] == theta.numel()
+        determined = row["prior_precision"] * theta.square().sum().item()
+        assert row["num_determined"] == pytest.approx(determined, rel=1e-6)
+        assert 0 < row["num_determined"] <= theta.numel()
+    assert found.flat is None
+    assert "head.weight" in found.message
+    assert repr(found).startswith("Tuning(prior_precision=[")
+    with pytest.raises(TypeError, match="one for each block"):
+        float(found)
+
+
+def test_a_temperature_and_a_mean_of_the_prior_are_seen():
+    model, x, y = mixed()
+    mu = 0.3
+    la = Laplace(model, temperature=2.0, prior_mean=mu).fit_batches([(x, y)])
+    found = la.tune(method="marglik", per="block")
+    best = la.log_marginal_likelihood().item()
+    assert best == pytest.approx(found.value)
+    deltas = torch.tensor(found.prior_precision, dtype=torch.float64)
+    for index in range(len(deltas)):
+        for factor in (0.98, 1.02):
+            beside = deltas.clone()
+            beside[index] *= factor
+            assert la.log_marginal_likelihood(beside).item() < best
+    other = Laplace(model).fit_batches([(x, y)]).tune(method="marglik", per="block")
+    assert other.prior_precision != pytest.approx(found.prior_precision, rel=0.05)
+
+
+class Dead(nn.Module):
+    """A layer behind a ReLU that is off, one at zero, and one as usual."""
+
+    def __init__(self):
+        super().__init__()
+        self.off = nn.Linear(3, 4)
+        self.on = nn.Linear(3, 4, bias=False)
+        self.zero = nn.Linear(4, 2, bias=False)
+        self.head = nn.Linear(4, 2, bias=False)
+        with torch.no_grad():
+            self.off.bias.fill_(-100.0)
+            self.zero.weight.zero_()
+
+    def forward(self, x):
+        h = self.off(x).relu() + self.on(x).tanh()
+        return self.head(h) + self.zero(h)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_blocks_without_curvature_or_at_the_priors_mean_are_told(likelihood):
+    torch.manual_seed(0)
+    model, x = Dead().double().eval(), torch.randn(40, 3).double()
+    is_classes = likelihood == "classification"
+    y = torch.randint(2, (40,)) if is_classes else model(x).detach() + 0.3 * torch.randn(40, 2)
+    sigma = None if is_classes else 1.0
+    la = Laplace(model, likelihood, sigma=sigma).fit_batches([(x, y)])
+    arguments = {"method": "marglik", "sigma": None if is_classes else True}
+    together = Laplace(model, likelihood, sigma=sigma).fit_batches([(x, y)]).tune(**arguments)
+    found = la.tune(**arguments, per="block")
+    by_name = {row["name"]: row["prior_precision"] for row in found.table}
+    assert by_name["off.weight"] == by_name["off.bias"] == together.prior_precision
+    assert by_name["zero.weight"] == BOUNDS[1]
+    assert by_name["on.weight"] != pytest.approx(together.prior_precision, rel=1e-3)
+    assert "off.weight, off.bias: next to no curvature" in found.message
+    assert "zero.weight: next to no distance" in found.message
+    assert torch.tensor(found.prior_precision).isfinite().all()
+    assert la.functional(x)[1].isfinite().all()
+    by_kind = la.tune(**arguments, per="kind")
+    assert {row["name"] for row in by_kind.table} == {"linear", "bias"}
+
+
+def test_noise_and_prior_precisions_are_the_maximum_of_the_dense_evidence():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double().eval()
+    x = torch.randn(50, 2).double()
+    y = model(x).detach() + 0.2 * torch.randn(50, 1).double()
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [p.numel() for p in model.parameters()]
+    la = Laplace(model, "regression", sigma=1.0).fit_batches([(x, y)])
+    la.prior_precision = 1.0
+    NC = la.posterior.precision.to_dense() - torch.eye(sum(sizes)).double()
+    theta = oracle.flat_parameters(model, names)
+
+    def evidence(logs):
+        sigma, deltas = math.exp(logs[0]), torch.as_tensor(logs[1:], dtype=torch.float64).exp()
+        prior = deltas.repeat_interleave(torch.tensor(sizes))
+        nll = oracle.nll("regression", model(x), y, sigma).sum().detach()
+        P = NC / sigma**2 + torch.diag(prior)
+        return oracle.log_marginal_likelihood(nll, theta, P, prior).item()
+
+    found = la.tune(method="marglik", sigma=True, per="block")
+    logs = [math.log(found.sigma), *(math.log(delta) for delta in found.prior_precision)]
+    assert found.value == pytest.approx(evidence(logs), rel=1e-9)
+    best = minimize(lambda at: -evidence(at), [0.0] * 5, method="L-BFGS-B")
+    assert found.value == pytest.approx(-best.fun, rel=1e-7)
+    assert logs == pytest.approx(best.x.tolist(), abs=0.02)
+    again = Laplace(
+        model,
+        "regression",
+        sigma=found.sigma,
+        prior_precision=torch.tensor(found.prior_precision, dtype=torch.float64),
+    ).fit_batches([(x, y)])
+    assert again.log_marginal_likelihood().item() == pytest.approx(found.value, rel=1e-9)
+
+
+def test_noise_and_prior_precisions_of_the_empirical_fisher():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double().eval()
+    x = torch.randn(50, 2).double()
+    y = model(x).detach() + 0.2 * torch.randn(50, 1).double()
+
+    def evidence(sigma, deltas):
+        la = Laplace(
+            model, "regression", sigma=sigma, fisher="empirical",
+            prior_precision=torch.as_tensor(deltas, dtype=torch.float64),
+        )  # fmt: skip
+        return la.fit_batches([(x, y)]).log_marginal_likelihood().item()
+
+    la = Laplace(model, "regression", sigma=1.0, fisher="empirical").fit_batches([(x, y)])
+    found = la.tune(method="marglik", sigma=True, per="block")
+    best = evidence(found.sigma, found.prior_precision)
+    assert best == pytest.approx(found.value, rel=1e-9)
+    for factor in (0.98, 1.02):
+        assert evidence(found.sigma * factor, found.prior_precision) < best
+        for index in range(4):
+            deltas = list(found.prior_precision)
+            deltas[index] *= factor
+            assert evidence(found.sigma, deltas) < best
+
+
+def test_a_file_has_the_prior_precisions_of_all_blocks(tmp_path):
+    model, x, y = mixed()
+    la = Laplace(model).fit_batches([(x, y)])
+    la.tune(method="marglik", per="kind")
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    assert torch.equal(loaded.prior_precision, la.prior_precision)
+    assert torch.equal(loaded.predict(x).probs, la.predict(x).probs)
+    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+    again = loaded.tune(method="marglik", per="kind")
+    assert again.prior_precision == la.prior_precision.tolist()
+
+
+def test_flat_of_the_marginal_likelihood_is_within_half_a_nat():
+    model, x, y = mixed()
+    la = Laplace(model).fit_batches([(x, y)])
+    found = la.tune(method="marglik")
+    for end in found.flat:
+        assert la.log_marginal_likelihood(end).item() == pytest.approx(found.value - 0.5, abs=0.01)
+    assert found.flat[0] < found.prior_precision < found.flat[1]
+    assert "within half a nat" in found.message
+
+
+def test_what_does_not_go_together_is_refused():
+    model, x, y = mixed()
+    la = Laplace(model).fit_batches([(x, y)])
+    with pytest.raises(ValueError, match="'kind', 'block' or None"):
+        la.tune(method="marglik", per="layer")
+    with pytest.raises(ValueError, match='pass method="marglik"'):
+        la.tune([(x, y)], per="kind")
+    for curvature in ("full", "lowrank"):
+        dense = Laplace(nn.Linear(4, 2).double(), curvature=curvature)
+        dense.fit_batches([(torch.randn(20, 4).double(), torch.randint(2, (20,)))])
+        with pytest.raises(ValueError, match="one block of all parameters"):
+            dense.tune(method="marglik", per="kind")

@@ -1,0 +1,430 @@
+"""Tuning on held-out data: passes, the way on from a grid, flatness, ties, several metrics."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
+from laplace_debias.laplace.search import DEFAULT_GRID, LIMITS, Look, search, tuning_of
+from laplace_debias.laplace.validation_scores import MetricOverTerms
+
+
+class Passes(list):
+    """Batches that count how often they are read."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return super().__iter__()
+
+
+def problem(scale=1.0, num_data=80, temperature=1.0):
+    """A classifier whose logits are too large by 1/temperature for the labels."""
+    g = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(scale * torch.randn(p.shape, generator=g, dtype=torch.float64))
+        x = torch.randn(num_data, 3, generator=g, dtype=torch.float64)
+        probs = (model(x) * temperature).softmax(1)
+        y = torch.multinomial(probs, 1, generator=g)[:, 0]
+    return model, x, y
+
+
+def shaped(curve, num_examples=200, noise=0.0, more_is_better=False, start=DEFAULT_GRID, **options):
+    """A search over a metric of δ that is written down, example by example.
+
+    The probability of the label is exp(-curve(log10 δ)), times noise that δ moves a little.
+    """
+    g = torch.Generator().manual_seed(0)
+    jitter = noise * torch.randn(num_examples, generator=g, dtype=torch.float64)
+    jitter -= jitter.mean()
+    batches = Passes([(torch.zeros(num_examples, 1), torch.zeros(num_examples).long())])
+    tried = []
+
+    def predict_grid(x, grid):
+        tried.append(grid.tolist())
+        found = []
+        for delta in grid.tolist():
+            power = math.log10(delta)
+            log_p = -(curve(power) + jitter * power)
+            logits = torch.stack([log_p, torch.log1p(-log_p.exp())], 1)
+            found.append(Categorical(logits=logits, validate_args=False))
+        return found
+
+    look = Look(
+        predict_grid, lambda: batches, Softmax(), None, MetricOverTerms("nll", Softmax(), None)
+    )
+    found = search(look, torch.as_tensor(start, dtype=torch.float64), more_is_better, **options)
+    return tuning_of(found, "nll", float), batches, tried
+
+
+def test_the_optimum_within_the_grid_is_refined_in_one_more_pass():
+    found, batches, _ = shaped(lambda power: 1 + 0.1 * (power - 2.33) ** 2)
+    assert batches.count == 2
+    assert math.log10(found.prior_precision) == pytest.approx(2.33, abs=0.025)
+    assert found.resolution == pytest.approx(10**0.05)
+    assert found.value == min(row["nll"] for row in found.table)
+    assert found.notes == ()
+    assert len(found.table) == 31 + 14
+
+
+@pytest.mark.parametrize("optimum", [-7.1, 10.3])
+def test_the_grid_goes_on_from_its_end(optimum):
+    found, batches, _ = shaped(lambda power: 1 + 0.01 * (power - optimum) ** 2)
+    assert batches.count == 3  # the grid, one that goes on, one that refines
+    assert math.log10(found.prior_precision) == pytest.approx(optimum, abs=0.025)
+
+
+@pytest.mark.parametrize(("slope", "limit"), [(0.01, LIMITS[0]), (-0.01, LIMITS[1])])
+def test_it_stops_at_the_limit_and_says_so(slope, limit):
+    found, batches, _ = shaped(lambda power: 2 + slope * power)
+    assert batches.count == 2
+    assert found.prior_precision == pytest.approx(limit)
+    assert "the limit of the search" in found.message
+    elsewhere, _, _ = shaped(lambda power: 2 + slope * power, unit=100.0)
+    assert elsewhere.prior_precision == pytest.approx(100 * limit)
+
+
+def test_a_metric_that_has_levelled_off_takes_no_further_pass():
+    found, batches, _ = shaped(lambda power: 1 + 0.1 * math.exp(-2.0 * (power + 4)), noise=1e-6)
+    assert batches.count == 1
+    assert found.prior_precision == pytest.approx(1e8)
+    assert "levels off" in found.message
+    # Inside of the default grid it may change further on.
+    within, batches, _ = shaped(
+        lambda power: 1 + 0.1 * min((power - 6) ** 2, 4) - 1e-7 * power,
+        start=[0.1, 0.2, 0.4],
+        noise=1e-2,
+    )
+    assert math.log10(within.prior_precision) == pytest.approx(6, abs=0.2)
+
+
+def test_neighbours_that_the_examples_do_not_tell_apart_are_not_refined():
+    def curve(power):
+        return 1 + 1e-3 * (power - 2) ** 2
+
+    sharp, batches, _ = shaped(curve)
+    assert batches.count == 2
+    flat, batches, _ = shaped(curve, noise=0.1)
+    assert batches.count == 1
+    assert flat.resolution == pytest.approx(10**0.4)
+    assert sharp.flat[1] / sharp.flat[0] < 1.01 < flat.flat[1] / flat.flat[0]
+
+
+def test_the_flat_range_is_that_of_paired_differences():
+    """Against the differences written out."""
+    found, _, tried = shaped(lambda power: 1 + 0.02 * (power - 2) ** 2, noise=0.03)
+    g = torch.Generator().manual_seed(0)
+    jitter = 0.03 * torch.randn(200, generator=g, dtype=torch.float64)
+    jitter -= jitter.mean()
+    points = sorted({delta for grid in tried for delta in grid})
+    nll = [1 + 0.02 * (math.log10(d) - 2) ** 2 + jitter * math.log10(d) for d in points]
+    best = min(range(len(points)), key=lambda i: nll[i].mean())
+    within = []
+    for row in nll:
+        d = row - nll[best]
+        within.append(bool(d.mean() <= d.std() / math.sqrt(200)))
+    low = high = best
+    while within[low - 1]:
+        low -= 1
+    while within[high + 1]:
+        high += 1
+    assert found.flat == pytest.approx((points[low], points[high]))
+    assert low < best < high
+    row = next(r for r in found.table if r["prior_precision"] == found.prior_precision)
+    assert row["standard_error"] == pytest.approx(float(nll[best].std()) / math.sqrt(200))
+    # Not that of the metric, in which what the examples have in common is part.
+    assert row["standard_error"] < max(r["standard_error"] for r in found.table)
+
+
+def test_of_equal_values_the_middle_of_the_longest_run_is_taken():
+    found, _, _ = shaped(lambda power: 1.0 if 1 <= power <= 4.9 else 2.0)
+    assert found.prior_precision == pytest.approx(1e3, rel=0.7)
+    assert found.flat[0] >= 10
+    assert found.flat[1] <= 10**4.9
+    # A lone point of the same value is no reason to go there.
+    lone, _, _ = shaped(lambda power: 1.0 if power < -3.9 or 2 <= power < 5 else 2.0)
+    assert 100 <= lone.prior_precision <= 1e5
+    every, batches, _ = shaped(lambda power: 1.0)
+    assert every.prior_precision == pytest.approx(100)
+    assert batches.count == 1
+    assert "hardly tell" in every.message
+
+
+def test_points_that_are_nan_are_passed_over():
+    found, _, _ = shaped(lambda power: math.nan if power < 0 else 1 + 0.1 * (power - 1) ** 2)
+    assert found.prior_precision == pytest.approx(10, rel=0.1)
+    assert found.flat[0] >= 1
+    with pytest.raises(ValueError, match="NaN at every"):
+        shaped(lambda power: math.nan)
+
+
+def test_points_that_cannot_be_predicted_end_the_search_with_what_there_is():
+    def curve(power):
+        if power < -5:
+            raise ValueError("singular")
+        return 1 + 0.01 * power
+
+    found, _, _ = shaped(curve)
+    assert found.prior_precision == pytest.approx(1e-4)
+    assert "singular" in found.message
+
+
+def test_data_that_differ_from_pass_to_pass_end_the_search():
+    model, x, y = problem(3.0, 1000, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    own = torch.Generator().manual_seed(3)
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=250, shuffle=True, generator=own)
+    found = la.tune(shuffled)
+    assert "other examples, or in another order" in found.message
+    assert len(found.table) == 31
+    once = la.tune(iter([(x, y)]))
+    assert "can be read only once" in once.message
+    assert len(once.table) == 31
+
+
+@pytest.mark.parametrize("with_generator", [True, False])
+def test_a_shuffling_loader_gives_every_pass_the_order_of_the_first(with_generator):
+    model, x, y = problem(3.0, 1000, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    expected = la.tune([(x, y)])
+    assert len(expected.table) > 31
+    loader = DataLoader(TensorDataset(x, y), batch_size=250, shuffle=True)
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(5) if with_generator else None
+    found = la.tune(loader, generator=generator)
+    assert [row["nll"] for row in found.table] == pytest.approx(
+        [row["nll"] for row in expected.table]
+    )
+    assert found.flat == pytest.approx(expected.flat)
+    # The global generator stands where one pass leaves it.
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    if not with_generator:
+        list(loader)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_passes_of_the_front_end():
+    model, x, y = problem(3.0, 1000, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    data = Passes([(x, y)])
+    found = la.tune(data)
+    assert data.count == 2
+    assert la.prior_precision.item() == found.prior_precision
+    assert found.value == pytest.approx(la.evaluate([(x, y)])["nll"], rel=1e-9)
+    data = Passes([(x, y)])
+    one = la.tune(data, extend=False)
+    assert (data.count, len(one.table)) == (1, 31)
+    data = Passes([(x, y)])
+    given = la.tune(data, grid=[1e-4, 1e-3])
+    assert (data.count, len(given.table)) == (1, 2)
+    assert "pass extend=True" in given.message
+    on = la.tune([(x, y)], grid=[1e-4, 1e-3], extend=True)
+    assert math.log10(on.prior_precision) == pytest.approx(
+        math.log10(found.prior_precision), abs=0.1
+    )
+    with pytest.raises(ValueError, match="extend"):
+        la.tune(method="marglik", extend=True)
+
+
+@pytest.mark.parametrize("metric", ["nll", "brier", "accuracy", "ece"])
+def test_standard_errors_are_those_of_the_examples(metric):
+    """Of means over examples the textbook's; of the ECE the bootstrap's."""
+    model, x, y = problem(2.0, num_data=400, temperature=0.4)
+    la = Laplace(model).fit([(x, y)])
+    (row,) = la.tune([(x[:150], y[:150]), (x[150:], y[150:])], metric, grid=[3.0]).table
+    probs = la.predict(x).probs
+    label = probs[torch.arange(400), y]
+    terms = {
+        "nll": -label.log(),
+        "accuracy": (probs.argmax(1) == y).double(),
+        "brier": probs.square().sum(1) - 2 * label + 1,
+    }
+    if metric != "ece":
+        assert row[metric] == pytest.approx(terms[metric].mean().item())
+        assert row["standard_error"] == pytest.approx(terms[metric].std().item() / 20)
+        return
+    confidence, hit = probs.max(1).values, (probs.argmax(1) == y).double()
+
+    def by_bins(chosen):
+        gaps = (hit - confidence)[chosen]
+        bins = (confidence[chosen] * 15).long()
+        return sum(gaps[bins == b].sum().abs() for b in range(15)) / len(chosen)
+
+    assert row["ece"] == pytest.approx(float(by_bins(torch.arange(400))), abs=1e-6)
+    g = torch.Generator().manual_seed(0)
+    draws = torch.stack([by_bins(torch.randint(400, (400,), generator=g)) for _ in range(500)])
+    assert row["standard_error"] == pytest.approx(draws.std().item(), rel=0.25)
+
+
+def test_the_terms_of_an_example_are_not_independent():
+    """A sequence whose positions repeat each other tells no more than one of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3).double().eval()
+    x, y = torch.randn(30, 2).double(), torch.randint(3, (30,))
+    one = Laplace(model).fit([(x, y)])
+    y[:3] = -100
+    row = one.tune([(x, y)], grid=[2.0]).table[0]
+    many = Laplace(model).fit([(x[:, None].expand(-1, 4, -1), y[:, None].expand(-1, 4))])
+    many.prior_precision = 1.0
+    padded = y[:, None].repeat(1, 4)
+    padded[5, 2:] = -100
+    again = many.tune([(x[:, None].expand(-1, 4, -1).contiguous(), padded)], grid=[2.0]).table[0]
+    log_p = many.predict(x[:, None].expand(-1, 4, -1)).logits.log_softmax(-1)[:, 0]
+    counts = (padded >= 0).sum(1).double()
+    nll = -log_p[torch.arange(30), y.clamp(min=0)]
+    value = (nll * counts).sum() / counts.sum()
+    residuals = counts * (nll - value)
+    error = (27 / 26 * residuals.square().sum()).sqrt() / counts.sum()
+    assert again["nll"] == pytest.approx(value.item())
+    assert again["standard_error"] == pytest.approx(error.item())
+    assert again["standard_error"] == pytest.approx(row["standard_error"], rel=0.5)
+
+
+def test_several_labels_and_a_single_one():
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 3).double().eval(), torch.randn(40, 2).double()
+    y = torch.randint(2, (40, 3)).double()
+    la = Laplace(model, "multilabel").fit([(x, y)])
+    row = la.tune([(x, y)], "brier", grid=[1.0]).table[0]
+    p = la.predict(x).mean
+    of_examples = 2 * (p - y).square().mean(1)
+    assert row["brier"] == pytest.approx(of_examples.mean().item())
+    assert row["standard_error"] == pytest.approx(of_examples.std().item() / math.sqrt(40))
+    la = Laplace(nn.Linear(2, 1).double().eval(), "binary").fit([(x, y[:, :1])])
+    row = la.tune([(x, y[:, :1])], "brier", grid=[1.0]).table[0]
+    terms = 2 * (la.predict(x).probs - y[:, 0]).square()
+    assert row["standard_error"] == pytest.approx(terms.std().item() / math.sqrt(40))
+
+
+def test_one_example_has_no_error():
+    model, x, y = problem()
+    la = Laplace(model).fit([(x, y)])
+    found = la.tune([(x[:1], y[:1])], grid=[1.0, 2.0])
+    assert found.flat is None
+    assert found.table[0].keys() == {"prior_precision", "nll"}
+
+
+def test_it_reads_well():
+    model, x, y = problem(3.0, 1000, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    found = la.tune([(x, y)])
+    error = next(
+        r["standard_error"] for r in found.table if r["prior_precision"] == found.prior_precision
+    )
+    low, high = found.flat
+    assert repr(found) == (
+        f"Tuning(prior_precision={found.prior_precision:.3g}, nll={found.value:.4g} ± {error:.2g}, "
+        f"flat={low:.3g} to {high:.3g}, tried={len(found.table)} from 0.0001 to 1e+08)"
+    )
+    assert found.message.startswith(
+        f"Prior precision {found.prior_precision:.3g}: nll {found.value:.4g} ± {error:.2g}. Flat "
+        f"between {low:.3g} and {high:.3g}: the nll there is within one standard error of the best."
+    )
+    assert float(found) == found.prior_precision
+
+
+# ------------------------------------------------------------------ the noise on held-out data
+
+
+def regression(noise=0.1, dtype=torch.float64, num_outputs=1):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 2, generator=g, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, num_outputs)).double().eval()
+    scales = noise * torch.arange(1.0, num_outputs + 1)
+    y = model(x).detach() + scales * torch.randn(120, num_outputs, generator=g).double()
+    return model.to(dtype), x.to(dtype), y.to(dtype)
+
+
+@pytest.mark.parametrize("sigma", [None, 0.03, [1.0, 2.0]])
+def test_noise_and_prior_precision_have_the_least_validation_nll(sigma):
+    """Of fits at other noises and priors, none predicts the held-out targets better."""
+    model, x, y = regression(num_outputs=2 if isinstance(sigma, list) else 1)
+    train, held_out = [(x[:40], y[:40])], [(x[40:90], y[40:90]), (x[90:], y[90:])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = Laplace(model, "regression", sigma=sigma).fit(train)
+    found = la.tune(held_out, sigma=None if sigma is None else True)
+    first = torch.as_tensor(found.sigma).flatten()[0].item()
+    ratio = torch.as_tensor(found.sigma).flatten() / first
+
+    def nll(log_sigma, log_delta):
+        other = Laplace(
+            model, "regression", sigma=ratio * math.exp(log_sigma), backend="hooks",
+            prior_precision=math.exp(log_delta),
+        ).fit(train)  # fmt: skip
+        return -other.predict(x[40:]).log_prob(y[40:]).mean().item()
+
+    start = [math.log(first), math.log(found.prior_precision)]
+    assert nll(*start) == pytest.approx(found.value, rel=1e-9)
+    assert la.evaluate(held_out)["nll"] == pytest.approx(found.value, rel=1e-9)
+    # The closed form is exact in sigma; the prior precision is known to the resolution.
+    for step in (-0.02, 0.02):
+        assert nll(start[0] + step, start[1]) > found.value
+    for step in (-1, 1):
+        assert nll(start[0], start[1] + step * math.log(found.resolution)) > found.value - 1e-6
+    assert min(row["nll"] for row in found.table) == found.value
+    assert 0.7 < first / 0.1 < 1.3
+    assert not la.likelihood.is_assumed
+
+
+def test_small_residuals_survive_single_precision():
+    exact, single = (
+        Laplace(model, "regression", sigma=1.0).fit([(x[:40], y[:40])]).tune(
+            [(x[40:], y[40:])], sigma=True
+        )
+        for model, x, y in (regression(1e-4), regression(1e-4, torch.float32))
+    )  # fmt: skip
+    assert exact.sigma == pytest.approx(1e-4, rel=0.3)
+    assert single.sigma == pytest.approx(exact.sigma, rel=0.02)
+
+
+def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():
+    model, x, y = regression()
+    data = [(x, y)]
+    given = Laplace(model, "regression", sigma=0.5).fit(data)
+    assert given.tune(data).sigma is None
+    assert given.tune(method="marglik").sigma is None
+    assert given.likelihood.sigma == 0.5
+    for arguments in (
+        {"loader": data},
+        {"method": "marglik"},
+        {"method": "marglik", "per": "block"},
+    ):
+        with pytest.warns(UserWarning, match="is assumed"):
+            la = Laplace(model, "regression").fit(data)
+        assert la.tune(**arguments).sigma == pytest.approx(0.1, rel=0.3)
+        assert la.likelihood.sigma == pytest.approx(0.1, rel=0.3)
+    with pytest.warns(UserWarning, match="is assumed"):
+        la = Laplace(model, "regression").fit(data)
+    found = la.tune(data, grid=[1.0, 2.0])
+    assert found.sigma is None
+    assert "1.0 is assumed" in found.message
+    off = la.tune(data, sigma=False)
+    assert off.sigma is None
+    assert "assumed" not in off.message
+
+
+def test_a_noise_that_cannot_be_tuned_on_data_says_so():
+    model, x, y = regression()
+    la = Laplace(model, "regression", sigma=0.5).fit([(x, y)])
+    with pytest.raises(ValueError, match="leave out the grid"):
+        la.tune([(x, y)], sigma=True, grid=[1.0])
+    with pytest.raises(ValueError, match="validation data are zero"):
+        la.tune([(x, model(x).detach())], sigma=True)
+    la = Laplace(model, "regression", sigma=0.5, fisher="empirical").fit([(x, y)])
+    with pytest.raises(ValueError, match="no closed form"):
+        la.tune([(x, y)], sigma=True)
+    la = Laplace(model, "binary").fit([(x, (y > 0).double())])
+    with pytest.raises(ValueError, match="not of Bernoulli"):
+        la.tune([(x, (y > 0).double())], sigma=True)

@@ -1,0 +1,187 @@
+"""Calibration errors and selective prediction against slow loops."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics.functional.classification import binary_calibration_error
+
+from laplace_debias import metrics
+
+
+def predictions(n=300, classes=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, classes, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial((0.6 * logits).softmax(1), 1, generator=generator)[:, 0]
+    return logits.softmax(1), labels
+
+
+def confidences(probs, labels):
+    rows = zip(probs.tolist(), labels.tolist(), strict=True)
+    return [(max(row), float(row.index(max(row)) == label)) for row, label in rows]
+
+
+def equal_mass_by_sorting(probs, labels, num_bins):
+    ordered = sorted(confidences(probs, labels))
+    groups = np.array_split(np.array(ordered), num_bins)
+    return sum(abs((part[:, 1] - part[:, 0]).sum()) for part in groups) / len(ordered)
+
+
+def mce_by_loop(probs, labels, num_bins):
+    gaps = []
+    for index in range(num_bins):
+        lower, upper = index / num_bins, (index + 1) / num_bins
+        inside = [(c, r) for c, r in confidences(probs, labels) if lower <= c < upper]
+        if inside:
+            gaps.append(abs(np.mean([r - c for c, r in inside])))
+    return max(gaps)
+
+
+def smooth_ece_by_kernel(probs, labels, points=1500):
+    """The definition: reflected Gaussian kernels, a mean over midpoints, a scan for the root."""
+    pairs = np.array(confidences(probs, labels))
+    f, residual = pairs[:, 0], pairs[:, 1] - pairs[:, 0]
+    t = (np.arange(points) + 0.5) / points
+
+    def error(sigma):
+        smoothed = np.zeros(points)
+        for period in range(-4, 5):
+            for image in (2 * period + f, 2 * period - f):
+                kernel = np.exp(-((t[:, None] - image) ** 2) / (2 * sigma**2))
+                smoothed += kernel @ residual / (sigma * math.sqrt(2 * math.pi))
+        return np.abs(smoothed).mean() / len(f)
+
+    low, high = 1e-4, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if error(middle) > middle else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("num_bins", [1, 5, 15])
+def test_equal_mass_ece_equals_groups_of_the_sorted_examples(num_bins):
+    probs, labels = predictions()
+    expected = equal_mass_by_sorting(probs, labels, num_bins)
+    assert metrics.ece_equal_mass(probs, labels, num_bins).item() == pytest.approx(expected)
+
+
+def test_equal_confidences_share_a_bin_in_any_order():
+    probs = torch.tensor([[0.7, 0.3]] * 10 + [[0.9, 0.1]] * 2)
+    labels = torch.tensor([0] * 4 + [1] * 6 + [0, 0])
+    order = torch.randperm(12)
+    expected = (abs(4 - 7) + abs(2 - 1.8)) / 12
+    for chosen in (torch.arange(12), order):
+        found = metrics.ece_equal_mass(probs[chosen], labels[chosen], 3).item()
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_bins", [1, 5, 15])
+def test_mce_equals_a_loop_over_the_bins(num_bins):
+    probs, labels = predictions()
+    expected = mce_by_loop(probs, labels, num_bins)
+    assert metrics.mce(probs, labels, num_bins).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_bins", [1, 5, 15])
+def test_classwise_ece_is_the_mean_of_torchmetrics_binary_ones(num_bins):
+    probs, labels = predictions()
+    each = [
+        binary_calibration_error(probs[:, c], (labels == c).long(), num_bins).item()
+        for c in range(probs.shape[1])
+    ]
+    found = metrics.classwise_ece(probs, labels, num_bins).item()
+    assert found == pytest.approx(np.mean(each), abs=1e-6)
+
+
+@pytest.mark.parametrize(("n", "seed"), [(20, 0), (300, 1), (300, 2)])
+def test_smooth_ece_equals_its_definition_by_kernels(n, seed):
+    probs, labels = predictions(n, seed=seed)
+    expected = smooth_ece_by_kernel(probs, labels)
+    assert metrics.smooth_ece(probs, labels).item() == pytest.approx(expected, abs=2e-5)
+    assert metrics.smooth_ece(probs, labels, 256).item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_smooth_ece_moves_little_where_a_confidence_crosses_a_border_of_bins():
+    labels = torch.zeros(100, dtype=torch.long)
+    below, above = (torch.tensor([[p, 1 - p]]).repeat(100, 1) for p in (0.5999999, 0.6000001))
+    below[:50] = above[:50] = torch.tensor([0.61, 0.39])
+    found = [metrics.smooth_ece(probs, labels).item() for probs in (below, above)]
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "metric", [metrics.ece_equal_mass, metrics.mce, metrics.classwise_ece, metrics.smooth_ece]
+)
+def test_certainty_is_perfect_or_worst(metric):
+    right, labels = torch.eye(4).repeat(3, 1), torch.arange(4).repeat(3)
+    assert metric(right, labels).item() == pytest.approx(0, abs=1e-6)
+    # Of four classes two are wrong in each example: one said, one not said.
+    worst = 0.5 if metric is metrics.classwise_ece else 1
+    # A width of 1 about the end loses nothing over the border: all kernels are reflected.
+    assert metric(right, (labels + 1) % 4).item() == pytest.approx(worst, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        metrics.ece_equal_mass,
+        metrics.mce,
+        metrics.classwise_ece,
+        metrics.smooth_ece,
+        metrics.aurc,
+        metrics.risk_coverage_curve,
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_empty_input_and_bad_labels_are_refused(metric):
+    with pytest.raises(ValueError, match="is empty"):
+        metric(torch.empty(0, 3), torch.empty(0, dtype=torch.long))
+    with pytest.raises(ValueError, match="labels` lie in 3"):
+        metric(torch.full((2, 3), 1 / 3), torch.tensor([3, 3]))
+
+
+@pytest.mark.parametrize("metric", [metrics.ece_equal_mass, metrics.mce, metrics.classwise_ece])
+def test_fewer_than_one_bin_is_refused(metric):
+    with pytest.raises(ValueError, match="`num_bins` is 0"):
+        metric(torch.full((2, 2), 0.5), torch.tensor([0, 1]), 0)
+    with pytest.raises(ValueError, match="`num_points` is 1"):
+        metrics.smooth_ece(torch.full((2, 2), 0.5), torch.tensor([0, 1]), 1)
+
+
+def risk_by_loop(pairs):
+    """The mean error rate over the most confident 1, 2 … n examples, in the order given."""
+    errors, risks = 0.0, []
+    for number, (_, right) in enumerate(pairs, start=1):
+        errors += 1 - right
+        risks.append(errors / number)
+    return risks
+
+
+def test_risk_coverage_curve_equals_a_loop():
+    probs, labels = predictions()
+    pairs = sorted(confidences(probs, labels), reverse=True)
+    curve = metrics.risk_coverage_curve(probs, labels)
+    np.testing.assert_allclose(curve.risk, risk_by_loop(pairs), atol=1e-12)
+    np.testing.assert_allclose(curve.coverage, np.arange(1, 301) / 300, atol=1e-12)
+    assert curve.risk[-1].item() == pytest.approx(1 - metrics.accuracy(probs, labels).item())
+    assert metrics.aurc(probs, labels).item() == pytest.approx(np.mean(risk_by_loop(pairs)))
+
+
+def test_aurc_of_ties_is_the_expectation_over_their_order():
+    p = torch.tensor([0.9, 0.7, 0.7, 0.7, 0.6], dtype=torch.float64)
+    probs, labels = torch.stack([p, 1 - p], 1), torch.tensor([0, 1, 0, 0, 1])
+    pairs = confidences(probs, labels)
+    orders = [[0, *middle, 4] for middle in itertools.permutations([1, 2, 3])]
+    expected = np.mean([np.mean(risk_by_loop([pairs[i] for i in order])) for order in orders])
+    assert metrics.aurc(probs, labels).item() == pytest.approx(expected)
+
+
+def test_aurc_is_lowest_where_mistakes_come_last():
+    p = torch.linspace(0.99, 0.6, 10)
+    probs = torch.stack([p, 1 - p], 1)
+    last, first = torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long)
+    last[-2:], first[:2] = 1, 1
+    assert metrics.aurc(probs, last) < metrics.aurc(probs, first)
+    assert metrics.aurc(probs, torch.zeros(10, dtype=torch.long)) == 0

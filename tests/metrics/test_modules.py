@@ -1,0 +1,161 @@
+"""The torchmetrics classes: over batches, after a reset, over processes."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torchmetrics import Metric, MetricCollection
+
+from laplace_debias import metrics
+from laplace_debias.metrics import modules
+
+OF_PROBS = {
+    modules.Accuracy: metrics.accuracy,
+    modules.NLL: metrics.nll,
+    modules.Brier: metrics.brier,
+    modules.ECE: metrics.ece,
+    modules.EqualMassECE: metrics.ece_equal_mass,
+    modules.MCE: metrics.mce,
+    modules.ClasswiseECE: metrics.classwise_ece,
+    modules.SmoothECE: metrics.smooth_ece,
+    modules.AURC: metrics.aurc,
+}
+OF_SCORES = {
+    modules.AUROC: metrics.auroc,
+    modules.AUPR: metrics.aupr,
+    modules.AuprIn: metrics.aupr_in,
+    modules.FPR95: metrics.fpr95,
+}
+OF_GAUSSIANS = {
+    modules.GaussianNLL: metrics.gaussian_nll,
+    modules.CRPS: metrics.crps,
+    modules.IntervalCoverage: lambda m, s, y: metrics.interval_coverage(
+        *metrics.gaussian_interval(m, s), y
+    ),
+    modules.IntervalWidth: lambda m, s, y: metrics.interval_width(*metrics.gaussian_interval(m, s)),
+    modules.QuantileCalibrationError: lambda m, s, y: metrics.quantile_calibration_error(
+        metrics.gaussian_pit(m, s, y)
+    ),
+}
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(70, 4, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    scores = torch.randn(70, generator=generator, dtype=torch.float64)
+    is_ood = (scores + torch.randn(70, generator=generator) > 0).long()
+    return logits.softmax(1), labels, scores, is_ood
+
+
+def cases():
+    """Each class with its arguments and the function's value on all of them."""
+    probs, labels, scores, is_ood = data()
+    for kind, function in OF_PROBS.items():
+        yield kind, (probs, labels), function(probs, labels)
+    for kind, function in OF_SCORES.items():
+        expected = function(scores[is_ood == 0], scores[is_ood == 1])
+        yield kind, (scores, is_ood), expected
+    mean, y = probs[:, :2], scores[:, None].expand(70, 2)
+    for kind, function in OF_GAUSSIANS.items():
+        yield kind, (mean, 1 + mean, y), function(mean, 1 + mean, y)
+
+
+def test_every_class_is_tested():
+    assert {kind.__name__ for kind, *_ in cases()} == set(modules.__all__)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"), cases(), ids=[kind.__name__ for kind, *_ in cases()]
+)
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_batches_and_resets(kind, arguments, expected):
+    metric = kind()
+    assert isinstance(metric, Metric)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="saw no example"):
+            metric.compute()
+        metric.reset()
+        for start, stop in ((0, 1), (1, 50), (50, 70)):
+            # What a training loop logs of a step is that batch alone.
+            step = [part[start:stop] for part in arguments]
+            if kind not in OF_SCORES:
+                metric(*step)
+            else:
+                metric.update(*step)
+        torch.testing.assert_close(metric.compute().double(), expected.double())
+        metric.reset()
+
+
+def test_options_have_an_effect():
+    probs, labels, *_ = data()
+    for kind in (modules.ECE, modules.EqualMassECE, modules.MCE, modules.ClasswiseECE):
+        metric = kind(num_bins=3)
+        metric.update(probs, labels)
+        expected = OF_PROBS[kind](probs, labels, 3)
+        torch.testing.assert_close(metric.compute(), expected)
+        with pytest.raises(ValueError, match="`num_bins` is 0"):
+            kind(num_bins=0)
+    mean, y = probs[:, 0], probs[:, 1]
+    ends = metrics.gaussian_interval(mean, 1 + mean, 0.5)
+    metric = modules.IntervalWidth(level=0.5)
+    metric.update(mean, 1 + mean, y)
+    torch.testing.assert_close(metric.compute(), metrics.interval_width(*ends))
+    metric = modules.IntervalCoverage(level=0.5)
+    metric.update(mean, 1 + mean, y)
+    torch.testing.assert_close(metric.compute(), metrics.interval_coverage(*ends, y))
+    metric = modules.QuantileCalibrationError(num_levels=3)
+    metric.update(mean, 1 + mean, y)
+    pit = metrics.gaussian_pit(mean, 1 + mean, y)
+    torch.testing.assert_close(metric.compute(), metrics.quantile_calibration_error(pit, 3))
+    for build in (
+        lambda: modules.IntervalWidth(level=2),
+        lambda: modules.QuantileCalibrationError(0),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            build()
+
+
+def test_a_collection_computes_them_together():
+    probs, labels, *_ = data()
+    found = MetricCollection([modules.NLL(), modules.Brier(), modules.ECE()])
+    found.update(probs[:30], labels[:30])
+    found.update(probs[30:], labels[30:])
+    values = found.compute()
+    assert values["NLL"].item() == pytest.approx(metrics.nll(probs, labels).item())
+    assert values["Brier"].item() == pytest.approx(metrics.brier(probs, labels).item())
+    assert values["ECE"].item() == pytest.approx(metrics.ece(probs, labels).item())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_batches_are_refused_when_they_come():
+    probs, labels, scores, is_ood = data()
+    with pytest.raises(ValueError, match="softmax"):
+        modules.ECE().update(9 * probs, labels)
+    with pytest.raises(ValueError, match="`is_ood` must hold 0 or 1"):
+        modules.AUROC().update(scores, 2 * is_ood)
+    with pytest.raises(ValueError, match="NaN"):
+        modules.AUROC().update(scores / 0 * 0, is_ood)
+    with pytest.raises(ValueError, match="expected positive"):
+        modules.CRPS().update(scores, 0 * scores, scores)
+
+
+def compute_on_rank(rank, size, folder):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
+    # Shares of different sizes, so that nothing relies on equal ones.
+    borders = [0, 11, 40, 70]
+    values = {}
+    for kind, arguments, _ in cases():
+        metric = kind()
+        metric.update(*(part[borders[rank] : borders[rank + 1]] for part in arguments))
+        values[kind.__name__] = metric.compute().item()
+    torch.save(values, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_three_processes_have_the_values_of_one(tmp_path):
+    mp.start_processes(compute_on_rank, (3, str(tmp_path)), nprocs=3, start_method="fork")
+    expected = {kind.__name__: value.item() for kind, _, value in cases()}
+    for rank in range(3):
+        assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(expected, rel=1e-6, abs=1e-9)

@@ -1,0 +1,165 @@
+"""Metrics of real-valued predictives against integrals, loops and torchmetrics."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torchmetrics.functional.regression import (
+    continuous_ranked_probability_score,
+    mean_squared_error,
+)
+
+from laplace_debias import metrics
+
+
+def predictive(shape=(200,), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randn(shape, generator=generator, dtype=torch.float64)
+    deviation = 0.3 + torch.rand(shape, generator=generator, dtype=torch.float64)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return mean, deviation, mean + 1.3 * deviation * noise
+
+
+def test_gaussian_nll_equals_torch_distributions():
+    mean, deviation, y = predictive((30, 2))
+    expected = -torch.distributions.Normal(mean, deviation).log_prob(y)
+    found = metrics.gaussian_nll(mean, deviation, y, reduction="none")
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(metrics.gaussian_nll(mean, deviation, y), expected.mean())
+
+
+def test_rmse_equals_torchmetrics():
+    mean, _, y = predictive()
+    torch.testing.assert_close(metrics.rmse(mean, y), mean_squared_error(mean, y, squared=False))
+
+
+def test_crps_equals_the_integral_of_its_definition():
+    mean, deviation, y = predictive((5,))
+    t = np.linspace(-15, 15, 400_001)
+    found = metrics.crps(mean, deviation, y, reduction="none")
+    for m, s, target, value in zip(mean, deviation, y, found, strict=True):
+        gaps = (stats.norm.cdf(t, m.item(), s.item()) - (t >= target.item())) ** 2
+        assert value.item() == pytest.approx(np.trapezoid(gaps, t), abs=1e-4)
+    assert metrics.crps(mean, torch.full_like(mean, 1e-9), y).item() == pytest.approx(
+        (mean - y).abs().mean().item()
+    )
+
+
+def test_crps_of_samples_equals_a_double_loop_and_torchmetrics():
+    mean, deviation, y = predictive((6, 2))
+    samples = mean + deviation * torch.randn(7, 6, 2, dtype=torch.float64)
+    samples[1] = samples[0]
+    found = metrics.crps_samples(samples, y, reduction="none")
+    spread = torch.stack([(a - b).abs() for a in samples for b in samples]).mean(0)
+    torch.testing.assert_close(found, (samples - y).abs().mean(0) - spread / 2)
+    theirs = continuous_ranked_probability_score(samples[:, :, 0].T, y[:, 0])
+    assert metrics.crps_samples(samples[:, :, 0], y[:, 0]).item() == pytest.approx(theirs.item())
+
+
+def test_crps_of_many_samples_is_that_of_their_distribution():
+    mean, deviation, y = predictive((4,))
+    samples = mean + deviation * torch.randn(40_000, 4, dtype=torch.float64)
+    found = metrics.crps_samples(samples, y)
+    torch.testing.assert_close(found, metrics.crps(mean, deviation, y), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.95])
+def test_intervals_have_their_probability_and_are_counted(level):
+    mean, deviation, y = predictive()
+    low, high = metrics.gaussian_interval(mean, deviation, level)
+    expected = stats.norm.interval(level, mean.numpy(), deviation.numpy())
+    np.testing.assert_allclose(torch.stack([low, high]), expected)
+    inside = [bool(a <= t <= b) for a, b, t in zip(low, high, y, strict=True)]
+    assert metrics.interval_coverage(low, high, y).item() == pytest.approx(np.mean(inside))
+    assert metrics.interval_width(low, high).item() == pytest.approx((high - low).mean().item())
+    samples = mean + deviation * torch.randn(20_000, 200, dtype=torch.float64)
+    for end, drawn in zip((low, high), metrics.sample_interval(samples, level), strict=True):
+        torch.testing.assert_close(drawn, end, rtol=0, atol=0.15)
+
+
+def test_ends_of_an_interval_belong_to_it():
+    low, high = torch.zeros(3), torch.ones(3)
+    y = torch.tensor([0.0, 1.0, 1.1])
+    assert metrics.interval_coverage(low, high, y, reduction="none").tolist() == [1, 1, 0]
+
+
+def test_quantile_calibration_error_equals_a_loop_over_quantiles():
+    mean, deviation, y = predictive()
+    pit = metrics.gaussian_pit(mean, deviation, y)
+    gaps = []
+    for k in range(1, 100):
+        quantiles = stats.norm.ppf(k / 100, mean.numpy(), deviation.numpy())
+        gaps.append(abs(np.mean(y.numpy() <= quantiles) - k / 100))
+    assert metrics.quantile_calibration_error(pit).item() == pytest.approx(np.mean(gaps))
+    assert metrics.quantile_calibration_error(torch.zeros(5)).item() == pytest.approx(0.5)
+    uniform = (torch.arange(1000) + 0.5) / 1000
+    assert metrics.quantile_calibration_error(uniform).item() < 1e-3
+    one = metrics.quantile_calibration_error(torch.tensor([0.2, 0.4, 0.6]), 1)
+    assert one.item() == pytest.approx(2 / 3 - 1 / 2)
+
+
+def test_sample_pit_counts_samples_below():
+    samples = torch.tensor([[0.0], [1.0], [1.0], [2.0]])
+    assert metrics.sample_pit(samples, torch.tensor([1.0])).item() == 0.5
+    assert metrics.sample_pit(samples, torch.tensor([3.0])).item() == 1
+
+
+def test_evaluate_gathers_the_single_metrics():
+    mean, deviation, y = predictive((150, 2))
+    report = metrics.evaluate_regression(mean, deviation, y, {"far": 3 * deviation[:99]}, level=0.8)
+    ends = metrics.gaussian_interval(mean, deviation, 0.8)
+    pit = metrics.gaussian_pit(mean, deviation, y)
+    scores = [part.square().mean(1) for part in (deviation, 3 * deviation[:99])]
+    expected = {
+        "nll": 2 * metrics.gaussian_nll(mean, deviation, y).item(),
+        "rmse": metrics.rmse(mean, y).item(),
+        "crps": metrics.crps(mean, deviation, y).item(),
+        "coverage": metrics.interval_coverage(*ends, y).item(),
+        "width": metrics.interval_width(*ends).item(),
+        "quantile_calibration_error": metrics.quantile_calibration_error(pit).item(),
+        "auroc_far": metrics.auroc(*scores).item(),
+        "aupr_far": metrics.aupr(*scores).item(),
+        "fpr95_far": metrics.fpr95(*scores).item(),
+        "aupr_in_far": metrics.aupr_in(*scores).item(),
+    }
+    assert {name: metric.value for name, metric in report.items()} == pytest.approx(expected)
+    assert all(metric.low <= metric.value <= metric.high for metric in report.values())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_joint_log_density_takes_the_place_of_independent_ones():
+    mean, deviation, y = predictive((20, 2))
+    report = metrics.evaluate_regression(mean, deviation, y, log_probs=torch.full((20,), -3.0))
+    assert report["nll"].value == 3
+    with pytest.raises(ValueError, match="`log_probs` has shape"):
+        metrics.evaluate_regression(mean, deviation, y, log_probs=torch.zeros(19))
+
+
+GOOD = torch.ones(3)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: metrics.crps(GOOD, GOOD, GOOD[:2]), "`targets` has shape"),
+        (lambda: metrics.crps(GOOD, 0 * GOOD, GOOD), "expected positive"),
+        (lambda: metrics.crps(GOOD, GOOD, GOOD / 0), "NaN or Inf"),
+        (lambda: metrics.crps(GOOD.long(), GOOD, GOOD), "floating point"),
+        (lambda: metrics.rmse(GOOD[:0], GOOD[:0]), "is empty"),
+        (lambda: metrics.crps_samples(GOOD, GOOD), "`samples` has shape"),
+        (lambda: metrics.crps_samples(torch.ones(4, 2), GOOD), "`targets` has shape"),
+        (lambda: metrics.gaussian_interval(GOOD, GOOD, 95), "`level` is 95"),
+        (lambda: metrics.interval_coverage(GOOD, 0 * GOOD, GOOD), "`high` below `low`"),
+        (lambda: metrics.quantile_calibration_error(2 * GOOD), "`pit` lies in"),
+        (lambda: metrics.quantile_calibration_error(GOOD, 0), "`num_levels` is 0"),
+        (lambda: metrics.gaussian_nll(GOOD, GOOD, GOOD, reduction="sum"), "`reduction` is 'sum'"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+    with pytest.raises(TypeError, match="as_tensor"):
+        metrics.rmse(math.pi, GOOD)

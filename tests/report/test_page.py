@@ -1,0 +1,286 @@
+"""The page of a run folder as a file: what it holds, what it leaves out, what it refuses."""
+
+import html
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import a_run
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from synthetic_run import CLASSES, make_run, write_picture
+
+from laplace_debias.report.page import write_page
+
+MEGABYTE = 1_000_000
+
+
+class Seen(HTMLParser):
+    """Elements, ids, addresses and texts of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.ids, self.addresses, self.handlers = [], [], [], []
+        self.headings, self.texts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "action", "data", "poster"):
+                self.addresses.append(value)
+            if name.startswith("on"):
+                self.handlers.append(name)
+
+    def handle_data(self, data):
+        if self.tags[-1:] in (["h2"], ["h3"]) and data.strip():
+            self.headings.append(data.strip())
+        self.texts.append(data)
+
+
+def written(folder):
+    return write_page(folder).read_text(encoding="utf-8")
+
+
+def change(path, **changes):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content | changes), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("page") / "run", n=200)
+    write_page(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_every_picture_is_a_file_and_in_the_page(folder, page):
+    names = {path.stem for path in (folder / "pictures").iterdir()}
+    assert set(re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)) == names
+    for kind in ("reliability", "risk-coverage", "roc", "uncertainty", "severity"):
+        assert any(name.startswith(kind) for name in names), kind
+    for kind in ("sweep", "spectrum"):
+        assert {f"{kind}-laplace", f"{kind}-last-layer"} <= names
+    assert {"time", "memory"} <= names
+    for path in (folder / "pictures").iterdir():
+        ElementTree.parse(path)  # a file that programs can read
+
+
+def test_ids_are_unique_and_what_refers_to_them_finds_them(page):
+    seen = Seen(page)
+    assert len(seen.ids) == len(set(seen.ids))
+    inner = {address[1:] for address in seen.addresses if address.startswith("#")}
+    inner |= set(re.findall(r"url\(#([^)]+)\)", page))
+    inner |= set(re.findall(r'aria-(?:describedby|labelledby)="([^"]+)"', page))
+    assert inner <= set(seen.ids)
+    assert any(name.startswith("roc-digits-") for name in inner)
+
+
+def test_nothing_is_asked_for_from_outside(page):
+    seen = Seen(page)
+    outside = [a for a in seen.addresses if not a.startswith(("#", "data:"))]
+    assert outside == []
+    assert "@import" not in page
+    assert set(re.findall(r"url\((.)", page)) == {"#"}
+    assert seen.handlers == []
+    assert "default-src 'none'" in page
+
+
+def test_names_of_others_are_text(page):
+    assert CLASSES[-1] not in page
+    assert "&lt;script&gt;alert(&#39;truck&#39;)&lt;/script&gt;" in page
+    # The page's own scripts: the data of each picture, and one with code.
+    assert page.count("<script>") == 1
+
+
+def test_names_of_methods_are_text_in_pictures_too(tmp_path):
+    folder = make_run(tmp_path / "run", n=60, shifts=False, posterior=False)
+    meta = json.loads((folder / "run.json").read_text())
+    label = "</script><b onclick='x'>$x_1$ & </svg>"
+    meta["methods"][0]["label"] = meta["title"] = label
+    meta["conclusion"] = [label]
+    (folder / "run.json").write_text(json.dumps(meta))
+    text = written(folder)
+    assert label not in text
+    assert "<b onclick" not in text
+    assert text.count("</script>") == text.count("<script")
+    for path in (folder / "pictures").iterdir():
+        ElementTree.parse(path)
+    # Dollars are not read as mathematics.
+    assert "$x_1$" in (folder / "pictures" / "time.svg").read_text()
+
+
+def test_colours_are_those_of_the_theme(page):
+    body = page[page.index("<body") :]
+    assert "var(--blue, #0072b2)" in body.lower()
+    bare = re.findall(r"(?<!, )#[0-9a-fA-F]{6}\b", body)
+    assert bare == []
+    named = set(re.findall(r"var\(--([\w-]+)", body))
+    styles = page[page.index("<style>") : page.index("</style>")]
+    for name in named:
+        assert len(re.findall(rf"--{name}: #", styles)) == 3, name  # light, dark, dark by system
+    # Black is what SVG takes where nothing is said: it would not be seen in the dark.
+    texts = re.findall(r"<text ([^>]*)>", body)
+    assert all("fill: var(--ink" in text for text in texts)
+    assert len(texts) > 200
+
+
+def test_every_group_of_pictures_says_how_to_read_it(page):
+    for figure in re.findall(r"<figure ([^>]*)>", page):
+        [line] = re.findall(r'aria-describedby="([^"]+)"', figure)
+        [text] = re.findall(rf'<p class="reads" id="{line}">([^<]+)</p>', page)
+        assert len(text) > 40
+    labels = re.findall(r'<svg [^>]*role="img" aria-label="([^"]+)"', page)
+    assert len(labels) == page.count("<figure ")
+    assert len(set(labels)) == len(labels)
+
+
+def test_the_same_folder_gives_the_same_page_and_matplotlib_is_left_as_it_was(folder, page):
+    pictures = {path: path.read_bytes() for path in (folder / "pictures").iterdir()}
+    settings = dict(matplotlib.rcParams)
+    assert written(folder) == page
+    assert {path: path.read_bytes() for path in (folder / "pictures").iterdir()} == pictures
+    assert dict(matplotlib.rcParams) == settings
+
+
+def test_it_tells_how_it_was_made(page):
+    for told in ("Temperature scaling lowers its NLL", "torch 2.9.0", "timm: resnet18"):
+        assert told in page
+    assert "laplace-debias report --config config.yaml --output ../again" in page
+    assert page.count("<img ") == 36
+
+
+def test_large_pictures_are_made_smaller(tmp_path):
+    folder = make_run(tmp_path / "run", n=60, shifts=False, ood=False, posterior=False)
+    rng = np.random.default_rng(0)
+    for index in range(36):
+        write_picture(folder / "examples" / f"{index}.png", rng, size=300)
+    large = sum(path.stat().st_size for path in (folder / "examples").iterdir())
+    assert large > 5 * MEGABYTE  # else this shows nothing
+    assert len(written(folder)) < 5 * MEGABYTE
+
+
+def test_a_small_run_has_no_empty_frames(tmp_path):
+    text = written(
+        make_run(tmp_path / "run", n=60, shifts=False, ood=False, posterior=False, pictures=False)
+    )
+    for key in ("ood", "shift", "tuning", "spectrum"):
+        assert f'id="{key}"' not in text
+    assert 'id="calibration"' in text
+    assert "<img" not in text
+    assert "−1.25" in text  # the inputs of the examples
+    assert not re.search(r'<div class="grid[^>]*>\s*</div>', text)
+    assert not re.search(r"<tbody>\s*</tbody>", text)
+
+
+def test_a_regression_has_quantiles_intervals_and_residuals(tmp_path):
+    folder = make_run(tmp_path / "run", "regression", n=200, shifts=False, pictures=False)
+    text = written(folder)
+    names = {path.stem for path in (folder / "pictures").iterdir()}
+    assert {"coverage", "residuals", "quantiles-network", "sweep-laplace"} <= names
+    assert not any(name.startswith(("reliability", "risk")) for name in names)
+    assert " ± " in text
+
+
+def test_several_outputs_of_a_regression(tmp_path):
+    options = {"posterior": False, "pictures": False}
+    folder = make_run(tmp_path / "run", "regression", n=100, **options)
+    for path in (folder / "predictions").rglob("*.parquet"):
+        table = pd.read_parquet(path)
+        for name in set(table.columns) - {"index"}:
+            table[name] = [[value, 2 * value + 1] for value in table[name]]
+        table.to_parquet(path)
+    names = set(re.findall(r'id="picture-([\w.-]+)"', written(folder)))
+    assert {"coverage", "residuals", "roc-digits", "uncertainty-shift-5"} <= names
+
+
+def test_a_method_that_predicts_some_examples_says_so(tmp_path):
+    folder = make_run(tmp_path / "run", n=1000, shifts=False, ood=False, posterior=False)
+    path = folder / "predictions" / "temperature" / "test.parquet"
+    pd.read_parquet(path).iloc[::4].to_parquet(path)
+    text = written(folder)
+    assert text.count("250 of 1,000") == 1
+
+
+def test_what_is_not_there_is_left_out(tmp_path):
+    folder = make_run(tmp_path / "run", n=60, shifts=False)
+    for path in (folder / "predictions" / "laplace").iterdir():
+        path.unlink()
+    for name in ("examples.json", "config.yaml", "sweeps/laplace.json"):
+        (folder / name).unlink()
+    meta = json.loads((folder / "run.json").read_text())
+    kept = ("format", "status", "title", "task", "methods", "sets")
+    (folder / "run.json").write_text(json.dumps({key: meta[key] for key in kept}))
+    text = written(folder)
+    assert 'id="examples"' not in text
+    assert "To repeat it" not in text
+    assert "In short" not in text
+    assert "picture-reliability-test-laplace" not in text
+    assert "picture-spectrum-laplace" in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "told"),
+    [
+        (lambda f: (f / "run.json").unlink(), FileNotFoundError, "is no run folder"),
+        (lambda f: (f / "metrics.json").unlink(), FileNotFoundError, "has no metrics.json"),
+        (lambda f: (f / "run.json").write_text('{"format": 1,'), ValueError, "run.json is damaged"),
+        (lambda f: (f / "run.json").write_text("[1]"), ValueError, "is no run's description"),
+        (lambda f: change(f / "run.json", format=7), ValueError, "has format 7"),
+        (lambda f: change(f / "run.json", status="running"), ValueError, "not complete"),
+        (lambda f: change(f / "run.json", methods=[]), ValueError, "has no methods"),
+        (lambda f: change(f / "run.json", methods=[{"key": "../a"}]), ValueError, "the key '../a'"),
+        (
+            lambda f: change(f / "run.json", sets=[{"name": "t"}]),
+            ValueError,
+            "no set with the role",
+        ),
+        (lambda f: change(f / "metrics.json", rows=[{}]), ValueError, "an entry in 'rows' without"),
+        (lambda f: change(f / "metrics.json", rows=3), ValueError, "has no list 'rows'"),
+        (
+            lambda f: (f / "predictions/network/test.parquet").write_bytes(b"PAR1 no"),
+            ValueError,
+            "test.parquet is damaged",
+        ),
+        (lambda f: (f / "sweeps/laplace.json").write_text("{"), ValueError, "json is damaged"),
+        (lambda f: (f / "examples/0.png").write_bytes(b"no"), ValueError, "0.png is no picture"),
+    ],
+)
+def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, told):
+    folder = make_run(tmp_path / "run", n=40, shifts=False, ood=False)
+    spoil(folder)
+    with pytest.raises(error, match=re.escape(told)) as caught:
+        write_page(folder)
+    assert re.search(
+        r"run the report again|`laplace-debias report|draw the page with", str(caught.value)
+    )
+    assert not (folder / "report.html").exists()
+
+
+def test_a_folder_that_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        write_page(tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classification", "regression", "binary", "multilabel"])
+def test_the_page_of_a_run_that_was_computed(tmp_path, task):
+    folder = a_run.make_run(tmp_path / "run", task)
+    text = written(folder)
+    sentence = json.loads((folder / "run.json").read_text())["conclusion"][0]
+    assert sentence[:40] in html.unescape(text).replace("\u00a0", " ")
+    assert 'id="ood"' in text
+    assert 'id="examples"' in text
+    assert ('id="calibration"' in text) == (task != "multilabel")
+    names = set(re.findall(r'id="picture-([\w.-]+)"', text))
+    assert {"time", "memory", "sweep-last-layer", "spectrum-laplace"} <= names

@@ -1,0 +1,180 @@
+"""The page in a browser. Skipped where there is no Chromium."""
+
+import os
+import shutil
+
+import pytest
+from synthetic_run import make_run
+
+from laplace_debias.report.page import write_page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = os.environ.get("LAPLACE_DEBIAS_CHROMIUM") or next(
+    filter(None, map(shutil.which, NAMES)), None
+)
+
+pytestmark = pytest.mark.skipif(
+    BROWSER is None,
+    reason="there is no Chromium: install one, or say where it is in LAPLACE_DEBIAS_CHROMIUM",
+)
+KINDS = {
+    "full": {},
+    "regression": {"task": "regression", "pictures": False},
+    "bare": {"shifts": False, "ood": False, "posterior": False, "pictures": False},
+}
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory):
+    base = tmp_path_factory.mktemp("pages")
+    return {
+        kind: write_page(make_run(base / kind, n=150, **options)).as_uri()
+        for kind, options in KINDS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, addresses):
+    """Opens a page and gathers what goes wrong: errors, and requests to anywhere."""
+    contexts, wrong = [], []
+
+    def open_page(kind="full", width=1200, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "request",
+            lambda request: (
+                None if request.url.startswith(("file:", "data:")) else wrong.append(request.url)
+            ),
+        )
+        page.goto(addresses[kind])
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [390, 1200])
+def test_pictures_are_drawn_and_nothing_is_wider_than_the_window(opened, kind, width):
+    page = opened(kind, width)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    boxes = page.evaluate(
+        """[...document.querySelectorAll('figure')].map(f => [
+            f.id, f.querySelectorAll('svg path').length,
+            f.querySelector('svg').getBoundingClientRect().width, f.getBoundingClientRect().right
+        ])"""
+    )
+    assert len(boxes) >= 5
+    for name, paths, picture_width, right in boxes:
+        assert paths > 3, name
+        assert picture_width > 250, name
+        assert right <= width, name
+    loaded = page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+    assert loaded
+    assert page.evaluate("document.images.length") == (36 if kind == "full" else 0)
+
+
+def shown_of(page, key):
+    """By picture, how many parts of a method are visible."""
+    return page.evaluate(
+        """key => Object.fromEntries([...document.querySelectorAll('figure')].map(f => [f.id,
+            [f, ...f.querySelectorAll('[data-method]')].filter(part => part.dataset.method === key
+                && part.getClientRects().length > 0).length]))""",
+        key,
+    )
+
+
+def test_a_method_can_be_hidden_in_every_picture_and_shown_again(opened):
+    page = opened()
+    before = {key: shown_of(page, key) for key in ("laplace", "network")}
+    several = [name for name in before["laplace"] if name.startswith(("picture-r", "picture-s"))]
+    assert sum(before["laplace"][name] > 0 for name in several) >= 10
+    assert before["laplace"]["picture-severity-nll"] > 0
+    assert before["laplace"]["picture-time"] > 0
+    page.get_by_role("checkbox", name="Laplace, all layers").uncheck()
+    assert set(shown_of(page, "laplace").values()) == {0}
+    assert shown_of(page, "network") == before["network"]
+    assert not page.locator("#picture-sweep-laplace").is_visible()
+    page.get_by_role("checkbox", name="Laplace, all layers").check()
+    assert shown_of(page, "laplace") == before["laplace"]
+
+
+def paper(page):
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def stroke(page):
+    return page.evaluate(
+        """getComputedStyle(
+            document.querySelector('#picture-roc-digits [data-method=laplace] path')).stroke"""
+    )
+
+
+def test_dark_mode_by_the_system_and_by_the_button(opened):
+    light, dark = opened(color_scheme="light"), opened(color_scheme="dark")
+    assert paper(light) == "rgb(255, 255, 255)"
+    assert paper(dark) == "rgb(21, 24, 28)"
+    assert stroke(light) != stroke(dark)
+    colours = paper(light), stroke(light)
+    light.locator("#theme").click()
+    assert (paper(light), stroke(light)) == (paper(dark), stroke(dark))
+    light.locator("#theme").click()
+    assert (paper(light), stroke(light)) == colours
+
+
+def test_values_at_the_pointer_and_by_keys(opened):
+    page = opened()
+    figure = page.locator("#picture-severity-nll")
+    svg, tip = figure.locator("svg"), figure.locator(".tip")
+    assert tip.text_content() == ""
+    svg.focus()
+    page.keyboard.press("ArrowRight")
+    first = tip.text_content()
+    assert first.startswith("Network as it is, severity 0\nNLL")
+    page.keyboard.press("ArrowRight")
+    assert tip.text_content().startswith("Network as it is, severity 1\nNLL")
+    page.keyboard.press("Escape")
+    assert tip.text_content() == ""
+    box = figure.locator("[data-method=network] use").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert "severity 0" in tip.text_content()
+    page.get_by_role("checkbox", name="Network as it is").uncheck()
+    svg.focus()
+    page.keyboard.press("ArrowRight")
+    assert "Network as it is" not in tip.text_content()
+
+
+def test_it_prints(opened, tmp_path):
+    page = opened(color_scheme="dark")
+    page.pdf(path=tmp_path / "page.pdf")
+    assert (tmp_path / "page.pdf").read_bytes()[:5] == b"%PDF-"
+    assert (tmp_path / "page.pdf").stat().st_size > 50_000
+    page.set_viewport_size({"width": 680, "height": 960})  # A4 between its margins
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert paper(page) == "rgb(255, 255, 255)"
+    assert not page.locator("#theme").is_visible()
+
+
+def test_without_scripts_everything_is_there_but_the_controls(opened):
+    page = opened(java_script_enabled=False)
+    assert page.locator("#picture-roc-digits svg").is_visible()
+    assert page.locator("#theme").count() == 1
+    assert not page.locator("#theme").is_visible()
+    assert page.locator("input[type=checkbox]:visible").count() == 0
+    assert page.get_by_role("heading", name="Are the probabilities right?").is_visible()

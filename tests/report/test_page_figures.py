@@ -1,0 +1,307 @@
+"""The figures that the page shows, against plain loops over the predictions."""
+
+import math
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from synthetic_run import make_run, write_json
+
+from laplace_debias.report.page.charts import classification, ood, posterior, regression, severity
+from laplace_debias.report.page.names import decimals, duration, number, significant, size
+from laplace_debias.report.page.panel import drawing, looks
+from laplace_debias.report.page.reading import read_run
+from laplace_debias.report.page.table import difference_tables, full_tables, main_table
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("classes") / "run", n=300)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return read_run(folder)
+
+
+@pytest.fixture(scope="module")
+def numbers_run(tmp_path_factory):
+    return read_run(make_run(tmp_path_factory.mktemp("numbers") / "run", "regression", n=400))
+
+
+@pytest.fixture
+def drawn():
+    """Draws within the page's settings of matplotlib."""
+    with drawing():
+        yield
+
+
+def looks_of(run):
+    return looks((method.key, method.label) for method in run.methods)
+
+
+def numbers_in(text):
+    return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))]
+
+
+def predictions(folder, method, data="test"):
+    return pd.read_parquet(folder / "predictions" / method / f"{data}.parquet")
+
+
+def wilson(hits, count, z=1.959963984540054):
+    share = hits / count
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    root = math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    half = z * root / (1 + z**2 / count)
+    return 100 * (middle - half), 100 * (middle + half)
+
+
+def test_reliability_tells_each_bin_and_its_wilson_interval(folder, run, drawn):
+    picture = classification.reliability(run, looks_of(run)["laplace"], "test")
+    table = predictions(folder, "laplace")
+    bins = {}
+    for probs, label in zip(table["probs"], table["label"], strict=True):
+        index = min(int(max(probs) * 15), 14)
+        bins.setdefault(index, []).append((max(probs), np.argmax(probs) == label))
+    told = [numbers_in(point.text) for point in picture.points]
+    assert len(told) == 2 * len(bins)  # once at the curve, once at the bars
+    for examples, found in zip((bins[i] for i in sorted(bins)), told, strict=False):
+        hits = sum(right for _, right in examples)
+        confidence = 100 * sum(sure for sure, _ in examples) / len(examples)
+        expected = [len(examples), confidence, 100 * hits / len(examples)]
+        assert found == pytest.approx([*expected, *wilson(hits, len(examples))], abs=0.0501)
+
+
+def test_the_points_of_a_picture_lie_where_its_values_do(run, drawn):
+    """Axes from 0 to 1: equal steps of the share kept are equal steps across."""
+    picture = classification.risk_coverage(run, looks_of(run), "test", "Test set")
+    points = [point for point in picture.points if point.method == "network"]
+    share = [numbers_in(point.text)[0] for point in points]
+    x = [point.x for point in points]
+    slope, offset = np.polyfit(share, x, 1)
+    assert np.allclose(np.polyval((slope, offset), share), x, atol=0.3)
+    width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', picture.svg).groups())
+    assert 0 < offset < offset + 100 * slope < width
+    wrong = [numbers_in(point.text)[1] for point in points]
+    y = [point.y for point in points]
+    assert np.polyfit(wrong, y, 1)[0] < 0  # up is more
+    assert 0 < min(y) < max(y) < height
+
+
+def test_risk_coverage_is_the_error_rate_of_those_kept(folder, run, drawn):
+    picture = classification.risk_coverage(run, looks_of(run), "test", "Test set")
+    table = predictions(folder, "last-layer")
+    order = sorted(range(len(table)), key=lambda i: -max(table["probs"][i]))
+    wrong = [np.argmax(table["probs"][i]) != table["label"][i] for i in order]
+    told = [numbers_in(p.text) for p in picture.points if p.method == "last-layer"]
+    assert told[-1][0] == 100
+    for share, risk in told:
+        kept = round(share / 100 * len(wrong))
+        near = [100 * np.mean(wrong[:k]) for k in (kept - 1, kept, kept + 1) if 0 < k <= len(wrong)]
+        assert min(near) - 0.06 <= risk <= max(near) + 0.06
+
+
+def test_equally_confident_examples_count_as_their_mean(tmp_path, drawn):
+    folder = make_run(tmp_path / "run", n=200)
+    path = folder / "predictions" / "network" / "test.parquet"
+    table = pd.read_parquet(path)
+    probs = np.full(10, 0.05)
+    probs[0] = 0.55
+    table.assign(probs=[probs] * 200, label=[0] * 150 + [1] * 50).to_parquet(path)
+    run = read_run(folder)
+    picture = classification.risk_coverage(run, looks_of(run), "test", "Test set")
+    told = {tuple(numbers_in(p.text)) for p in picture.points if p.method == "network"}
+    assert {risk for _, risk in told} == {25.0}  # whatever the order of the ties
+
+
+def test_roc_counts_what_is_found_and_false_alarms(folder, run, drawn):
+    picture = ood.roc(run, looks_of(run), "digits", "ROC")
+    familiar = predictions(folder, "temperature")["entropy"].to_numpy()
+    strange = predictions(folder, "temperature", "digits")["entropy"].to_numpy()
+    told = [numbers_in(p.text) for p in picture.points if p.method == "temperature"]
+    assert len(told) == 19
+    for found, alarms in told:
+        threshold = np.quantile(familiar, 1 - alarms / 100)
+        assert found == pytest.approx(100 * np.mean(strange >= threshold), abs=1.5)
+
+
+def test_histograms_of_uncertainty_add_up(run, drawn):
+    picture = ood.score_histograms(run, looks_of(run), "digits", "Uncertainty")
+    shares = [numbers_in(point.text)[0] for point in picture.points]
+    assert all(0 < share <= 100 for share in shares)
+    assert {point.method for point in picture.points} == {m.key for m in run.methods}
+    assert picture.svg.count('id="method:laplace:') == 3  # two histograms and a name
+
+
+def test_severity_has_a_point_for_each_severity_with_its_interval(run, drawn):
+    picture = severity.severity(run, looks_of(run), "nll")
+    rows = run.rows[(run.rows["method"] == "laplace") & (run.rows["metric"] == "nll")]
+    rows = rows[~rows["set"].isin(["digits", "shuffled-patches"])]
+    told = [numbers_in(p.text)[-3:] for p in picture.points if p.method == "laplace"]
+    assert len(told) == 6
+    for found, row in zip(told, rows.itertuples(), strict=True):
+        assert found == pytest.approx([row.value, row.low, row.high], rel=0.02)
+
+
+def test_sweep_marks_the_tuned_value_and_the_flat_range(run, drawn):
+    picture = posterior.sweep(run, looks_of(run)["last-layer"])
+    assert picture.note == "tuned: 30.0; within one standard error from 10 to 90"
+    assert len(picture.points) == 25
+
+
+def test_spectrum_leaves_out_the_smallest_of_many_blocks(tmp_path, drawn):
+    folder = make_run(tmp_path / "run", n=50)
+    blocks = [
+        {
+            "name": f"block {i}",
+            "num_parameters": 10 + i,
+            "quantiles": [0.0] * 50 + [float(i)] * 51,
+            "prior_share": 0.25,
+        }
+        for i in range(posterior.MOST_BLOCKS + 5)
+    ]
+    write_json(folder / "spectra" / "laplace.json", {"blocks": blocks})
+    run = read_run(folder)
+    picture = posterior.spectrum(run, looks_of(run)["laplace"], 3.0)
+    assert picture.note == "the 24 largest of 29 blocks"
+    names = [point.text.splitlines()[0] for point in picture.points]
+    assert names == [f"block {i}" for i in range(5, 29)]
+    assert all("prior's share 25.0 %" in point.text for point in picture.points)
+
+
+def test_quantiles_count_the_targets_below(numbers_run, drawn):
+    picture = regression.quantiles(numbers_run, looks_of(numbers_run)["laplace"])
+    table = predictions(numbers_run.folder, "laplace")
+    standard_normal = {5: -1.6448536, 50: 0.0, 90: 1.2815516}
+    told = dict(numbers_in(point.text) for point in picture.points)
+    for level, z in standard_normal.items():
+        below = table["target"] <= table["mean"] + z * table["standard_deviation"]
+        assert told[level] == pytest.approx(100 * below.mean(), abs=0.051)
+
+
+def test_coverage_counts_the_targets_within(numbers_run, drawn):
+    picture = regression.coverage(numbers_run, looks_of(numbers_run))
+    table = predictions(numbers_run.folder, "laplace")
+    told = dict(numbers_in(p.text) for p in picture.points if p.method == "laplace")
+    inside = (table["target"] - table["mean"]).abs() <= 1.9599640 * table["standard_deviation"]
+    assert told[95] == pytest.approx(100 * inside.mean(), abs=0.051)
+
+
+def test_residuals_compare_groups_of_equal_size(numbers_run, drawn):
+    picture = regression.residuals(numbers_run, looks_of(numbers_run))
+    table = predictions(numbers_run.folder, "laplace").sort_values("standard_deviation")
+    told = [numbers_in(p.text) for p in picture.points if p.method == "laplace"]
+    smallest = table.iloc[: math.ceil(len(table) / len(told))]
+    said = math.sqrt((smallest["standard_deviation"] ** 2).mean())
+    was = math.sqrt(((smallest["target"] - smallest["mean"]) ** 2).mean())
+    assert told[0] == pytest.approx([said, was], rel=0.01)
+    # The network has one noise for all: there is nothing to sort by.
+    assert len([p for p in picture.points if p.method == "network"]) == 1
+
+
+def cells(table, label, where=""):
+    """Verdict and whether it is the best, by method, of a column."""
+    [at] = [i for i, c in enumerate(table.columns) if c.name.label == label and where in c.where]
+    return {method.key: row[at] for method, row in table.rows}
+
+
+def table_of(tmp_path, rows, differences):
+    folder = make_run(tmp_path / "run", n=50, shifts=False, ood=False)
+    keys = ("method", "set", "metric", "value", "low", "high")
+    write_json(
+        folder / "metrics.json",
+        {
+            "rows": [dict(zip(keys, row, strict=True)) for row in rows],
+            "differences": [
+                dict(zip((*keys, "reference"), row, strict=True)) for row in differences
+            ],
+        },
+    )
+    return read_run(folder)
+
+
+def test_the_table_marks_the_best_and_what_is_beyond_chance(tmp_path):
+    run = table_of(
+        tmp_path,
+        [
+            ("network", "test", "accuracy", 0.9, 0.88, 0.92),
+            ("temperature", "test", "accuracy", 0.9, 0.88, 0.92),
+            ("laplace", "test", "accuracy", 0.93, 0.91, 0.95),
+            ("network", "test", "nll", 0.3, 0.28, 0.32),
+            ("temperature", "test", "nll", 0.25, 0.23, 0.27),
+            ("laplace", "test", "nll", 0.31, None, None),
+        ],
+        [
+            ("temperature", "test", "accuracy", 0.0, -0.01, 0.01, "network"),
+            ("laplace", "test", "accuracy", 0.03, 0.01, 0.05, "network"),
+            ("temperature", "test", "nll", -0.05, -0.07, -0.03, "network"),
+            ("laplace", "test", "nll", 0.01, 0.001, 0.02, "network"),
+            ("network", "test", "nll", 0.05, 0.03, 0.07, "temperature"),
+            ("laplace", "test", "nll", 0.06, None, None, "temperature"),
+        ],
+    )
+    table = main_table(run)
+    accuracy, nll = cells(table, "Accuracy"), cells(table, "NLL")
+    assert [c.verdict for c in accuracy.values()] == ["", "not told apart", "", "better"]
+    assert [c.is_best for c in accuracy.values()] == [False, False, False, True]
+    assert accuracy["last-layer"].value == "–"
+    assert [c.verdict for c in nll.values()] == ["", "better", "", "worse"]
+    assert [c.is_best for c in nll.values()] == [False, True, False, False]
+    assert nll["temperature"].interval == "0.230 … 0.270"
+    assert nll["laplace"].interval == ""
+    assert table.reference == "Network as it is"
+    first, second = difference_tables(run)
+    assert (first.reference, second.reference) == ("Network as it is", "Temperature scaling")
+    assert cells(first, "NLL")["laplace"].value == "+0.010"
+    assert cells(second, "NLL")["network"].verdict == "worse"
+    assert cells(second, "NLL")["laplace"].verdict == ""  # its interval is not known
+    assert not any(cell.is_best for _, row in first.rows for cell in row)
+
+
+def test_where_all_are_equal_none_is_the_best(tmp_path):
+    keys = ("network", "temperature")
+    run = table_of(tmp_path, [(key, "test", "accuracy", 0.9, 0.8, 1.0) for key in keys], [])
+    assert not any(cell.is_best for cell in cells(main_table(run), "Accuracy").values())
+
+
+def test_a_method_on_fewer_examples_is_not_the_best(tmp_path):
+    rows = [("network", 0.8, 100), ("temperature", 0.85, 100), ("laplace", 0.9, 20)]
+    run = table_of(
+        tmp_path, [(key, "test", "accuracy", v, v - 0.1, v + 0.1) for key, v, _ in rows], []
+    )
+    run.rows["num_examples"] = [count for *_, count in rows]
+    marked = {key: cell.is_best for key, cell in cells(main_table(run), "Accuracy").items()}
+    assert [key for key, is_best in marked.items() if is_best] == ["temperature"]
+
+
+def test_scores_of_ood_sets_are_kept_apart(run):
+    table = main_table(run)
+    areas = cells(table, "AUROC", "digits")
+    row = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set"] == "digits")]
+    entropies = row[row["score"] == "entropy"].set_index("method")["value"]
+    assert float(areas["laplace"].value) == pytest.approx(entropies["laplace"], abs=0.001)
+    by_score = full_tables(run, "digits")
+    assert [t.columns[0].where for t in by_score] == [
+        "digits, entropy",
+        "digits, greatest probability",
+    ]
+    assert [cell.value for _, (cell, *_) in by_score[1].rows] == ["0.500"] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "places", "text"),
+    [(-0.5, 2, "−0.50"), (-0.001, 2, "0.00"), (1234.5, 1, "1,234.5"), (math.nan, 2, "–")],
+)
+def test_number(value, places, text):
+    assert number(value, places) == text
+
+
+def test_numbers_as_people_read_them():
+    assert decimals(0.88, 0.92, 0.9) == 3
+    assert decimals(math.nan, math.nan, 0.31) == 3
+    assert [significant(x) for x in (0, 0.000012345, 3.14159, 123456)] == [
+        *("0", "1.23·10⁻⁵", "3.14", "123,456"),
+    ]
+    assert [duration(x) for x in (0.5, 75, 3700)] == ["0.50 s", "1 min 15 s", "1 h 1 min"]
+    assert [size(x) for x in (8, 72_020, 2.1e9)] == ["8 B", "72.0 kB", "2.10 GB"]

@@ -1,0 +1,400 @@
+"""Networks and data from names and paths."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import bring
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+from laplace_debias.problems import digits, get_problem, save_checkpoint
+from laplace_debias.sources import SourceSettings, load, split_by_seed
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    return bring.networks(tmp_path, monkeypatch)
+
+
+def every(batches):
+    x, y = zip(*batches, strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def loaded(**options):
+    return load(SourceSettings(**{"device": "cpu", "progress": False, **options}))
+
+
+# --- archives ------------------------------------------------------------------------------------
+
+
+def test_an_archive_gives_its_rows_mixed_and_the_same_each_time(here):
+    content = bring.arrays()
+    bring.archive(here / "d.npz", **content)
+    found = loaded(model="nets:rows", data="d.npz")
+    x, y = every(found.train)
+    again, _ = every(found.train)
+    assert torch.equal(x, again)
+    # The same rows with their labels, in another order.
+    order = [int(np.abs(content["x_train"] - row).sum(1).argmin()) for row in x.double().numpy()]
+    assert sorted(order) == list(range(30))
+    assert order != list(range(30))
+    assert y.tolist() == content["y_train"][order].tolist()
+    x, y = every(found.test)
+    torch.testing.assert_close(x.double().numpy(), content["x_test"], rtol=1e-6, atol=1e-6)
+    assert y.tolist() == content["y_test"].tolist()
+    assert (found.task, found.num_train, found.input_name) == ("classification", 30, "example")
+    other, _ = every(loaded(model="nets:rows", data="d.npz", seed=1).train)
+    assert not torch.equal(other, x)
+
+
+def test_limits_choose_by_the_seed_and_leave_n_as_it_is(here):
+    bring.archive(here / "d.npz")
+    limits = {"train_examples": 7, "validation_examples": 5, "test_examples": 4}
+    found = loaded(model="nets:rows", data="d.npz", **limits)
+    sizes = [len(every(part)[0]) for part in (found.train, found.validation, found.test)]
+    assert sizes == [7, 5, 4]
+    assert found.num_train == 30
+    whole, _ = every(loaded(model="nets:rows", data="d.npz").train)
+    assert torch.equal(every(found.train)[0], whole[:7])
+
+
+@pytest.mark.parametrize(
+    ("targets", "outputs", "task", "shape"),
+    [
+        ("classes", 3, "classification", [30]),
+        ("numbers", 1, "regression", [30, 1]),
+        ("labels", 3, "multilabel", [30, 3]),
+    ],
+)
+def test_targets_say_what_the_outputs_mean(here, targets, outputs, task, shape):
+    bring.archive(here / "d.npz", **bring.arrays(targets))
+    found = loaded(model="nets:rows", model_args={"outputs": outputs}, data="d.npz")
+    assert found.task == task
+    assert list(every(found.train)[1].shape) == shape
+    la = Laplace(found.model, found.task, sigma=0.5 if task == "regression" else None)
+    la.fit(found.train, num_data=found.num_train)
+    assert la.num_data == 30
+
+
+def test_two_classes_and_one_output_are_binary(here):
+    bring.archive(here / "d.npz", **bring.arrays(classes=2))
+    found = loaded(model="nets:rows", model_args={"outputs": 1}, data="d.npz")
+    assert found.task == "binary"
+    Laplace(found.model, found.task).fit(found.train)
+
+
+def test_data_without_parts_is_parted_as_told(here):
+    content = {"x": np.arange(80).reshape(20, 4) * 0.01, "y": np.arange(20) % 3}
+    bring.archive(here / "d.npz", **content)
+    found = loaded(model="nets:rows", data="d.npz", seed=3, held_out=0.25)
+    parts = split_by_seed(20, 3, 0.25)
+    assert [len(part) for part in parts] == [10, 5, 5]
+    assert torch.cat(parts).sort().values.tolist() == list(range(20))
+    for batches, indices in ((found.validation, parts[1]), (found.test, parts[2])):
+        assert every(batches)[1].tolist() == content["y"][indices.numpy()].tolist()
+    assert "chosen by the seed 3" in " ".join(found.notes)
+
+
+def test_archives_of_bytes_are_images(here):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(256, size=(9, 16, 20, 3), dtype=np.uint8)
+    targets = np.arange(9) % 3
+    bring.archive(here / "d.npz", x_train=pixels, y_train=targets, x_test=pixels, y_test=targets)
+    options = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    found = loaded(model="nets:build", data="d.npz", **options)
+    x, _ = every(found.test)
+    expected = (pixels / 255 - np.array([0.5, 0.4, 0.3])) / np.array([0.2, 0.3, 0.4])
+    np.testing.assert_allclose(x.permute(0, 2, 3, 1).numpy(), expected, atol=1e-5)
+    assert np.array_equal(found.picture(x[4]).numpy(), pixels[4])
+    assert found.validation is None
+    assert "no validation data" in " ".join(found.notes)
+
+
+def test_float_images_have_pictures_of_full_contrast(here):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(9, 3, 16, 20)).astype(np.float32)
+    y = np.arange(9) % 3
+    bring.archive(here / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    found = loaded(model="nets:build", data="d.npz")
+    pictures = torch.stack([found.picture(image) for image in every(found.test)[0]])
+    assert int(pictures.min()) == 0
+    assert int(pictures.max()) == 255
+
+
+# --- folders of images ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(here):
+    return bring.image_folder(here / "images")
+
+
+def test_a_folder_gives_what_pillow_reads(images):
+    found = loaded(model="nets:build", data=images, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+    x, y = every(found.test)
+    files = sorted((images / "test").glob("*/*.png"))
+    pixels = np.stack([np.asarray(Image.open(file)) for file in files])
+    np.testing.assert_allclose(x.permute(0, 2, 3, 1), (pixels / 255 - 0.5) / 0.25, atol=1e-6)
+    assert y.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert found.classes == bring.CLASSES
+    assert (found.num_train, found.task, found.input_name) == (24, "classification", "image")
+    assert np.array_equal(found.picture(x[7]).numpy(), pixels[7])
+    assert len(every(found.train)[1].unique()) == 3
+
+
+def test_a_folder_is_not_decoded_before_it_is_read(images):
+    files = sorted((images / "test").glob("*/*.png"))
+    files[1].write_bytes(b"no image")
+    found = loaded(model="nets:build", data=images)
+    with pytest.raises(ValueError, match=r"1\.png is no readable image"):
+        every(found.test)
+
+
+def test_folders_without_parts_are_parted_by_the_seed(here):
+    root = bring.image_folder(here / "all", parts=(("", 10),))
+    found = loaded(model="nets:build", data=root)
+    sizes = [len(every(part)[0]) for part in (found.train, found.validation, found.test)]
+    assert sizes == [18, 6, 6]
+    seen = torch.cat([every(part)[0] for part in (found.train, found.validation, found.test)])
+    assert len(seen.flatten(1).unique(dim=0)) == 30
+
+
+def test_images_are_resized_and_cropped_to_the_size_asked_for(images):
+    found = loaded(model="nets:build", data=images, image_size=8)
+    x, _ = every(found.test)
+    assert x.shape[2:] == (8, 8)
+    with Image.open(sorted((images / "test").glob("*/*.png"))[0]) as image:
+        middle = image.resize((8, 8), Image.Resampling.BILINEAR, box=(2, 0, 18, 16))
+    assert np.array_equal(found.picture(x[0]).numpy(), np.asarray(middle))
+
+
+def test_grey_images_where_one_mean_is_given(images):
+    options = {"mean": (0.5,), "std": (0.5,), "model_args": {"channels": 1}}
+    found = loaded(model="nets:build", data=images, **options)
+    x, _ = every(found.test)
+    assert x.shape[1:] == (1, 16, 20)
+    with Image.open(sorted((images / "test").glob("*/*.png"))[0]) as image:
+        grey = np.asarray(image.convert("L"))
+    assert np.array_equal(found.picture(x[0]).numpy(), np.repeat(grey[:, :, None], 3, 2))
+
+
+def test_images_of_several_sizes_need_a_size(images):
+    Image.new("RGB", (30, 30)).save(images / "test" / "eel" / "2.png")
+    with pytest.raises(ValueError, match=r"30 × 30 pixels, others 16 × 20; give --image_size"):
+        every(loaded(model="nets:build", data=images).test)
+    assert len(every(loaded(model="nets:build", data=images, image_size=16).test)[0]) == 9
+
+
+def test_timm_networks_see_images_as_timm_shows_them(images):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=3)
+    save_checkpoint(model, images / "net.safetensors")
+    options = {"timm": "test_resnet", "data": images, "checkpoint": images / "net.safetensors"}
+    found = loaded(**options)
+    config = timm.data.resolve_data_config({}, model=model)
+    transform = timm.data.create_transform(**config, is_training=False)
+    file = sorted((images / "test").glob("*/*.png"))[4]
+    with Image.open(file) as image:
+        expected = transform(image.convert("RGB"))
+    x, _ = every(found.test)
+    torch.testing.assert_close(x[4], expected, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        same = model.eval()(x[:2])
+        torch.testing.assert_close(found.model(x[:2]), same)
+    small, _ = every(loaded(**options, image_size=32, mean=(0.1, 0.2, 0.3)).test)
+    assert small.shape[2:] == (32, 32)
+
+
+def test_torchvision_networks(images):
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    model = models.squeezenet1_1(num_classes=3)
+    bring.weights(images / "net.pth", model)
+    found = loaded(
+        torchvision="squeezenet1_1", data=images, checkpoint=images / "net.pth", image_size=64
+    )
+    x, _ = every(found.test)
+    with torch.no_grad():
+        torch.testing.assert_close(found.model(x[:1]), model.eval()(x[:1]))
+
+
+def test_processes_that_read_give_the_same(images):
+    one = every(loaded(model="nets:build", data=images).train)
+    two = every(loaded(model="nets:build", data=images, workers=1).train)
+    assert torch.equal(one[0], two[0])
+
+
+# --- a problem of the package, data and networks of one's own ------------------------------------
+
+
+def test_a_problem_is_loaded_in_the_split_of_its_checkpoint(here):
+    split = {"split.train": torch.arange(1000, 1297), "split.val": torch.arange(50)}
+    model = get_problem("convnet-digits").initial_model(0)
+    save_checkpoint(model, here / "net.safetensors", split)
+    found = loaded(problem="convnet-digits", checkpoint=here / "net.safetensors")
+    parts = digits()
+    pool = torch.cat([parts.train.tensors()[0], parts.val.tensors()[0]])
+    x, _ = every(found.validation)
+    torch.testing.assert_close(x, pool[:50])
+    assert found.num_train == 297
+    assert found.classes == tuple("0123456789")
+    assert np.array_equal(
+        found.picture(every(found.test)[0][3])[:, :, 0].numpy(), parts.test.images[3, 0].numpy()
+    )
+
+
+OWN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+X, Y = torch.randn(30, 4), torch.arange(30) % 3
+
+
+def make():
+    data = TensorDataset(X, Y)
+    return {
+        "train": DataLoader(data, batch_size=7, shuffle=True),
+        "validation": data,
+        "test": [(X[:5], Y[:5]), (X[5:9], Y[5:9])],
+        "ood": {"near:noise": [(X[:5] * 9, Y[:5])]},
+        "classes": ["a", "b", "c"],
+    }
+
+
+class Parts:
+    train = DataLoader(TensorDataset(X, Y), batch_size=7)
+    test = train
+
+
+def iterator():
+    return {"train": iter([(X, Y)]), "test": [(X, Y)]}
+
+
+def half():
+    return {"train": [(X, Y)]}
+
+
+def typo():
+    return {"train": [(X, Y)], "test": [(X, Y)], "validaton": [(X, Y)]}
+
+
+def dicts():
+    batches = [{"x": X, "labels": Y}]
+    return {"train": batches, "test": batches}
+"""
+
+
+@pytest.fixture
+def own(here, monkeypatch):
+    (here / "own.py").write_text(OWN)
+    bring.forget(monkeypatch, "own", "nets")
+    return here
+
+
+def test_loaders_of_ones_own_keep_their_examples_in_one_order(own):
+    found = loaded(model="nets:rows", data="own:make")
+    x, _ = every(found.train)
+    assert torch.equal(x, every(found.train)[0])
+    assert [len(batch) for batch, _ in found.train] == [7, 7, 7, 7, 2]
+    assert torch.equal(x.sort(0).values, sys.modules["own"].X.sort(0).values)
+    assert torch.equal(every(found.test)[0], sys.modules["own"].X[:9])
+    assert found.ood["noise"].kind == "near"
+    assert found.classes == ("a", "b", "c")
+    assert found.num_train == 30
+
+
+def test_batch_size_and_limits_apply_to_loaders_of_data_sets(own):
+    found = loaded(model="nets:rows", data="own:Parts", batch_size=4, train_examples=10)
+    assert [len(batch) for batch, _ in found.train] == [4, 4, 2]
+    with pytest.raises(ValueError, match="test_examples is given, but the test data is batches"):
+        loaded(model="nets:rows", data="own:make", test_examples=3)
+
+
+def test_a_network_that_is_one_already(own):
+    found = loaded(model="nets:ready", data="own:Parts")
+    assert isinstance(found.model, nn.Sequential)
+    assert not found.model.training
+    assert "No checkpoint" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("iterator", "train data is an iterator"),
+        ("half", "without test"),
+        ("typo", "with validaton"),
+        ("none", "own has no none"),
+    ],
+)
+def test_what_a_callable_must_return(own, name, message):
+    with pytest.raises(ValueError, match=message):
+        loaded(model="nets:rows", data=f"own:{name}")
+
+
+def test_inputs_come_in_the_dtype_of_the_network(own):
+    (own / "double.py").write_text("import nets\n\ndef build():\n    return nets.rows().double()\n")
+    found = loaded(model="double:build", data="own:Parts")
+    assert every(found.train)[0].dtype == torch.float64
+    Laplace(found.model, found.task).fit(found.train, num_data=30)
+
+
+def test_torchs_global_generator_is_left_alone(images):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    found = load(SourceSettings(problem="allcnn-digits", checkpoint=_digits(images)))
+    list(found.train)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def _digits(folder: Path) -> Path:
+    path = folder / "digits.safetensors"
+    state = torch.get_rng_state()
+    save_checkpoint(get_problem("allcnn-digits").initial_model(0), path)
+    torch.set_rng_state(state)
+    return path
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("prefix", "nest"), [("", None), ("module.", "state_dict"), ("_orig_mod.module.", "model")]
+)
+def test_checkpoints_as_people_save_them(here, suffix, prefix, nest):
+    torch.manual_seed(7)
+    trained = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    path = here / f"net{suffix}"
+    if suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file({prefix + k: v.clone() for k, v in trained.state_dict().items()}, path)
+    else:
+        bring.weights(path, trained, prefix, nest)
+    bring.archive(here / "d.npz")
+    found = loaded(model="nets:rows", data="d.npz", checkpoint=path)
+    for name, value in trained.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], value)
+
+
+def test_loaders_work_with_torchs_own(own):
+    """A `DataLoader` over what `load` gives, as other libraries make them."""
+    found = loaded(model="nets:rows", data="own:Parts")
+    assert isinstance(found.train, DataLoader)
+    assert not isinstance(found.train.dataset, TensorDataset)
+    assert len(found.train.dataset) == 30
+
+
+def test_settings_are_values(here):
+    settings = SourceSettings(model="nets:rows", data="d.npz")
+    assert replace(settings, seed=3) != settings
+    assert replace(settings, seed=0) == settings

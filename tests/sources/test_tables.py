@@ -1,0 +1,146 @@
+"""Tables: columns as inputs, a column as the target."""
+
+import bring
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from laplace_debias.sources import SourceSettings, load, split_by_seed
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    return bring.networks(tmp_path, monkeypatch)
+
+
+def table(rows=40):
+    rng = np.random.default_rng(0)
+    return pandas.DataFrame(
+        {
+            "age": rng.integers(20, 60, rows),
+            "height": rng.normal(170, 10, rows),
+            "constant": np.full(rows, 5.0),
+            "price": rng.normal(size=rows),
+            "kind": np.array(["red", "green"])[np.arange(rows) % 2],
+        }
+    )
+
+
+def loaded(**options):
+    options = {"model": "nets:rows", "device": "cpu", "progress": False} | options
+    return load(SourceSettings(**options))
+
+
+def every(batches):
+    x, y = zip(*batches, strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_features_are_standardised_by_the_training_rows(here, suffix):
+    data = table()
+    path = here / f"t.{suffix}"
+    data.to_csv(path, index=False) if suffix == "csv" else data.to_parquet(path)
+    found = loaded(
+        data=path,
+        target="price",
+        features=("height", "age", "constant"),
+        model_args={"inputs": 3, "outputs": 1},
+    )
+    train, _, test = (part.numpy() for part in split_by_seed(40))
+    columns = data[["height", "age", "constant"]].to_numpy(float)
+    mean, std = columns[train].mean(0), columns[train].std(0)
+    expected = (columns - mean) / np.where(std > 0, std, 1)
+    x, y = every(found.test)
+    np.testing.assert_allclose(x.numpy(), expected[test], atol=1e-5)
+    np.testing.assert_allclose(y[:, 0].numpy(), data["price"].to_numpy()[test], rtol=1e-6)
+    assert (found.task, found.input_name, found.num_train) == ("regression", "row", 24)
+    raw, _ = every(
+        loaded(
+            data=path,
+            target="price",
+            features=("height", "age", "constant"),
+            model_args={"inputs": 3, "outputs": 1},
+            standardise=False,
+        ).test
+    )
+    np.testing.assert_allclose(raw.numpy(), columns[test], rtol=1e-6)
+
+
+def test_parts_in_a_folder_and_text_as_classes(here):
+    data = table().drop(columns="price")
+    folder = here / "parts"
+    folder.mkdir()
+    for part, rows in (("train", data[:20]), ("val", data[20:30]), ("test", data[30:])):
+        rows.to_csv(folder / f"{part}.csv", index=False)
+    found = loaded(data=folder, target="kind", model_args={"inputs": 3, "outputs": 2})
+    assert found.classes == ("green", "red")
+    assert found.task == "classification"
+    _, y = every(found.test)
+    assert [found.classes[label] for label in y] == data["kind"][30:].tolist()
+    one = loaded(data=folder, target="kind", model_args={"inputs": 3, "outputs": 1})
+    assert one.task == "binary"
+
+
+def test_out_of_distribution_rows_need_no_target(here):
+    data = table().drop(columns="kind")
+    data.to_csv(here / "t.csv", index=False)
+    data[["age", "height", "constant"]][:7].to_csv(here / "o.csv", index=False)
+    found = loaded(
+        data="t.csv",
+        target="price",
+        model_args={"inputs": 3, "outputs": 1},
+        ood={"old": "o.csv"},
+    )
+    x, _ = every(found.ood["old"].batches)
+    rows, _ = every(found.train)
+    everything = torch.cat([rows, every(found.validation)[0], every(found.test)[0]])
+    assert x.shape == (7, 3)
+    distances = torch.cdist(x, everything).min(1).values
+    assert float(distances.max()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"target": None}, "give --target, one of age, height, constant, price, kind"),
+        ({}, {"target": "prise"}, "no column prise; did you mean price"),
+        ({}, {"target": "price"}, "column kind of t.csv holds .*--features"),
+        (
+            {"age": [np.nan] + [1.0] * 39},
+            {"features": ("age",)},
+            "column age of t.csv has 1 values",
+        ),
+        ({"price": [np.nan] + [1.0] * 39}, {"features": ("age",)}, "price has 1 missing values"),
+        ({"price": range(40)}, {"features": ("age",)}, "24 different whole numbers; say what"),
+        ({}, {"features": ("agee",)}, "no column agee; did you mean age"),
+        ({}, {"features": ("price",)}, "target price is one of the features"),
+        ({}, {"features": ("age",), "task": "multilabel"}, "a table has one target"),
+        ({}, {"target": "kind", "features": ("age",), "task": "regression"}, "expected numbers"),
+        ({}, {"features": ("age",), "image_size": 3}, "image_size given with a table"),
+    ],
+)
+def test_tables_that_cannot_be_used(here, change, options, message):
+    table().assign(**change).to_csv("t.csv", index=False)
+    with pytest.raises(ValueError, match=message):
+        loaded(**{"data": "t.csv", "target": "price", **options})
+
+
+def test_a_class_that_no_training_row_has(here):
+    folder = here / "parts"
+    folder.mkdir()
+    data = table()[["age", "kind"]]
+    data[:20].to_csv(folder / "train.csv", index=False)
+    data[20:].replace("red", "blue").to_csv(folder / "test.csv", index=False)
+    with pytest.raises(ValueError, match=r"test\.csv has 'blue', which no training row has"):
+        loaded(data=folder, target="kind")
+
+
+def test_files_that_are_no_tables(here):
+    (here / "t.parquet").write_bytes(b"no table")
+    with pytest.raises(ValueError, match=r"t\.parquet is damaged"):
+        loaded(data="t.parquet", target="y")
+    (here / "t.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match="has no rows"):
+        loaded(data="t.csv", target="b")

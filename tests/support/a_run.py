@@ -1,0 +1,177 @@
+"""Small networks with data of their own, and run folders of them, made in seconds."""
+
+import math
+
+import torch
+from torch import nn
+
+from laplace_debias.assessment import Method, PosteriorChoice, assess
+from laplace_debias.assessment.methods import (
+    LAST_LAYER,
+    LAST_LAYER_TEMPERATURE,
+    NETWORK,
+    TEMPERATURE,
+)
+from laplace_debias.sources.loaded import Loaded, OodData
+
+SIDE = 8
+CLASSES = ("ant", "bee", "cat <b>", "dog & co", "elk")
+ALL_PARAMETERS = Method(
+    key="laplace",
+    label="Laplace, all parameters",
+    describes="A Laplace approximation (K-FAC) over all parameters, fitted to two batches.",
+    posterior=PosteriorChoice(mode="debiased", fit_examples=32),
+    examples=60,
+)
+
+
+def batches_of(x, y, size=50):
+    """Batches in a list, so that they can be read again."""
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def trained(model, loss, x, y, steps=60):
+    """The model after some steps of Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def loaded_images(
+    num_test=120, num_ood=80, has_validation=True, severities=(1, 2, 3, 4, 5), seed=0
+):
+    """Five classes of striped pictures of 8 × 8 pixels, hard to tell apart, with OOD sets."""
+    generator = torch.Generator().manual_seed(seed)
+    angles = torch.arange(len(CLASSES)) * math.pi / len(CLASSES)
+    at = torch.linspace(-1, 1, SIDE)
+    rows, columns = torch.meshgrid(at, at, indexing="ij")
+
+    def draw(n, noise=1.4):
+        y = torch.randint(len(CLASSES), (n,), generator=generator)
+        a = angles[y][:, None, None]
+        phase = 6.28 * torch.rand(n, 1, 1, generator=generator)
+        x = (5 * (a.cos() * rows + a.sin() * columns) + phase).sin()
+        x = x.unsqueeze(1).expand(-1, 3, -1, -1)
+        x = x + noise * torch.randn(x.shape, generator=generator)
+        other = torch.randint(len(CLASSES), (n,), generator=generator)
+        return x, other.where(torch.rand(n, generator=generator) < 0.1, y)
+
+    x, y = draw(200)
+    x_val, y_val = draw(150)
+    x_test, y_test = draw(num_test)
+    noise = 1.4 * torch.randn(x_test.shape, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(128, len(CLASSES)),
+        )
+        trained(model, nn.functional.cross_entropy, x, y, steps=25)
+    shuffled = x_test.flatten(2)[:, :, torch.randperm(SIDE**2, generator=generator)]
+    ood = {
+        "shuffled": OodData(
+            batches_of(shuffled.view_as(x_test)[:num_ood], y_test[:num_ood]), "near"
+        ),
+        "static": OodData(batches_of(5 * noise[:num_ood], y_test[:num_ood]), "far"),
+    }
+    return Loaded(
+        model=model,
+        task="classification",
+        train=batches_of(x, y),
+        num_train=len(x),
+        validation=batches_of(x_val, y_val) if has_validation else None,
+        test=batches_of(x_test, y_test),
+        ood=ood if num_ood else {},
+        shifts={s: batches_of(x_test + 0.5 * s * noise, y_test) for s in severities},
+        classes=CLASSES,
+        picture=lambda x: x.clamp(-2, 2).add(2).mul(63).byte().permute(1, 2, 0),
+        input_name="image",
+    )
+
+
+def loaded_rows(num_test=120, num_ood=40, has_validation=True, num_outputs=1, seed=0):
+    """A regression of rows of four numbers, with rows far from the others."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n, scale=1.0):
+        x = scale * torch.randn(n, 4, generator=generator)
+        y = (x[:, :num_outputs] * 2).sin() + x[:, 3:]
+        return x, y + 0.3 * torch.randn(y.shape, generator=generator)
+
+    x, y = draw(200)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, num_outputs))
+        trained(model, nn.functional.mse_loss, x, y, steps=300)
+    return Loaded(
+        model=model,
+        task="regression",
+        train=batches_of(x, y),
+        num_train=len(x),
+        validation=batches_of(*draw(150)) if has_validation else None,
+        test=batches_of(*draw(num_test)),
+        ood={"far-away": OodData(batches_of(*draw(num_ood, 4.0)))} if num_ood else {},
+        input_name="row",
+    )
+
+
+def loaded_yes_no(task="binary", num_test=120, seed=0):
+    """One label that applies or not, or three of them."""
+    generator = torch.Generator().manual_seed(seed)
+    num_outputs = 1 if task == "binary" else 3
+    weights = torch.randn(4, num_outputs, generator=generator)
+
+    def draw(n):
+        x = torch.randn(n, 4, generator=generator)
+        y = (x @ weights + torch.randn(n, num_outputs, generator=generator) > 0).float()
+        return x, y[:, 0] if task == "binary" else y
+
+    x, y = draw(200)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, num_outputs))
+        loss = nn.functional.binary_cross_entropy_with_logits
+        trained(model, lambda f, y: loss(f, y.reshape(f.shape)), x, y, steps=200)
+    return Loaded(
+        model=model,
+        task=task,
+        train=batches_of(x, y),
+        num_train=len(x),
+        validation=batches_of(*draw(150)),
+        test=batches_of(*draw(num_test)),
+        ood={"large": OodData(batches_of(6 * x[:40], y[:40]))},
+        input_name="row",
+    )
+
+
+def methods_for(loaded):
+    """Five methods, fewer where there is nothing to fit a temperature on."""
+    if loaded.task == "regression" or loaded.validation is None:
+        return NETWORK, LAST_LAYER, ALL_PARAMETERS
+    return NETWORK, TEMPERATURE, LAST_LAYER, LAST_LAYER_TEMPERATURE, ALL_PARAMETERS
+
+
+def make_run(folder, task="classification", num_resamples=50, **options):
+    """A complete run folder.
+
+    Args:
+        folder: Where.
+        task: `classification` (of pictures), `regression`, `binary` or `multilabel`.
+        num_resamples: As `assess` takes it.
+        options: Of `loaded_images`, `loaded_rows` or `loaded_yes_no`.
+    """
+    if task == "classification":
+        loaded = loaded_images(**options)
+    elif task == "regression":
+        loaded = loaded_rows(**options)
+    else:
+        loaded = loaded_yes_no(task, **options)
+    title = f"A small {task}"
+    assess(loaded, folder, methods_for(loaded), title=title, num_resamples=num_resamples)
+    return folder

@@ -1,0 +1,81 @@
+"""Processes that tests hand work to: started once, with a process group of their own a task."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from pathlib import Path
+
+MOST = 4
+_LONGEST = 120
+
+
+class Processes:
+    """Up to `MOST` processes, started when they are needed.
+
+    A task is a function of a module in `tests/support`, called with the rank and further arguments
+    in a process group of as many processes as asked for.
+    """
+
+    def __init__(self):
+        self._workers = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = 0
+
+    def run(self, num_ranks, task, *args):
+        """The results of a task, by rank; an error is `(its class's name, its message)`."""
+        self.start(num_ranks, task, *args)
+        return [self.result(rank) for rank in range(num_ranks)]
+
+    def start(self, num_ranks, task, *args):
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < num_ranks:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        self._count += 1
+        store = Path(self._folder.name) / str(self._count)
+        for rank, (_, pipe) in enumerate(self._workers[:num_ranks]):
+            pipe.send_bytes(pickle.dumps((task, rank, num_ranks, store.as_uri(), args)))
+
+    def result(self, rank):
+        _, pipe = self._workers[rank]
+        assert pipe.poll(_LONGEST), f"rank {rank} did not answer within {_LONGEST} seconds"
+        return pickle.loads(pipe.recv_bytes())
+
+    def process(self, rank):
+        return self._workers[rank][0]
+
+    def close(self):
+        """End all processes; the next task starts others."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._workers = []
+
+
+def _work(pipe):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task, rank, num_ranks, url, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=num_ranks)
+        try:
+            found = task(rank, *args)
+        except BaseException as error:
+            if os.environ.get("SHOW_ERRORS"):
+                traceback.print_exc()
+            found = type(error).__name__, str(error)
+        dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(found))

@@ -1,0 +1,364 @@
+"""What the processes of `processes.py` do: fits and the like of data that they share."""
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from laplace_debias import Laplace, Quadratic, ShardedBatches, alone
+from laplace_debias.curvature import (
+    EKFAC,
+    GGN,
+    KFAC,
+    EmpiricalFisher,
+    Fisher,
+    Hessian,
+    Jacobian,
+    ggn_spectrum,
+)
+from laplace_debias.linalg import eigsh, trace
+from laplace_debias.system import agreement
+
+SIZE = 37
+BATCH = 16
+
+
+class Net(nn.Module):
+    """A convolution in groups, a depthwise one, a normalisation, two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.grouped = nn.Conv2d(2, 4, 3, groups=2)
+        self.depthwise = nn.Conv2d(4, 4, 2, groups=4)
+        self.norm = nn.LayerNorm(4)
+        self.hidden = nn.Linear(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.depthwise(self.grouped(x).tanh()).tanh().flatten(1)
+        return self.head(self.hidden(self.norm(h)).tanh())
+
+
+def network():
+    torch.manual_seed(3)
+    net = Net().double().eval()
+    for parameter in net.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return net
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def examples(size=SIZE):
+    g = generator(1)
+    x = torch.randn(size, 2, 4, 4, generator=g, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (size,), generator=g))
+
+
+def loader(size=SIZE, batch=BATCH, **options):
+    data = examples(size)
+    return DataLoader(data, batch_sampler=ShardedBatches(data, batch, **options))
+
+
+def laplace(curvature="kfac", **options):
+    if curvature == "lowrank":
+        options["rank"] = 5
+    return Laplace(network(), curvature=curvature, **options)
+
+
+def numbers(la):
+    """What a posterior is, whatever eigenvectors stand for it."""
+    g = generator(2)
+    V = torch.randn(len(la.mean), 3, generator=g, dtype=torch.float64)
+    x, _ = examples(5)[:]
+    return {
+        "N": la.num_data,
+        "C v": la.posterior.curvature @ V,
+        "log evidence": la.log_marginal_likelihood(),
+        "covariance": la.functional(x)[1],
+    }
+
+
+def fit(rank, curvature, mode, options, fit_options, size=SIZE, batch=BATCH):
+    """A fit of shared data."""
+    la = laplace(curvature, **options)
+    la.fit(loader(size, batch), mode=mode, generator=generator(5), **fit_options)
+    return numbers(la)
+
+
+def fits(rank, cases, size=SIZE, batch=BATCH):
+    """Several of them, one after the other."""
+    return [fit(rank, *case, size, batch) for case in cases]
+
+
+OPERATORS = {
+    "hessian": (Hessian, {}),
+    "ggn": (GGN, {}),
+    "fisher": (Fisher, {"fisher": "mc", "mc_samples": 2}),
+    "empirical fisher": (EmpiricalFisher, {}),
+    "kfac": (KFAC, {"fisher": "mc"}),
+    "ekfac": (EKFAC, {}),
+}
+
+
+def operator(name, data):
+    kind, options = OPERATORS[name]
+    if "fisher" in options:
+        options = {**options, "generator": generator(3)}
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
+    return kind(network(), loss, data, **options)
+
+
+def products(rank, name):
+    """Products, and estimates that draw the same vectors on all processes."""
+    A = operator(name, loader())
+    V = torch.randn(A.shape[0], 3, generator=generator(4), dtype=torch.float64)
+    return {
+        "N": A.num_data,
+        "product": A @ V,
+        "trace": trace(A, num_matvecs=6, generator=generator(5)).value,
+        "eigenvalues": eigsh(A, k=2, generator=generator(6)).values,
+    }
+
+
+def quadratic(rank):
+    q = Quadratic.from_data(network(), nn.CrossEntropyLoss(), loader())
+    return {"value": q.value, "gradient": q.gradient, "step": q.newton_step("exact", damping=0.1)}
+
+
+def tune_and_evaluate(rank, metric, size=SIZE):
+    la = laplace().fit(loader(size))
+    tuned = la.tune(loader(size), metric=metric, grid=[0.01, 1.0, 100.0])
+    report = la.evaluate(loader(size), ood={"shifted": shifted(size)})
+    la.tune(method="marglik")
+    return {
+        "table": [row[metric] for row in tuned.table],
+        "best": tuned.prior_precision,
+        "marginal": la.prior_precision,
+        **report,
+    }
+
+
+def shifted(size):
+    x, y = examples(size)[:]
+    data = TensorDataset(3 * x + 1, y)
+    return DataLoader(data, batch_sampler=ShardedBatches(data, 7))
+
+
+def save(rank, folder):
+    la = laplace("ekfac").fit(loader())
+    path = Path(folder) / "posterior.safetensors"
+    la.save(path)
+    return numbers(Laplace.load(path, network()))
+
+
+PARTS = (slice(0, 20), slice(20, 23), slice(23, 37))
+
+
+def own_part(rank, batch=6):
+    return DataLoader(TensorDataset(*examples()[PARTS[rank]]), batch_size=batch)
+
+
+def fit_own_part(rank, mode):
+    return numbers(laplace().fit(own_part(rank), mode=mode))
+
+
+def union_of_parts(num_ranks, mode):
+    """The batches of one process that stand for those of several: unions of the k-th ones."""
+    of_ranks = [list(own_part(rank)) for rank in range(num_ranks)]
+    longest = max(map(len, of_ranks))
+    joined = []
+    for k in range(longest):
+        batches = [batches[k] for batches in of_ranks if k < len(batches)]
+        joined.append(tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    of_modes = {"full": [joined], "debiased": [joined[:1], joined[1:2]]}
+    return of_modes.get(mode, [joined[:1]])
+
+
+def lists(rank, num_ranks):
+    """Directions and magnitudes, of which each process has its share of every batch."""
+    x, y = examples()[:]
+    cuts = ((0, 10), (10, 21)), ((21, 30),)
+    return [
+        [(x[a:b].chunk(num_ranks)[rank], y[a:b].chunk(num_ranks)[rank]) for a, b in of_role]
+        for of_role in cuts
+    ]
+
+
+def fit_lists(rank, fisher):
+    la = laplace(fisher=fisher)
+    return numbers(la.fit_batches(*lists(rank, 2), num_data=100, generator=generator(5)))
+
+
+def fit_ddp(rank):
+    la = Laplace(nn.parallel.DistributedDataParallel(network()))
+    return numbers(la.fit(loader()))
+
+
+def fit_alone(rank):
+    with alone():
+        return numbers(laplace().fit(loader(rank=0, num_ranks=1)))
+
+
+def product_of_own_vector(rank):
+    A = operator("ggn", loader())
+    return A @ torch.randn(A.shape[0], generator=generator(rank), dtype=torch.float64)
+
+
+def refused_operator(rank, name):
+    if name == "Jacobian":
+        return Jacobian(network(), loader())
+    return ggn_spectrum(network(), nn.CrossEntropyLoss(), loader(), k=2)
+
+
+class Faulty(torch.utils.data.Dataset):
+    """Examples of which one, far behind, is wrong; or the disk is."""
+
+    def __init__(self, fault):
+        self.fault = fault
+        self.entries = examples()
+
+    def __len__(self):
+        return len(self.entries)
+
+    def __getitem__(self, index):
+        x, y = self.entries[index]
+        if index < SIZE - 3:
+            return x, y
+        if self.fault == "loader":
+            raise KeyError("the file is missing")
+        if self.fault == "memory":
+            raise torch.OutOfMemoryError("out of memory")
+        return (x * float("nan"), y) if self.fault == "nan" else (x, y + 7)
+
+
+def fail(rank, fault, which):
+    data = Faulty(fault) if rank == which else examples()
+    return numbers(laplace().fit(DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))))
+
+
+def fail_then_fit(rank):
+    try:
+        fail(rank, "label", 1)
+    except (ValueError, RuntimeError):
+        return numbers(laplace().fit(loader()))
+    raise AssertionError("nothing failed")
+
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, of_another):
+        self.of_another = of_another
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        if self.of_another:
+            raise ValueError("no disk")
+        time.sleep(0.5)
+        return examples(1)[0]
+
+
+def fail_while_the_other_reads(rank):
+    data = Slow(rank == 1)
+    la = laplace()
+    if rank == 1:
+        # It fails once the other is in its pass.
+        time.sleep(5)
+    return numbers(la.fit(DataLoader(data, batch_sampler=ShardedBatches(data, 2))))
+
+
+class Deadly(torch.utils.data.Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        if index >= SIZE - 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return examples()[index]
+
+
+def be_killed(rank, which):
+    agreement.SILENCE = 5.0
+    data = Deadly() if rank == which else examples()
+    return numbers(laplace().fit(DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))))
+
+
+def the_same_loader(rank):
+    return numbers(laplace().fit(DataLoader(examples(), batch_size=8)))
+
+
+def the_same_loader_shuffled(rank):
+    torch.manual_seed(rank)
+    return numbers(laplace().fit(DataLoader(examples(), batch_size=8, shuffle=True), mode="mini"))
+
+
+def the_same_batches(rank):
+    return numbers(laplace().fit_batches(list(DataLoader(examples(), batch_size=8))))
+
+
+def padded(rank):
+    data = examples()
+    return numbers(laplace().fit(DataLoader(data, 8, sampler=DistributedSampler(data))))
+
+
+def sharded_on_one(rank):
+    return numbers(laplace().fit(loader() if rank == 0 else own_part(1)))
+
+
+def another_model(rank):
+    net = network()
+    net.head.bias.data[0] += rank
+    return numbers(Laplace(net).fit(loader()))
+
+
+def another_num_data(rank):
+    return numbers(laplace().fit(loader(), num_data=37 + rank))
+
+
+def different_calls(rank):
+    la = laplace().fit(loader())
+    return numbers(la.fit(loader())) if rank == 0 else la.save("nowhere")
+
+
+def fully_sharded(rank):
+    model = fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))
+    return numbers(Laplace(model).fit(loader()))
+
+
+def a_shard_alone(rank):
+    with alone():
+        return numbers(laplace().fit(loader()))
+
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "broadcast_object_list")
+
+
+def count_messages(rank, curvature, mode, batch, fisher="exact"):
+    """The collectives that a fit calls, `(name, bytes)`."""
+    called = []
+    with ExitStack() as stack:
+        for name in dir(dist):
+            function = getattr(dist, name)
+            if name in COLLECTIVES:
+                counting = partial(_count, called, name, function)
+                stack.enter_context(mock.patch.object(dist, name, counting))
+        laplace(curvature, fisher=fisher).fit(loader(batch=batch), mode=mode)
+    return called
+
+
+def _count(called, name, function, tensor, *args, **kwargs):
+    called.append((name, tensor.nbytes if isinstance(tensor, torch.Tensor) else None))
+    return function(tensor, *args, **kwargs)
