@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from laplace_debias.assessment.run_folder import (
     write_json,
     write_table,
 )
+from laplace_debias.assessment.sets import DataSet, sets_of
 from laplace_debias.assessment.spectra import spectrum_of
 from laplace_debias.assessment.temperature import fit_temperature, kind_of
 from laplace_debias.curvature.network.batches import Batches
@@ -48,48 +48,6 @@ from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.laplace import Laplace
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclasses.dataclass(frozen=True)
-class DataSet:
-    """A set that methods are judged on, as `sets` of `run.json` has it, with its batches."""
-
-    name: str
-    role: str
-    batches: Batches
-    severity: int | None = None
-    kind: str | None = None
-
-    def described(self, num_examples: int | None) -> dict[str, Any]:
-        """Its entry in `run.json`."""
-        entry: dict[str, Any] = {"name": self.name, "role": self.role}
-        if self.severity is not None:
-            entry["severity"] = self.severity
-        if self.kind is not None:
-            entry["kind"] = self.kind
-        return entry | {"num_examples": num_examples}
-
-
-def sets_of(loaded: Loaded) -> list[DataSet]:
-    """The test set, its corrupted versions, the OOD sets.
-
-    Raises:
-        ValueError: If an OOD set is called as one of the others, or has no name for a file.
-    """
-    sets = [DataSet("test", "test", loaded.test)]
-    for severity, batches in sorted(loaded.shifts.items()):
-        sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
-    taken = {part.name for part in sets}
-    for name, data in loaded.ood.items():
-        if name in taken or not _NAME.fullmatch(name):
-            raise ValueError(
-                f"an OOD set is called {name!r}; its name names files: give it one of letters, "
-                "digits, '.', '_' and '-' that is neither test nor shift-1 …"
-            )
-        sets.append(DataSet(name, "ood", data.batches, kind=data.kind))
-    return sets
 
 
 def assess(
