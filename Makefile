@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench demo examples experiments test test-all test-arithmetic test-python lint format clean
+.PHONY: bench demo docs examples experiments test test-all test-arithmetic test-python lint format clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -12,6 +12,15 @@ BIN := .venv/bin
 .venv/.bench: .venv/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# Material for MkDocs announces its successor at every build.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open site/index.html, or, for the search too: $(BIN)/mkdocs serve"
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks
@@ -89,4 +98,4 @@ format: .venv/.installed
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv results build *.egg-info
+	rm -rf .venv results site build *.egg-info

@@ -1,5 +1,6 @@
 """What the documents say runs."""
 
+import contextlib
 import dataclasses
 import doctest
 import importlib
@@ -41,7 +42,8 @@ def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
 
 
 def test_the_pages_that_teach_have_code():
-    assert {page.stem for page in PAGES_WITH_CODE} >= {"README", "guide", "linear_algebra"}
+    taught = {page.stem for page in PAGES_WITH_CODE}
+    assert taught >= {"README", "guide", "quick-start", "gotchas", "linear_algebra"}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,41 @@ def test_the_settings_file_in_the_guide_is_one():
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
     made = SourceSettings(**options | {"checkpoint": Path(content["checkpoint"])})
     assert made.model_args == {"width": 64}
+
+
+COMMANDS_ON_PAGES = sorted(
+    {
+        line
+        for page in PAGES
+        for language in ("bash", "text", "")
+        for block in blocks_of(page, language)
+        for line in block.replace("\\\n", " ").splitlines()
+        if language == "bash" or line.startswith("laplace-debias ")
+    }
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS_ON_PAGES)
+def test_commands_on_a_page_exist(line, capsys):
+    """Their program, target or extra, and every option that they are given."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "laplace-debias":
+        chosen = words[: 1 + (words[0] == "experiment")]
+        if chosen == ["experiment", "NAME"]:  # whichever: one that takes what they share
+            chosen = ["experiment", "overlaps"]
+        if chosen != ["experiment", "--list"]:
+            with contextlib.suppress(SystemExit):
+                main([*chosen, "--help"])
+            known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
+            assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+    elif program == "make" and shutil.which("make"):
+        subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, check=True)
+    elif program == "pip":
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        for extra in re.findall(r"\[(\w+)\]", line):
+            assert f"\n{extra} = [\n" in project
+    else:
+        pytest.fail(f"no test knows the program {program}")
 
 
 def test_the_readme_is_short():

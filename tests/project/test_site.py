@@ -1,0 +1,155 @@
+"""The documentation site has every page and every public name, and refuses what is broken."""
+
+import html
+import importlib
+import logging
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from api_page import MODULES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CONFIG = ROOT / "mkdocs.yml"
+NEEDS_MKDOCS = "the documentation's packages are not installed: pip install -e '.[docs]'"
+
+
+class Loader(yaml.SafeLoader):
+    """Reads the configuration without the Python objects in it."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def pages_in(nav):
+    """The paths at the leaves of a navigation."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in pages_in(part)]
+
+
+def test_the_navigation_has_every_page():
+    named = pages_in(yaml.load(CONFIG.read_text(encoding="utf-8"), Loader)["nav"])
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert len(named) == len(set(named))
+    assert set(named) == written | {"changelog.md", "contributing.md"}
+
+
+def reference_page(module):
+    """The page of a public module."""
+    return DOCS / "reference" / f"{module.removeprefix('laplace_debias.')}.md"
+
+
+def test_every_public_module_has_a_reference_page():
+    pages = {reference_page(module): module for module in MODULES}
+    assert set((DOCS / "reference").glob("*.md")) == set(pages)
+    for page, module in pages.items():
+        assert page.read_text(encoding="utf-8") == f"# {module}\n\n::: {module}\n"
+
+
+def test_ci_builds_the_site():
+    assert "\nmake docs\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    if shutil.which("make"):
+        run = subprocess.run(
+            ["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert "mkdocs build --strict" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("document", "link", "translated"),
+    [
+        ("docs/guide.md", "../examples/spectrum.py", "source/examples/spectrum.py.md"),
+        ("docs/experiments/bias.md", "../../CONTRIBUTING.md#habits", "../contributing.md#habits"),
+        ("docs/experiments/bias.md", "../debiasing.md", "../debiasing.md"),
+        ("CHANGELOG.md", "docs/guide.md#options", "guide.md#options"),
+        ("docs/guide.md", "missing.md", "missing.md"),
+        ("docs/guide.md", "https://semver.org", "https://semver.org"),
+    ],
+)
+def test_links_lead_to_the_pages_of_files(document, link, translated):
+    pytest.importorskip("mkdocs", reason=NEEDS_MKDOCS)
+    from website import root_pages
+
+    assert root_pages.translated(f"[a]({link})", document) == f"[a]({translated})"
+
+
+def test_formulas_become_mathml():
+    pytest.importorskip("latex2mathml", reason=NEEDS_MKDOCS)
+    from website import mathml
+
+    inline = mathml.on_page_content(r'so <span class="arithmatex">\(a &lt; x^2\)</span>.')
+    assert re.fullmatch(r'so <math .*display="inline".*<msup><mi>x</mi>.*</math>\.', inline)
+    assert "<mo>&#x0003C;</mo>" in inline  # once escaped, not twice
+    block = mathml.on_page_content('<div class="arithmatex">\\[\nx\n\\]</div>')
+    assert 'display="block"' in block
+    assert "arithmatex" not in block
+
+
+def build(docs, folder):
+    """Builds the site of a folder of documents as `make docs` does."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    config = load_config(str(CONFIG), docs_dir=str(docs), site_dir=str(folder))
+    config.plugins.on_startup(command="build", dirty=False)
+    try:
+        build(config)
+    finally:
+        config.plugins.on_shutdown()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason=NEEDS_MKDOCS)
+    folder = tmp_path_factory.mktemp("site")
+    build(DOCS, folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_every_public_name(site):
+    for module in MODULES:
+        page = site / "reference" / f"{reference_page(module).stem}.html"
+        text = page.read_text(encoding="utf-8")
+        for name in importlib.import_module(module).__all__:
+            assert f'id="{module}.{name}"' in text, f"{module}.{name}"
+
+
+@pytest.mark.slow
+def test_the_site_needs_no_other_host(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        sources = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?([^\">\s]+)", text)
+        sheets = re.findall(r"<link\b[^>]*rel=\"?(?:stylesheet|icon|preload)[^>]*>", text)
+        assert sources
+        assert sheets
+        for source in [*sources, *sheets]:
+            assert "//" not in html.unescape(source), f"{page.name} fetches {source}"
+        assert "arithmatex" not in text, f"{page.name} has a formula that was not rendered"
+
+
+@pytest.mark.slow
+def test_a_broken_link_anchor_reference_or_snippet_fails(tmp_path, caplog):
+    pytest.importorskip("mkdocs", reason=NEEDS_MKDOCS)
+    from mkdocs.exceptions import Abort
+
+    docs = tmp_path / "docs"
+    shutil.copytree(DOCS, docs)
+    shutil.rmtree(docs / "reference")
+    (docs / "reference").mkdir()
+    for module in MODULES:
+        (docs / "reference" / reference_page(module).name).write_text(f"# {module}\n")
+    broken = "[a](missing.md) [b](guide.md#missing) [c][laplace_debias.Missing] ![d](missing.png)"
+    (docs / "limits.md").write_text(f"# Limits\n\n{broken}\n", encoding="utf-8")
+    (docs / "unlisted.md").write_text("# Unlisted\n", encoding="utf-8")
+    with caplog.at_level(logging.WARNING), pytest.raises(Abort):
+        build(docs, tmp_path / "site")
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    for fault in ("missing.md", "#missing", "laplace_debias.Missing", "missing.png", "unlisted.md"):
+        assert fault in told
