@@ -70,7 +70,10 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         # The sum has the dtype of the first.
         add_to(of_inputs, block, A if block in of_inputs else A.to(problem.factor_dtype))
 
-    seen = sweep(problem, batches, measure, add_gradients, add_inputs, first, additive=True)
+    held = [of_gradients, of_inputs, rows]
+    seen = sweep(
+        problem, batches, measure, add_gradients, add_inputs, first, additive=True, held=held
+    )
     for block in list(rows):
         multiply_kept(block)
     check_finite_sums(
