@@ -32,7 +32,7 @@ def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, monkeypatch, 
     (line,) = captured.err.strip().splitlines()
     assert line.startswith("laplace-debias: stopped: ")
     assert "give the same command again" in line
-    assert ("--resume" in line) == (command == "train")
+    assert ("--resume" in line) == (command in ("fit", "train"))
 
 
 def test_a_resumed_command_is_resumed_in_the_same_way(monkeypatch, capsys):

@@ -5,6 +5,7 @@ or on other data: the two-batch idea as for a block, without the Kronecker struc
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -66,7 +67,7 @@ def fit_low_rank(
 
     In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
     the eigenvectors are exact; with more data than that they come from Lanczos iterations, for
-    which every product reads the data again.
+    which every product reads the data again: of these passes nothing is saved to go on with.
 
     Args:
         problem: As `fit_full` takes it.
@@ -76,13 +77,11 @@ def fit_low_rank(
     """
     kept: list[Rows] = []
     # A tensor, so that it is saved with the rows.
-    held = {DENSE_BLOCK: kept, _NUM_BYTES: torch.zeros((), dtype=torch.float64)}
+    held: dict[str, Any] = {DENSE_BLOCK: kept, _NUM_BYTES: torch.zeros((), dtype=torch.float64)}
 
     def keep(rows: Rows) -> None:
-        num_bytes = held[_NUM_BYTES]
-        assert isinstance(num_bytes, Tensor)
-        num_bytes += rows.numel() * rows.element_size()
-        if num_bytes <= _KEPT_ROWS:
+        held[_NUM_BYTES] += rows.numel() * rows.element_size()
+        if held[_NUM_BYTES] <= _KEPT_ROWS:
             kept.append(rows)
         else:
             kept.clear()
