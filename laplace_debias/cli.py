@@ -201,7 +201,7 @@ def _execute(
             return _stopped("nothing is kept of it; give the same command again")
         if options.resume is None:
             return _stopped(
-                "nothing is kept of it; give the same command again, with --resume FOLDER to keep it"
+                "nothing is kept of it; give the same command again, with --resume FOLDER"
             )
         resume = "" if options.resume else " with --resume"
         return _stopped(f"give the same command again{resume}, and it goes on from what is stored")

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,16 @@ def states_of(
         "device": problem.device.type,
         "dtype": str(problem.dtype),
         **of_data,
-        "version of laplace-debias": version("laplace-debias"),
+        "version of laplace-debias": _version(),
         "version of torch": torch.__version__,
     }
     states = FitStates(Path(folder), fit)
     states.check()
     return states
+
+
+def _version() -> str:
+    try:
+        return version("laplace-debias")
+    except PackageNotFoundError:  # run from its source
+        return "unknown"

@@ -185,9 +185,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = kill(options.kills, options.seed, Path(folder))
         right = options.kills - len(found.failures)
-        print(f"{kill.__name__}: {right} of {options.kills} right; {dict(found.counts)}")
-        for failure in found.failures:
-            print(f"  {failure}")
+        told = f"{kill.__name__}: {right} of {options.kills} right; {dict(found.counts)}"
+        print("\n  ".join([told, *found.failures]))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class PassState:
     entries: list[Entry]
 
 
+@runtime_checkable
 class Store(Protocol):
     """Where the states of a fit's passes are kept."""
 
