@@ -177,7 +177,7 @@ def _execute(
     parser.add_argument("--config", action="config", help="YAML file of these options.")
     parser.add_class_arguments(settings, as_group=False)
     for field in dataclasses.fields(settings):
-        if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
+        if field.type in (bool, "bool", bool | None):  # `--resume` is short for `--resume=true`
             action = parser._option_string_actions[f"--{field.name}"]
             action.nargs, action.const = "?", "true"
     parsed = parser.parse_args(_with_named(_respelled(settings, arguments)))

@@ -611,8 +611,8 @@ class Laplace:
         )
         if ranks.size == 1 or self._settings.fisher.kind != "mc":
             return counted
-        sizes = lambda: [len(y) for _, y in checked]  # noqa: E731
-        return Placed(counted, place_of(ranks, source_of(batches), sizes))
+        source = source_of(batches)
+        return Placed(counted, place_of(ranks, source, lambda: [len(y) for _, y in checked]))
 
     def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
         device = self._first_parameter.device

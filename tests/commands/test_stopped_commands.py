@@ -13,6 +13,8 @@ from laplace_debias.curvature.fits import passes
 from laplace_debias.problems import get_problem, save_checkpoint
 
 REQUIRED = {
+    "evaluate": ["--problem=convnet-digits"],
+    "report": ["--problem=convnet-digits"],
     "fit": ["--model=m:b", "--output=x.safetensors"],
     "predict": ["--model=m:b", "--posterior=x.safetensors", "--output=x.csv"],
     "spectrum": ["--model=m:b"],
