@@ -199,6 +199,10 @@ def _execute(
             return _stopped("give the same command again, and it goes on from what is stored")
         if not hasattr(options, "resume"):
             return _stopped("nothing is kept of it; give the same command again")
+        if options.resume is None:
+            return _stopped(
+                "nothing is kept of it; give the same command again, with --resume FOLDER"
+            )
         resume = "" if options.resume else " with --resume"
         return _stopped(f"give the same command again{resume}, and it goes on from what is stored")
     return 0

@@ -31,6 +31,8 @@ class Settings(SourceSettings):
             not with `mode=full`.
         folds: How many folds `mode=crossfit` cuts its batch into, 2 if None.
         overwrite: Whether an existing file is replaced.
+        resume: A folder in which the fit saves what it has summed, every minute and at Ctrl-C; the
+            same command goes on from there. It is emptied when the fit ends.
 
     Raises:
         ValueError: As `SourceSettings`; if an option does not belong to the mode.
@@ -48,6 +50,7 @@ class Settings(SourceSettings):
     scale: bool = False
     folds: int | None = None
     overwrite: bool = False
+    resume: Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +98,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace:
         *(torch.Generator().manual_seed(settings.seed), settings.progress),
         scale=settings.scale,
         folds=settings.folds,
+        resume=settings.resume,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output)

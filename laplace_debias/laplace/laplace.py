@@ -1,6 +1,7 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.passes import SavedPasses
 from laplace_debias.curvature.fits.problem import CurvatureFit
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
@@ -70,6 +72,7 @@ from laplace_debias.laplace.posterior_range import (
     check_temperature,
 )
 from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
+from laplace_debias.laplace.resume import check_resumable, states_of
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     MODES,
@@ -361,6 +364,7 @@ class Laplace:
         *,
         scale: bool = False,
         folds: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
@@ -385,6 +389,12 @@ class Laplace:
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
             folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None.
+            resume: A folder of its own, in which every minute, and at Ctrl-C, the fit saves what it
+                has summed. The same call in another process goes on from there: it reads the
+                batches again that are in the sums, computes with the rest alone, and ends bit for
+                bit as a fit that was never broken off. The model, the options, the data and the
+                generator's state must be the same. A fit that ends removes its state. Not in a
+                process group.
 
         Returns:
             The object itself.
@@ -397,11 +407,14 @@ class Laplace:
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told. In a process group, on all processes with
                 the number of the one it comes from; also if two of them read the same data, or if
-                their models differ.
+                their models differ. With `resume` also in a process group, without a generator
+                where the loader shuffles or labels are drawn, and if the folder holds the state of
+                another fit, with what differs.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
             RuntimeError: Under autocast.
+            OSError: If the folder of `resume` cannot be written to.
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
@@ -412,7 +425,8 @@ class Laplace:
                     "progress and scale (fit_batches(..., scale=data) scales)."
                 )
             expected = _expected_of(train_loader, num_data)
-            return self._fit(train_loader, expected, generator, train_loader.mode)
+            self._check_resumable(resume, generator, train_loader)
+            return self._fit(train_loader, expected, generator, train_loader.mode, resume=resume)
         if folds is not None and mode != "crossfit":
             raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
         if scale and mode == "full":
@@ -420,13 +434,14 @@ class Laplace:
         if scale:
             check_scale(train_loader)
         ranks = current()
+        self._check_resumable(resume, generator, train_loader)
         is_shared = check_shared(ranks, train_loader)
         given = None if num_data is None else check_num_data(num_data)
         if mode == "full":
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode, is_shared=is_shared)
+            return self._fit(scheme, expected, generator, mode, None, is_shared, resume)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
@@ -438,7 +453,7 @@ class Laplace:
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, scale_data, is_shared)
+        return self._fit(scheme, expected, generator, mode, scale_data, is_shared, resume)
 
     @together("fit")
     def fit_batches(
@@ -450,6 +465,7 @@ class Laplace:
         folds: int | None = None,
         generator: torch.Generator | None = None,
         scale: Batches | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
 
@@ -467,6 +483,7 @@ class Laplace:
                 to that over the examples that the magnitudes were measured on. A few examples
                 rarely hold their share of the hard ones that curve the loss of a confident
                 network. None for no scaling.
+            resume: As `fit` takes it.
 
         Returns:
             The object itself.
@@ -475,12 +492,14 @@ class Laplace:
             ValueError: As `fit`; also for `folds` with `magnitudes`, fewer than two or more than
                 there are examples.
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
+            OSError: As `fit`.
         """
         scheme = scheme_of(directions, magnitudes, folds)
+        self._check_resumable(resume, generator, scheme)
         of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
         is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared)
+        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared, resume)
 
     def _fit(
         self,
@@ -490,6 +509,7 @@ class Laplace:
         mode: str,
         scale: Batches | None = None,
         is_shared: bool = False,
+        resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         kind = self._settings.kind
         scheme.check(kind)
@@ -508,6 +528,13 @@ class Laplace:
             network = network_of(self.model, parameters.names, self._settings)
             backend = choose_backend(network, self._backend, parameters.blocks)
             problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
+            states = None
+            if resume is not None:
+                of_data = {"mode": mode, "num_data": expected.num_data, "folds": scheme.num_folds}
+                states = states_of(
+                    resume, problem, self._settings, self.likelihood, plain, **of_data
+                )
+                problem = replace(problem, passes=SavedPasses(states, problem.device))
             scheme = scheme.reading_first(known)
             read = partial(self._read, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
@@ -516,7 +543,18 @@ class Laplace:
             found = replace(found, curvature=found.curvature.map(lambda _, b: scaled(b, ratio)))
             mode = f"{mode}, scaled"
         self._take(found, parameters, expected.given(found.seen.num_examples), mode)
+        if states is not None:
+            states.remove()
         return self
+
+    def _check_resumable(
+        self,
+        folder: str | os.PathLike[str] | None,
+        generator: torch.Generator | None,
+        data: Batches | Scheme,
+    ) -> None:
+        read = (data.first_read, data.measured[0]) if isinstance(data, Scheme) else (data,)
+        check_resumable(folder, current(), self._settings.fisher.kind, generator, *read)
 
     def _take(
         self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str

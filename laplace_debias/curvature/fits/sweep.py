@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.pass_state import Held
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
@@ -45,6 +46,7 @@ def sweep(
     *,
     additive: bool = False,
     extra_bytes: int = 0,
+    held: Held | None = None,
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
 
@@ -64,6 +66,9 @@ def sweep(
             it, so that different data get different labels. `Placed` pairs say the rest.
         additive: Whether measuring one cotangent after the other costs no more than all at once.
         extra_bytes: What is made for every cotangent of an example besides its output gradients.
+        held: Where `consume` and `consume_inputs` keep what they sum, so that the pass can be saved
+            and gone on with: all that they remember from batch to batch. None for a pass of which
+            nothing is saved.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
@@ -72,40 +77,46 @@ def sweep(
     network = shadow(problem.model)
     stream = problem.backend(network, problem.blocks)
     kept = None if consume_inputs is None else _KeptInputs(network, problem.blocks, consume_inputs)
-    num_seen, num_outputs, pace = 0, 0, None
-    nll: Tensor | float = 0.0
     faults = Faults()
     placed = batches if isinstance(batches, Placed) else Placed(batches)
-    for number, (all_x, all_y) in enumerate(placed, start=1):
-        problem.ranks.check()
-        if pace is None:
-            pace = _pace(problem, all_x, additive, extra_bytes)
-        before = first + placed.place(number - 1, num_seen)
-        for start in range(0, len(all_y), pace.examples):
-            part = slice(start, start + pace.examples)
-            x, y = take(all_x, part), all_y[part]
+    keys = {block.name: block for block in problem.blocks}
+    with problem.passes.begin(held, keys, faults.read) as one_pass:
+        pace = None
+        num_seen, num_outputs = one_pass.num_examples, one_pass.num_outputs
+        nll: Tensor | float = one_pass.nll
+        for number, (all_x, all_y) in enumerate(one_pass.batches(placed), start=1):
+            problem.ranks.check()
+            if pace is None:
+                pace = _pace(problem, all_x, additive, extra_bytes)
+            if one_pass.skips(all_x, all_y):
+                continue
+            before = first + placed.place(number - 1, num_seen)
+            for start in range(0, len(all_y), pace.examples):
+                part = slice(start, start + pace.examples)
+                x, y = take(all_x, part), all_y[part]
 
-            def columns(outputs: Tensor, y: Tensor = y, key: int = before + start) -> Tensor:
-                nonlocal nll, num_outputs
-                check_outputs(outputs)
-                cotangents, value = problem.cotangents(outputs, y, key)
-                nll = nll + value
-                num_outputs += outputs.numel()
-                return cotangents
+                def columns(outputs: Tensor, y: Tensor = y, key: int = before + start) -> Tensor:
+                    nonlocal nll, num_outputs
+                    check_outputs(outputs)
+                    cotangents, value = problem.cotangents(outputs, y, key)
+                    nll = nll + value
+                    num_outputs += outputs.numel()
+                    return cotangents
 
-            # The batches of a list are folds, and not those of the user.
-            with faults.of_batch(None if placed.are_folds else number):
-                moved, keeping = move(x, pace.device, None), measure
-                if kept is not None:
-                    # It asks about what still lies on the CPU there.
-                    masks = pace.positions.find(x, y, before + start)
-                    keeping = kept.and_measure(measure, masks)
-                stream(moved, columns, keeping, consume, pace.columns)
-                if kept is not None:
-                    kept.hand_over_if_full()
-            num_seen += len(y)
-        if kept is not None:
-            kept.hand_over()
+                # The batches of a list are folds, and not those of the user.
+                with faults.of_batch(None if placed.are_folds else number):
+                    moved, keeping = move(x, pace.device, None), measure
+                    if kept is not None:
+                        # It asks about what still lies on the CPU there.
+                        masks = pace.positions.find(x, y, before + start)
+                        keeping = kept.and_measure(measure, masks)
+                    stream(moved, columns, keeping, consume, pace.columns)
+                    if kept is not None:
+                        kept.hand_over_if_full()
+                num_seen += len(y)
+            if kept is not None:
+                kept.hand_over()
+            one_pass.done(num_seen, nll, num_outputs)
     faults.read()
     of_ranks = problem.ranks.exchange([num_seen, float(nll), num_outputs])
     seen = reduce(operator.add, (Seen(*of_rank) for of_rank in of_ranks))
