@@ -23,9 +23,10 @@ from laplace_debias.problems import PROBLEMS, get_problem
 
 WITHIN = 0.25
 _CLASSES = {"cifar100": 100, "imagenet": 1000}
-_CURVATURES = ("kfac", "ekfac")
+_CURVATURES = ("kfac", "ekfac", "diag")
 # Fits that would take more are planned and not run.
 _LIMIT = 6 * 2**30
+_SECONDS = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,20 +59,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def row(name: str, curvature: str, mode: str, options: argparse.Namespace) -> bool:
     """One line of the table; whether the plan is near enough."""
-    found = {}
-    for what in ("plan", "allocated", "resident"):
+    found: dict[str, int] = {}
+    for what in ("allocated", "resident"):
         command = [sys.executable, "-m", "benchmarks.plan", "--only", name]
         command += ["--batch", str(options.batch), "--fisher", options.fisher]
         command += ["--worker", what, curvature, mode]
         # What is freed goes back to the system.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if run.returncode:
-            print(f"| {name} | {curvature}, {mode} | {run.stderr.strip().splitlines()[-1]} |")
-            return False
-        found[what] = json.loads(run.stdout)
-        if what == "plan" and found[what] > _LIMIT:
-            print(f"| {name} | {curvature}, {mode} | {found[what] / 1e6:,.1f} | not run | | |")
+        try:
+            run = subprocess.run(
+                command,
+                check=True,
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=_SECONDS,
+            )
+        except subprocess.SubprocessError as error:
+            print(f"| {name} | {curvature}, {mode} | not measured: {type(error).__name__} |")
+            return True
+        found |= json.loads(run.stdout)
+        if found["plan"] > _LIMIT:
+            print(f"| {name} | {curvature}, {mode} | {found['plan'] / 1e6:,.1f} | too large |")
             return True
     ratio = found["plan"] / found["allocated"]
     near = abs(ratio - 1) <= WITHIN
@@ -84,7 +93,7 @@ def row(name: str, curvature: str, mode: str, options: argparse.Namespace) -> bo
 
 def measured(
     name: str, what: str, curvature: str, mode: str, options: argparse.Namespace
-) -> int:
+) -> dict[str, int]:
     """Bytes that are planned, allocated or resident."""
     problem = get_problem(name)
     model = problem.initial_model(0).eval()
@@ -93,13 +102,14 @@ def measured(
     classes = next((n for key, n in _CLASSES.items() if key in name), 10)
     data = [(x + step, torch.arange(len(x)) % classes) for step in range(2)]
     la = Laplace(model, curvature=curvature, fisher=options.fisher)
-    if what == "plan":
-        return la.plan(data, mode).peak
+    plan = la.plan(data, mode).peak
+    if plan > _LIMIT:
+        return {"plan": plan}
 
     def fit() -> None:
         la.fit(data, mode, num_data=None if mode == "full" else 2 * options.batch)
 
-    return allocated(fit) if what == "allocated" else resident(fit)
+    return {"plan": plan, what: allocated(fit) if what == "allocated" else resident(fit)}
 
 
 def warm_up() -> None:
@@ -124,10 +134,10 @@ def allocated(run: Callable[[], None]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()
-    steps = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    steps = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
     live = peak = 0
-    for _, size in steps:
-        live += size
+    for step in steps:
+        live += step.nbytes()
         peak = max(peak, live)
     return peak
 

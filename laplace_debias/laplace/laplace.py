@@ -395,9 +395,10 @@ class Laplace:
             The object itself.
 
         Raises:
-            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, a posterior
-                that takes more memory than is available (see `plan`), an empty loader, fewer than two batches for `"debiased"`, targets or outputs that do not fit
-                the likelihood, NaN in the outputs; if the model draws random numbers or mixes the
+            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, a
+                posterior that takes more memory than is available (see `plan`), an empty loader,
+                fewer than two batches for `"debiased"`, targets or outputs that do not fit the
+                likelihood, NaN in the outputs; if the model draws random numbers or mixes the
                 examples of a batch; if every target is ignored; for `num_data` below 1 or above
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told. In a process group, on all processes with

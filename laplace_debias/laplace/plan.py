@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from laplace_debias.curvature.fits.costs import BlockCosts
 from laplace_debias.curvature.fits.working import Working
@@ -91,6 +91,25 @@ class Plan:
         if self.available is not None and self.peak > self.available:
             what = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
             raise ValueError(refusal(what, self.peak, self.available, self.alternatives))
+
+    def summary(self) -> dict[str, Any]:
+        """What the plan says of the whole fit, for JSON."""
+        return {
+            "curvature": self.curvature,
+            "mode": self.mode,
+            "num_parameters": self.num_parameters,
+            "num_blocks": len(self.blocks),
+            "peak_bytes": self.peak,
+            "posterior_bytes": self.posterior,
+            "stages": dict(self.stages),
+            "passes": [asdict(of) for of in self.passes],
+            "eigh_flops": self.eigh_flops,
+            "seconds": self.seconds,
+            "num_ranks": self.num_ranks,
+            "messages": dict(self.messages),
+            "available_bytes": self.available,
+            "alternatives": dict(self.alternatives),
+        }
 
     def to_frame(self) -> "DataFrame":
         """A pandas table with a row for each block.

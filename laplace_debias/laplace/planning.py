@@ -26,7 +26,7 @@ from laplace_debias.curvature.fits.sums import factor_sums
 from laplace_debias.curvature.fits.working import Working, working_memory
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.cotangents import FisherType
-from laplace_debias.curvature.network.inputs import Inputs, num_examples
+from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.last_layer import last_layer_parameters
 from laplace_debias.laplace.plan import Pass, Plan, refusal
 from laplace_debias.laplace.schemes import FOLDS, OF_FIRST_BATCHES
@@ -79,19 +79,25 @@ class Planned:
 
     def workings(self) -> tuple[Working, Working]:
         """Working memory of a pass for factors or rows, and of one for exact curvature."""
-        x, _ = self.batch
+        x, y = self.batch
+        if self.mode == "crossfit":
+            # A pass goes through one fold.
+            x = take(x, slice(0, -(-num_examples(x) // (self.folds or FOLDS))))
         kind, problem = self.settings.kind, self.problem
-        exact = working_memory(problem, x, additive=False, extra_bytes=_row_bytes(problem, kind))
+        exact = working_memory(problem, x, y, additive=False, extra_bytes=_row_bytes(problem, kind))
         if kind.name not in ("kfac", "ekfac"):
             return exact, exact
-        return working_memory(problem, x, additive=True), exact
+        return working_memory(problem, x, y, additive=True), exact
 
     def stages(self, workings: tuple[Working, Working]) -> dict[str, int]:
         """Bytes at most in each stage."""
-        kind = self.settings.kind
+        kind, examples = self.settings.kind, self.examples_read
+        if examples is None and self.batches_read is not None:
+            # As many as there can be, where only the number of batches is known.
+            examples = self.batches_read * num_examples(self.batch[0])
         return stages(
             *(self.problem, kind.name, self.mode, *workings),
-            *(self.examples_read, self.batches_read, self.folds or FOLDS, kind.num_directions),
+            *(examples, self.batches_read, self.folds or FOLDS, kind.num_directions),
         )
 
     def alternatives(self) -> dict[str, int]:

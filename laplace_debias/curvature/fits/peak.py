@@ -4,7 +4,7 @@ What is held for certain (sums, eigenbases, magnitudes) is counted by its shape.
 memory is that of a chunk (`working`), and of the copies that the code makes of a block's factor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from laplace_debias.curvature.fits.costs import (
     decomposed,
@@ -18,10 +18,8 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import SLICE
 
 # Matrices of a factor's size beside the factor while it is decomposed: its mean, a scaled copy, the
-# eigenvectors, and LAPACK's working space of two.
+# eigenvectors, and LAPACK's working space of two or the two that check the result.
 _OF_EIGH = 5
-# Jacobian rows of up to so many numbers are made at a time, in three copies.
-_OF_SLICE = 3
 _KEPT_ROWS = 2**30
 
 
@@ -54,24 +52,27 @@ def stages(
     blocks, wide, narrow = problem.blocks, problem.factor_dtype.itemsize, problem.dtype.itemsize
     table = wide * sum(map(table_numbers, blocks))
     if curvature == "diag":
-        return {"curvature along the axes": second.chunk + table + _rows(problem, second)}
+        return {"curvature along the axes": table + _exact(problem, second)}
     G = wide * sum(sides(block)[0] for block in blocks)
     A = wide * sum(sides(block)[1] for block in blocks)
     factors, held = G + A, 0
     if mode == "crossfit":
         # The factors of the folds before.
         held = (folds - 1) * factors
-    one_batch = num_batches == 1
-    chunk = working.chunk + working.kept + working.largest
+    copies = _of_gradients(problem, working)
+    chunk = working.kept_before + max(working.chunk, working.measured + copies)
+    inputs = working.kept + working.joined
     found = {
         "factors": held
         + max(
-            chunk + (G if one_batch else factors) + _measured(blocks, 0, narrow, wide),
-            factors + working.kept + _of_input_factor(blocks, working, narrow, wide),
+            chunk + (G if num_batches == 1 else factors),
+            inputs + factors + _of_input_factor(blocks, working, narrow, wide),
         )
     }
     beside = 2 * factors if mode == "crossfit" and curvature == "ekfac" else 0
     found["eigendecompositions"] = held + beside + factors + wide * _largest_eigh(blocks)
+    if mode == "crossfit" and curvature == "kfac":
+        found["eigendecompositions"] = held + factors + wide * _largest_crossfit(blocks, folds)
     if curvature == "ekfac":
         rotations = factors * narrow // wide if narrow != wide else 0
         found["magnitudes"] = (
@@ -81,14 +82,13 @@ def stages(
             + factors
             + rotations
             + table
-            + second.chunk
-            + _rows(problem, second)
+            + _exact(problem, second)
         )
     elif mode == "debiased":
-        project = 3 * wide * max(max(sides(block)) for block in blocks)
-        found["magnitudes"] = factors + max(
-            chunk + _measured(blocks, 0, narrow, wide), working.kept + project
-        )
+        # Factors are projected: a product with the basis, and that with the basis once more.
+        of_G, of_A = (2 * wide * max(sides(block)[side] for block in blocks) for side in (0, 1))
+        unfolded = _of_input_factor(blocks, working, narrow, wide)
+        found["magnitudes"] = factors + max(chunk + of_G, inputs + unfolded + of_A)
     # Eigenbases are converted to the model's dtype block by block.
     largest = max(sum(sides(block)) + table_numbers(block) for block in blocks)
     found["posterior"] = factors + 2 * table + narrow * largest
@@ -129,15 +129,12 @@ def _dense(
     }
 
 
-def _measured(blocks: Sequence[Block], side: int, narrow: int, wide: int) -> int:
-    """One block's new factor in the model's dtype, and converted."""
-    largest = max(sides(block)[side] for block in blocks)
-    return largest * (narrow + (wide if narrow != wide else 0))
+def _converted(number: int, narrow: int, wide: int) -> int:
+    """A new factor in the model's dtype, and converted."""
+    return number * (narrow + (wide if narrow != wide else 0))
 
 
-def _of_input_factor(
-    blocks: Sequence[Block], working: Working, narrow: int, wide: int
-) -> int:
+def _of_input_factor(blocks: Sequence[Block], working: Working, narrow: int, wide: int) -> int:
     """One block's A: unfolded inputs, or the products that it is put together from."""
     largest = 0
     for block in blocks:
@@ -145,35 +142,82 @@ def _of_input_factor(
             continue
         unfolded = working.positions[block] * block.shape[1] * block.num_groups
         patches = max(unfolded, min(SLICE, unfolded * working.examples)) * narrow
-        A = sides(block)[1]
-        largest = max(largest, patches + A * (narrow + (wide if narrow != wide else 0)))
+        largest = max(largest, patches + _converted(sides(block)[1], narrow, wide))
     return largest
 
 
-def _rows(problem: Problem, working: Working) -> int:
-    """Rotated Jacobians of some examples of one block."""
-    narrow = problem.dtype.itemsize
-    largest = 0
-    for block in problem.blocks:
-        of_example = working.at_once * block.size
-        many = max(of_example, min(SLICE, of_example * working.examples))
-        largest = max(largest, many if not block.is_exact else of_example)
-    return _OF_SLICE * narrow * largest
+def _of_gradients(problem: Problem, working: Working) -> int:
+    """What is made of a block's output gradients for G, beyond those of all blocks.
 
-
-def _largest_eigh(blocks: Sequence[Block]) -> int:
-    """Numbers beside a factor while it is decomposed, of the block that has most."""
+    Of a weight a copy, or products of each example. A block's gradients are let go of when it is
+    measured, before those of the blocks in front of it.
+    """
+    wide, narrow = problem.factor_dtype.itemsize, problem.dtype.itemsize
     most = 0
-    for block in blocks:
-        sizes = decomposed(block)
-        if not sizes:
-            continue
-        d = max(sizes)
-        # Sums, means and bases of both sides, and one matrix of a group at a time for LAPACK.
-        most = max(most, 2 * sum(sides(block)) + 3 * block.num_groups * d * d + 2 * d * d)
+    for block, behind in _released(problem, working).items():
+        made = _converted(sides(block)[0], narrow, wide)
+        if not block.is_exact:
+            d, T = block.shape[0], working.positions[block]
+            columns = working.examples * working.at_once
+            made += narrow * columns * block.num_groups * d * min(d, T)
+        most = max(most, made - behind)
     return most
 
 
-def peak(of_stages: Mapping[str, int]) -> int:
-    """Bytes of the stage that holds most."""
-    return max(of_stages.values())
+def _exact(problem: Problem, working: Working) -> int:
+    """A chunk of a pass for exact curvature: rotated Jacobians of some examples of one block."""
+    most = 0
+    for block, behind in _released(problem, working).items():
+        if block.is_exact:
+            continue
+        jacobian = working.at_once * block.size
+        positions = working.positions[block]
+        unfolded = positions * block.num_groups * block.shape[1]
+        gradients = working.at_once * positions * block.num_groups * block.shape[0]
+        if positions > 1:
+            # The Jacobians and their squares, what is unfolded, and the gradients.
+            examples = min(working.examples, max(1, SLICE // (unfolded + jacobian)))
+            made = examples * (2 * jacobian + unfolded + gradients)
+        else:
+            made = block.size + working.examples * 2 * (unfolded + gradients)
+        most = max(most, problem.dtype.itemsize * made - behind)
+    return max(working.chunk, working.measured + most)
+
+
+def _released(problem: Problem, working: Working) -> dict[Block, int]:
+    """Bytes of output gradients that are let go of before a block is measured."""
+    found: dict[Block, int] = {}
+    behind, layer, of_layer = 0, None, 0
+    for block in reversed(problem.blocks):
+        if block.layer != layer:
+            behind += of_layer
+        layer = block.layer
+        width = block.num_groups * (1 if block.role == "depthwise" else block.shape[0])
+        numbers = width * working.positions[block] * working.examples * working.at_once
+        of_layer = problem.dtype.itemsize * numbers
+        found[block] = behind
+    return found
+
+
+def _largest_eigh(blocks: Sequence[Block]) -> int:
+    """Numbers beside the sums while a factor is decomposed, of the block that takes most."""
+    most = 0
+    for block in blocks:
+        sizes = decomposed(block)
+        if sizes:
+            largest = block.num_groups * max(sizes) ** 2
+            # Of the other side there are the mean and the basis.
+            most = max(most, 2 * (sum(sides(block)) - largest) + _OF_EIGH * largest)
+    return most
+
+
+def _largest_crossfit(blocks: Sequence[Block], folds: int) -> int:
+    """The same where a block's folds are stacked, and decomposed without each of them."""
+    most = 0
+    for block in blocks:
+        sizes = decomposed(block)
+        if sizes:
+            # The sums of all folds, of one and of the others, beside what is decomposed.
+            largest = block.num_groups * max(sizes) ** 2
+            most = max(most, (folds + 1) * sum(sides(block)) + (3 + _OF_EIGH - 1) * largest)
+    return most

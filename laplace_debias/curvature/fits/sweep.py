@@ -43,8 +43,8 @@ def sweep(
 
     A batch is pushed through the network in chunks, to keep the output gradients of all columns
     within the memory bound. A chunk for which there is not enough memory is run again by halves, as
-    are all that follow, if nothing of it was added yet. Of several processes each goes through its own batches; what they saw
-    is summed, what was measured is not.
+    are all that follow, if nothing of it was added yet. Of several processes each goes through its
+    own batches; what they saw is summed, what was measured is not.
 
     Args:
         problem: The network and its blocks.
