@@ -19,7 +19,7 @@ Reference:
     Golub, Van Loan (2013), "Matrix Computations", Section 8.3.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -244,11 +244,3 @@ def _basis_numbers(block: Block) -> int:
     if block.is_exact:
         return of_G + 2 * block.num_groups
     return of_G + (e if block.has_diagonal_A else A + block.num_groups * e)
-
-
-def per_rank(values: Mapping[str, int], owners: Mapping[str, int], size: int) -> list[int]:
-    """Sums of what blocks cost over those that each rank owns."""
-    sums = [0] * size
-    for name, value in values.items():
-        sums[owners[name]] += value
-    return sums
