@@ -109,7 +109,9 @@ def _of(
     of_factors = through + sum(factor_flops(block, T, 1) for block, T in positions.items())
     of_table = through + sum(rotation_flops(block, T, 1) for block, T in positions.items())
     messages = message_bytes(blocks, "ekfac", "full", 2, _FACTORS)
-    rows = [("", *(f"{ranks} process{'es' * (ranks > 1)}" for ranks in sizes))]
+    rows: list[tuple[str, ...]] = [
+        ("", *(f"{ranks} process{'es' * (ranks > 1)}" for ranks in sizes))
+    ]
 
     def line(name: str, values: Sequence[str]) -> None:
         rows.append((name, *values))
@@ -151,7 +153,9 @@ def _kronfluence() -> str:
     through = 2 * sum(network_flops(block, T) for block, T in positions.items())
     of_factors = through + sum(factor_flops(block, T, 1) for block, T in positions.items())
     of_table = through + sum(rotation_flops(block, T, 1) for block, T in positions.items())
-    rows = [("", "covariance, s", "eigendecomposition, s", "lambda, s", "lambda / covariance")]
+    rows: list[tuple[str, ...]] = [
+        ("", "covariance, s", "eigendecomposition, s", "lambda, s", "lambda / covariance")
+    ]
     for name, *seconds in _KRONFLUENCE:
         ratio = f"{seconds[2] / seconds[0]:.2f}"
         rows.append((f"Kronfluence, {name}", *(f"{s:,}" for s in seconds), ratio))
@@ -204,7 +208,8 @@ instead of their squares, and no eigendecomposition.
 
 _END = """## What these figures leave out
 
-They are counts, not measurements. Only one machine with two cores was at hand, so nothing is said
+They are counts, not measurements. Operations of attention, of norms and of activations are not in
+them, and neither are embeddings and the language model's head. Only one machine with two cores was at hand, so nothing is said
 about speed-up. Every process holds the factors of all blocks during a pass, and the whole posterior
 after it. A posterior that is split over processes, or a fit in groups of blocks, does not exist
 yet: where the bytes on each are more than a GPU has, take fewer parameters (`params=`), or

@@ -71,7 +71,8 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
 
     Raises:
         FileExistsError: If the file exists.
-        ValueError: As `load` and `Laplace`; if a plan does not fit into memory; if there is a sigma without a regression.
+        ValueError: As `load` and `Laplace`; if a plan does not fit into memory; if there is a sigma
+            without a regression.
         OSError: If the file cannot be written.
     """
     console = console or Lines()

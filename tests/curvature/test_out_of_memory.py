@@ -72,7 +72,7 @@ def test_a_chunk_that_is_partly_added_is_not_run_again(case, monkeypatch):
 
     monkeypatch.setattr(sums, "gradient_factor", gradient_factor)
     la = Laplace(model, backend="hooks")
-    with pytest.raises(RuntimeError, match="13 example.*Nothing was fitted"):
+    with pytest.raises(RuntimeError, match=r"13 example.*Nothing was fitted"):
         la.fit(batches)
     assert la._fitted is None
 

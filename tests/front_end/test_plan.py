@@ -104,7 +104,9 @@ def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
 
     def counting(original):
         def count(*arguments):
-            with FlopCounterMode(display=False) as counter:
+            # torch does not know that a product which is added in place is one.
+            in_place = {torch.ops.aten.addmm_: lambda C, A, B, **_: 2 * A[0] * A[1] * B[1]}
+            with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
                 result = original(*arguments)
             counted.append(counter.get_total_flops())
             return result
@@ -149,7 +151,7 @@ def test_what_does_not_fit_is_refused_with_what_does(case):
     plan = la.plan(data)
     plan.check()
     small = la.plan(data, available=plan.peak - 1)
-    with pytest.raises(ValueError, match="takes .* are available.*diag") as error:
+    with pytest.raises(ValueError, match=r"takes .* are available.*diag") as error:
         small.check()
     # What is named does fit, by a plan of its own.
     assert 'curvature="diag"' in small.alternatives
