@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.passes import SavedPasses
-from laplace_debias.curvature.fits.problem import CurvatureFit
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
@@ -51,6 +51,8 @@ from laplace_debias.laplace import grids, links, predictive, shards, tune, tunin
 from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.data_size import (
     Expected,
+    Known,
+    Supposed,
     data_size,
     expected_of_all,
     expected_of_some,
@@ -65,6 +67,8 @@ from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.plan import Plan
+from laplace_debias.laplace.planning import Planned, is_too_large, plan_of, too_large
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import (
     check_num_data,
@@ -85,6 +89,7 @@ from laplace_debias.laplace.schemes import (
 from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
 from laplace_debias.metrics import Report, Uncertainty
+from laplace_debias.system.available import check_available
 from laplace_debias.system.randomness import replayed, seeded
 from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
@@ -400,9 +405,10 @@ class Laplace:
             The object itself.
 
         Raises:
-            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, an empty
-                loader, fewer than two batches for `"debiased"`, targets or outputs that do not fit
-                the likelihood, NaN in the outputs; if the model draws random numbers or mixes the
+            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, a
+                posterior that takes more memory than is available (see `plan`), an empty loader,
+                fewer than two batches for `"debiased"`, targets or outputs that do not fit the
+                likelihood, NaN in the outputs; if the model draws random numbers or mixes the
                 examples of a batch; if every target is ignored; for `num_data` below 1 or above
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told. In a process group, on all processes with
@@ -454,6 +460,71 @@ class Laplace:
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
         return self._fit(scheme, expected, generator, mode, scale_data, is_shared, resume)
+
+    @together("plan")
+    def plan(
+        self,
+        train_loader: Batches,
+        mode: str = "full",
+        *,
+        folds: int | None = None,
+        timed: bool = False,
+        available: SupportsIndex | None = None,
+    ) -> Plan:
+        """What `fit` would take: memory, passes, operations, messages, and if asked for seconds.
+
+        Bytes of what a fit sums and keeps are counted from shapes. Those of a chunk that goes
+        forward and back come from one example and two. Nothing is fitted.
+
+        Args:
+            train_loader: As `fit` takes it. Its first batch is read, so it must be re-iterable.
+            mode: As `fit` takes it.
+            folds: As `fit` takes it.
+            timed: Estimate seconds, too: the time of the first batch, times the number of batches,
+                and that of eigendecompositions of random matrices, scaled by d³ above 512 columns.
+            available: Bytes that the fit may take; None for those that the device has left.
+
+        Returns:
+            The plan; `print` shows it as a table, `plan.check()` refuses what does not fit.
+
+        Raises:
+            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, fewer than
+                one byte, no batch; as `fit` for the first batch and for what one example needs.
+            TypeError: For an iterator, which would lose its first batch.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from laplace_debias import Laplace
+            >>> model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 3)).eval()
+            >>> batches = [(torch.randn(64, 20), torch.randint(3, (64,)))]
+            >>> plan = Laplace(model).plan(batches)
+            >>> [block.factors for block in plan.blocks]
+            [23200, 20000, 20072, 72]
+            >>> plan.check()
+        """
+        if mode not in MODES:
+            raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        if folds is not None and mode != "crossfit":
+            raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
+        if isinstance(train_loader, Iterator):
+            raise TypeError(
+                "A plan reads the first batch, which this iterator would lose for the fit: pass a "
+                "DataLoader or a list of batches."
+            )
+        bound = None if available is None else check_available(available)
+        # The loader's order, and labels that a fit draws, are drawn anew by the fit.
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            problem, _, known = self._problem_of(train_loader, None)
+            batch = next(iter(self._on_device(known.first)))
+        size = data_size(train_loader)
+        planned = Planned(
+            *(unwrapped(self.model), problem, self._settings, mode, folds, batch),
+            len(train_loader) if isinstance(train_loader, Sized) else None,
+            size.num_examples if isinstance(size, (Known, Supposed)) else None,
+        )
+        with torch.inference_mode(False):
+            return plan_of(planned, timed, bound)
 
     @together("fit")
     def fit_batches(
@@ -520,14 +591,12 @@ class Laplace:
         ranks = current()
         expected = expected.over(ranks)
         with torch.inference_mode(False):
-            problem = self._settings.problem(plain, self.likelihood, generator).on(ranks)
-            known = FirstBatchKnown(seeded(scheme.first_read, generator))
-            parameters = self._look_at(known)
+            problem, parameters, known = self._problem_of(scheme.first_read, generator)
             first = self._checked(known.first)
             shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
-            network = network_of(self.model, parameters.names, self._settings)
-            backend = choose_backend(network, self._backend, parameters.blocks)
-            problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
+            if is_too_large(problem, kind):
+                x = next((x for x, _ in self._on_device(known.first)), None)
+                raise too_large(unwrapped(self.model), problem, kind, x)
             states = None
             if resume is not None:
                 of_data = {"mode": mode, "num_data": expected.num_data, "folds": scheme.num_folds}
@@ -555,6 +624,19 @@ class Laplace:
     ) -> None:
         read = (data.first_read, data.measured[0]) if isinstance(data, Scheme) else (data,)
         check_resumable(folder, current(), self._settings.fisher.kind, generator, *read)
+
+    def _problem_of(
+        self, data: Batches, generator: torch.Generator | None
+    ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
+        """What is fitted, as the first batch of some data tells."""
+        problem = self._settings.problem(_plain(self.model), self.likelihood, generator)
+        problem = problem.on(current())
+        known = FirstBatchKnown(seeded(data, generator))
+        parameters = self._look_at(known)
+        network = network_of(self.model, parameters.names, self._settings)
+        backend = choose_backend(network, self._backend, parameters.blocks)
+        problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
+        return problem, parameters, known
 
     def _take(
         self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str
