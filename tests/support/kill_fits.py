@@ -25,7 +25,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import passes
 
 CURVATURES = ("kfac", "ekfac", "diag", "full", "lowrank")
-_BATCHES, _PAUSE = 12, 0.02
+_BATCHES, _PAUSE = 12, 0.1
 _LONGEST = 120
 
 
