@@ -122,7 +122,10 @@ def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
 
 @pytest.mark.parametrize("mode", ["full", "debiased", "crossfit"])
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
-def test_memory_is_near_what_a_fit_holds(curvature, mode):
+def test_memory_is_near_what_a_fit_holds(curvature, mode, request):
+    if (curvature, mode) == ("kfac", "crossfit"):
+        why = "planned for factors of full rank; those of few examples take less"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 48, 3), nn.ReLU()),
