@@ -10,7 +10,7 @@ from laplace_debias.curvature.losses.likelihoods import (
 )
 from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.laplace import CrossFit, Full, Laplace, Split
+from laplace_debias.laplace import CrossFit, Full, Laplace, Plan, Split
 from laplace_debias.quadratic import Quadratic
 from laplace_debias.system.ranks import alone
 
@@ -25,6 +25,7 @@ __all__ = [
     "Likelihood",
     "MultiLabel",
     "OneArgument",
+    "Plan",
     "Quadratic",
     "ShardedBatches",
     "Split",

@@ -177,7 +177,7 @@ def _execute(
     parser.add_argument("--config", action="config", help="YAML file of these options.")
     parser.add_class_arguments(settings, as_group=False)
     for field in dataclasses.fields(settings):
-        if field.type in (bool, "bool"):  # `--resume` is short for `--resume=true`
+        if field.type in (bool, "bool", bool | None):  # `--resume` is short for `--resume=true`
             action = parser._option_string_actions[f"--{field.name}"]
             action.nargs, action.const = "?", "true"
     parsed = parser.parse_args(_with_named(_respelled(settings, arguments)))
@@ -199,6 +199,10 @@ def _execute(
             return _stopped("give the same command again, and it goes on from what is stored")
         if not hasattr(options, "resume"):
             return _stopped("nothing is kept of it; give the same command again")
+        if options.resume is None:
+            return _stopped(
+                "nothing is kept of it; give the same command again, with --resume FOLDER"
+            )
         resume = "" if options.resume else " with --resume"
         return _stopped(f"give the same command again{resume}, and it goes on from what is stored")
     return 0

@@ -35,15 +35,15 @@ class _Change:
 
     @property
     def amount(self) -> str:
-        """How much, without a sign, with the interval's ends."""
-        size = f"{number(abs(self.value))} nats"
-        if self.low is None or self.high is None:
-            return f"{size} (the interval is not known)"
-        ends = sorted([self.low, self.high], key=abs)
-        if self.low <= 0 <= self.high:
-            low, high = number(self.low), number(self.high)
-            return f"{size} (95 % interval of the difference {low} to {high})"
-        return f"{size} (95 % interval {number(abs(ends[0]))} to {number(abs(ends[1]))})"
+        """How much, with the interval's ends; with a sign where the interval holds zero."""
+        low, high = self.low, self.high
+        if low is None or high is None:
+            return f"{number(self.value)} nats (the interval is not known)"
+        if low <= 0 <= high:
+            return f"{number(self.value)} nats (95 % interval {number(low)} to {number(high)})"
+        least, most = sorted([abs(low), abs(high)])
+        size = number(abs(self.value))
+        return f"{size} nats (95 % interval {number(least)} to {number(most)})"
 
 
 def conclude(run: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -238,14 +238,16 @@ def _advice(
         )
     posterior_helps = best is not None and to_network[best].is_better
     scaling_helps = scaled is not None and to_network[scaled].is_better
-    if posterior_helps and (not scaling_helps or to_scaled[best].is_better):
+    if best is not None and posterior_helps and (not scaling_helps or to_scaled[best].is_better):
         advice.append(f"Use “{methods[best]['label']}”.")
-    elif posterior_helps and not to_scaled[best].is_worse:
+    elif (
+        best is not None and scaled is not None and posterior_helps and not to_scaled[best].is_worse
+    ):
         advice.append(
             f"{methods[scaled]['label']} is as good here and costs one number: use it, unless you "
             "need what a posterior alone tells, the epistemic uncertainty."
         )
-    elif scaling_helps:
+    elif scaled is not None and scaling_helps:
         advice.append(f"Use {methods[scaled]['label'].lower()}.")
     elif len(methods) == 1:
         pass

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.assessment.temperature import Kind, tempered
+from laplace_debias.assessment.temperature import kind_of, tempered
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
@@ -61,10 +62,10 @@ class Predicted:
             return torch.cat([-self.log_probs, self.log_probs], 1).sigmoid()
         return self.log_probs.sigmoid()
 
-    def with_temperature(self, temperature: float, task: Kind) -> "Predicted":
+    def with_temperature(self, temperature: float, task: str) -> "Predicted":
         """The same divided by a temperature; what is known of the posterior is not of these."""
         assert self.log_probs is not None
-        return Predicted(tempered(self.log_probs, temperature, task))
+        return Predicted(tempered(self.log_probs, temperature, kind_of(task)))
 
 
 def joined(parts: list[Predicted]) -> Predicted:
@@ -181,7 +182,7 @@ def of_laplace(la: Laplace, x: Inputs, task: str, num_outputs: int, seed: int) -
         variances = covariance.diagonal(dim1=-2, dim2=-1)
         aleatoric, information = _of_draws(mean, covariance, task, seed)
     # The probit link looks at variances alone.
-    predictive = la.likelihood.predictive(mean, variances)
+    predictive: Any = la.likelihood.predictive(mean, variances)
     of_labels = getattr(predictive, "base_dist", predictive)
     return Predicted(
         of_labels.logits.reshape(mean.shape).double().cpu(),

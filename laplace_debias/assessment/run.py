@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,56 +39,15 @@ from laplace_debias.assessment.run_folder import (
     write_json,
     write_table,
 )
+from laplace_debias.assessment.sets import DataSet, sets_of
 from laplace_debias.assessment.spectra import spectrum_of
-from laplace_debias.assessment.temperature import fit_temperature
+from laplace_debias.assessment.temperature import fit_temperature, kind_of
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.laplace import Laplace
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclasses.dataclass(frozen=True)
-class DataSet:
-    """A set that methods are judged on, as `sets` of `run.json` has it, with its batches."""
-
-    name: str
-    role: str
-    batches: Batches
-    severity: int | None = None
-    kind: str | None = None
-
-    def described(self, num_examples: int | None) -> dict[str, Any]:
-        """Its entry in `run.json`."""
-        entry: dict[str, Any] = {"name": self.name, "role": self.role}
-        if self.severity is not None:
-            entry["severity"] = self.severity
-        if self.kind is not None:
-            entry["kind"] = self.kind
-        return entry | {"num_examples": num_examples}
-
-
-def sets_of(loaded: Loaded) -> list[DataSet]:
-    """The test set, its corrupted versions, the OOD sets.
-
-    Raises:
-        ValueError: If an OOD set is called as one of the others, or has no name for a file.
-    """
-    sets = [DataSet("test", "test", loaded.test)]
-    for severity, batches in sorted(loaded.shifts.items()):
-        sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
-    taken = {part.name for part in sets}
-    for name, data in loaded.ood.items():
-        if name in taken or not _NAME.fullmatch(name):
-            raise ValueError(
-                f"an OOD set is called {name!r}; its name names files: give it one of letters, "
-                "digits, '.', '_' and '-' that is neither test nor shift-1 …"
-            )
-        sets.append(DataSet(name, "ood", data.batches, kind=data.kind))
-    return sets
 
 
 def assess(
@@ -372,7 +330,8 @@ class _Run:
                 family, self.loaded.validation, self._validation_positions(family)
             )
             log_probs, targets = found.predicted.log_probs, found.targets
-        best = fit_temperature(log_probs, targets, task)
+        assert log_probs is not None
+        best = fit_temperature(log_probs, targets, kind_of(task))
         for method in missing:
             entry = self.entry(method.key)
             entry["temperature"] = best.value
@@ -394,13 +353,17 @@ class _Run:
                 self._predict_network(part)
                 for family in self.families:
                     self._predict(family, part)
-                num_examples = table_says(self._path(self.methods[0], part))["num_examples"]
+                num_examples = self._told(self.methods[0], part)["num_examples"]
                 for entry in self.run["sets"]:
                     if entry["name"] == part.name:
                         entry["num_examples"] = num_examples
 
     def _path(self, method: Method, part: DataSet) -> Path:
         return self.folder.predictions(method.key, part.name)
+
+    def _told(self, method: Method, part: DataSet) -> dict[str, Any]:
+        """What a table that is complete says of itself."""
+        return table_says(self._path(method, part)) or {}
 
     def _missing(self, family: Family, part: DataSet) -> list[Method]:
         paths = {method: self._path(method, part) for method in family.methods}
@@ -432,7 +395,7 @@ class _Run:
         positions = None
         if family.examples is not None:
             # The network comes first and predicts all: its table knows how many there are.
-            size = table_says(self._path(self.methods[0], part))["num_examples"]
+            size = self._told(self.methods[0], part)["num_examples"]
             positions = chosen_positions(size, family.examples, self.seed)
         found = self._predicted(family, part.batches, positions)
         for method in missing:
@@ -479,7 +442,7 @@ class _Run:
             of_test = {method.key: tables[method.key, "test"] for method in self.methods}
             write_examples(self.folder, self.loaded, of_test, network)
             for method in self.methods:
-                told = [table_says(self._path(method, part)) for part in self.sets]
+                told = [self._told(method, part) for part in self.sets]
                 seconds = sum(part["seconds"] for part in told)
                 predicted = sum(part["num_examples"] for part in told)
                 entry = self.entry(method.key)

@@ -1,7 +1,7 @@
 """Temperature scaling: one number that all logits are divided by."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Float, Shaped
@@ -11,6 +11,17 @@ Kind = Literal["classification", "binary", "multilabel"]
 
 BOUNDS = (1e-3, 1e3)
 """Temperatures between which the best is looked for."""
+
+
+def kind_of(task: str) -> Kind:
+    """A task as one that has a temperature.
+
+    Raises:
+        ValueError: For a regression.
+    """
+    if task not in get_args(Kind):
+        raise ValueError(f"task={task} has no temperature; expected {', '.join(get_args(Kind))}")
+    return cast("Kind", task)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from laplace_debias.commands.network import check_output, plain, print_notes
-from laplace_debias.laplace import Laplace
+from laplace_debias.laplace import Laplace, Plan
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.console import Lines, Printer
 
@@ -31,6 +31,9 @@ class Settings(SourceSettings):
             not with `mode=full`.
         folds: How many folds `mode=crossfit` cuts its batch into, 2 if None.
         overwrite: Whether an existing file is replaced.
+        resume: A folder in which the fit saves what it has summed, every minute and at Ctrl-C; the
+            same command goes on from there. It is emptied when the fit ends.
+        plan: Print what the fit would take of memory and time, and fit nothing.
 
     Raises:
         ValueError: As `SourceSettings`; if an option does not belong to the mode.
@@ -48,6 +51,8 @@ class Settings(SourceSettings):
     scale: bool = False
     folds: int | None = None
     overwrite: bool = False
+    resume: Path | None = None
+    plan: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,20 +66,22 @@ class Settings(SourceSettings):
             )
 
 
-def run(settings: Settings, console: Printer | None = None) -> Laplace:
+def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     """Fit a posterior to the training examples and save it.
 
     Returns:
-        The posterior.
+        The posterior; with `plan` the plan alone.
 
     Raises:
         FileExistsError: If the file exists.
-        ValueError: As `load` and `Laplace`; if there is a sigma without a regression.
+        ValueError: As `load` and `Laplace`; if a plan does not fit into memory; if there is a sigma
+            without a regression.
         OSError: If the file cannot be written.
     """
     console = console or Lines()
     output = settings.output
-    check_output(output, settings.overwrite)
+    if not settings.plan:
+        check_output(output, settings.overwrite)
     loaded = load(settings)
     if settings.sigma is not None and loaded.task != "regression":
         raise ValueError(f"sigma is the noise of a regression; the task is {loaded.task}")
@@ -90,11 +97,17 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace:
         sharing=settings.sharing,
         sigma=settings.sigma,
     )
+    if settings.plan:
+        plan = la.plan(loaded.train, settings.mode, folds=settings.folds, timed=True)
+        console.print(str(plan), soft_wrap=True)
+        plan.check()
+        return plan
     la.fit(
         *(loaded.train, settings.mode, loaded.num_train),
         *(torch.Generator().manual_seed(settings.seed), settings.progress),
         scale=settings.scale,
         folds=settings.folds,
+        resume=settings.resume,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output)
@@ -107,8 +120,10 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace:
     return la
 
 
-def as_json(settings: Settings, la: Laplace) -> dict[str, Any]:
+def as_json(settings: Settings, la: Laplace | Plan) -> dict[str, Any]:
     """What `--json` prints."""
+    if isinstance(la, Plan):
+        return la.summary()
     return {
         "posterior": str(settings.output),
         "curvature": settings.curvature,

@@ -29,7 +29,12 @@ class Settings(SourceSettings):
         overwrite: Whether another existing file is replaced.
         method: `grid`, the best on validation examples; `marglik`, the largest marginal likelihood.
         metric: What is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
-        prior_precisions: The grid; 21 values from 1e-4 to 1e4 if None.
+        prior_precisions: The grid; if None, 31 values from 1e-4 to 1e8, where a search begins.
+        extend: Whether the search goes on from the end of the grid and refines it; if None, from
+            the default grid alone.
+        sigma: Whether the noise of a regression is tuned, too; if None, where it was never given.
+        per: With `method=marglik` one prior precision for each `kind` of layer or each `block`; one
+            for all if None.
 
     Raises:
         ValueError: As `SourceSettings`; if an option does not belong to the method.
@@ -41,14 +46,21 @@ class Settings(SourceSettings):
     method: Literal["grid", "marglik"] = "grid"
     metric: Literal["nll", "ece", "brier", "accuracy"] = "nll"
     prior_precisions: tuple[float, ...] | None = None
+    extend: bool | None = None
+    sigma: bool | None = None
+    per: Literal["kind", "block"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_grid = (self.prior_precisions, self.validation_examples)
-        if self.method == "marglik" and (of_grid != (None, None) or self.metric != "nll"):
+        of_grid = (self.prior_precisions, self.extend, self.validation_examples)
+        if self.method == "marglik" and (of_grid != (None, None, None) or self.metric != "nll"):
             raise ValueError(
-                "method=marglik needs no data: leave out metric, prior_precisions and "
+                "method=marglik needs no data: leave out metric, prior_precisions, extend and "
                 "validation_examples"
+            )
+        if self.method == "grid" and self.per is not None:
+            raise ValueError(
+                f"per is {self.per} with method=grid; give it with method=marglik alone"
             )
 
 
@@ -79,13 +91,12 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     print_notes(loaded, console)
     la = Laplace.load(settings.posterior, loaded.model)
     if settings.method == "marglik":
-        found = la.tune(method="marglik")
+        found = la.tune(method="marglik", sigma=settings.sigma, per=settings.per)
     else:
         found = _tune_on_grid(la, loaded, settings, console)
     output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output)
-    name = found.metric.replace("_", " ")
-    console.print(f"Prior precision {found.prior_precision:.4g}: {name} {found.value:.4f}")
+    console.print(found.message, soft_wrap=True)
     console.print(f"Posterior: {output}", soft_wrap=True)
     return found
 
@@ -98,6 +109,9 @@ def as_json(settings: Settings, found: Tuning) -> dict[str, Any]:
         "prior_precision": plain(found.prior_precision),
         "value": plain(found.value),
         "table": plain(found.table),
+        "flat": plain(found.flat),
+        "sigma": plain(found.sigma),
+        "message": found.message,
     }
 
 
@@ -113,12 +127,12 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
         # Tuned on examples that the network was trained on, the posterior would be over-confident.
         check_held_out(_hits(loaded, loaded.test, len(of_validation)), of_validation)
     found = la.tune(
-        loaded.validation, settings.metric, settings.prior_precisions, progress=settings.progress
+        *(loaded.validation, settings.metric, settings.prior_precisions),
+        progress=settings.progress,
+        extend=settings.extend,
+        sigma=settings.sigma,
     )
     print_table(found.table, "Validation data", console=console)
-    tried = [row["prior_precision"] for row in found.table]
-    if len(tried) > 1 and found.prior_precision in (min(tried), max(tried)):
-        console.print("The best is at the end of the grid: widen prior_precisions.")
     return found
 
 

@@ -1,7 +1,8 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.problem import CurvatureFit
+from laplace_debias.curvature.fits.passes import SavedPasses
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
@@ -49,6 +51,8 @@ from laplace_debias.laplace import grids, links, predictive, shards, tune, tunin
 from laplace_debias.laplace.asked import Asked, OutputChoice
 from laplace_debias.laplace.data_size import (
     Expected,
+    Known,
+    Supposed,
     data_size,
     expected_of_all,
     expected_of_some,
@@ -63,6 +67,8 @@ from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.plan import Plan
+from laplace_debias.laplace.planning import Planned, is_too_large, plan_of, too_large
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import (
     check_num_data,
@@ -70,6 +76,7 @@ from laplace_debias.laplace.posterior_range import (
     check_temperature,
 )
 from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
+from laplace_debias.laplace.resume import check_resumable, states_of
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     MODES,
@@ -82,6 +89,7 @@ from laplace_debias.laplace.schemes import (
 from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
 from laplace_debias.metrics import Report, Uncertainty
+from laplace_debias.system.available import check_available
 from laplace_debias.system.randomness import replayed, seeded
 from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
@@ -361,6 +369,7 @@ class Laplace:
         *,
         scale: bool = False,
         folds: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
@@ -385,23 +394,33 @@ class Laplace:
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
             folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None.
+            resume: A folder of its own, in which every minute, and at Ctrl-C, the fit saves what it
+                has summed. The same call in another process goes on from there: it reads the
+                batches again that are in the sums, computes with the rest alone, and ends bit for
+                bit as a fit that was never broken off. The model, the options, the data and the
+                generator's state must be the same. A fit that ends removes its state. Not in a
+                process group.
 
         Returns:
             The object itself.
 
         Raises:
-            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, an empty
-                loader, fewer than two batches for `"debiased"`, targets or outputs that do not fit
-                the likelihood, NaN in the outputs; if the model draws random numbers or mixes the
+            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, a
+                posterior that takes more memory than is available (see `plan`), an empty loader,
+                fewer than two batches for `"debiased"`, targets or outputs that do not fit the
+                likelihood, NaN in the outputs; if the model draws random numbers or mixes the
                 examples of a batch; if every target is ignored; for `num_data` below 1 or above
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told. In a process group, on all processes with
                 the number of the one it comes from; also if two of them read the same data, or if
-                their models differ.
+                their models differ. With `resume` also in a process group, without a generator
+                where the loader shuffles or labels are drawn, and if the folder holds the state of
+                another fit, with what differs.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
             RuntimeError: Under autocast.
+            OSError: If the folder of `resume` cannot be written to.
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
@@ -412,7 +431,8 @@ class Laplace:
                     "progress and scale (fit_batches(..., scale=data) scales)."
                 )
             expected = _expected_of(train_loader, num_data)
-            return self._fit(train_loader, expected, generator, train_loader.mode)
+            self._check_resumable(resume, generator, train_loader)
+            return self._fit(train_loader, expected, generator, train_loader.mode, resume=resume)
         if folds is not None and mode != "crossfit":
             raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
         if scale and mode == "full":
@@ -420,13 +440,14 @@ class Laplace:
         if scale:
             check_scale(train_loader)
         ranks = current()
+        self._check_resumable(resume, generator, train_loader)
         is_shared = check_shared(ranks, train_loader)
         given = None if num_data is None else check_num_data(num_data)
         if mode == "full":
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode, is_shared=is_shared)
+            return self._fit(scheme, expected, generator, mode, None, is_shared, resume)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
@@ -438,7 +459,72 @@ class Laplace:
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, scale_data, is_shared)
+        return self._fit(scheme, expected, generator, mode, scale_data, is_shared, resume)
+
+    @together("plan")
+    def plan(
+        self,
+        train_loader: Batches,
+        mode: str = "full",
+        *,
+        folds: int | None = None,
+        timed: bool = False,
+        available: SupportsIndex | None = None,
+    ) -> Plan:
+        """What `fit` would take: memory, passes, operations, messages, and if asked for seconds.
+
+        Bytes of what a fit sums and keeps are counted from shapes. Those of a chunk that goes
+        forward and back come from one example and two. Nothing is fitted.
+
+        Args:
+            train_loader: As `fit` takes it. Its first batch is read, so it must be re-iterable.
+            mode: As `fit` takes it.
+            folds: As `fit` takes it.
+            timed: Estimate seconds, too: the time of the first batch, times the number of batches,
+                and that of eigendecompositions of random matrices, scaled by d³ above 512 columns.
+            available: Bytes that the fit may take; None for those that the device has left.
+
+        Returns:
+            The plan; `print` shows it as a table, `plan.check()` refuses what does not fit.
+
+        Raises:
+            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, fewer than
+                one byte, no batch; as `fit` for the first batch and for what one example needs.
+            TypeError: For an iterator, which would lose its first batch.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from laplace_debias import Laplace
+            >>> model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 3)).eval()
+            >>> batches = [(torch.randn(64, 20), torch.randint(3, (64,)))]
+            >>> plan = Laplace(model).plan(batches)
+            >>> [block.factors for block in plan.blocks]
+            [23200, 20000, 20072, 72]
+            >>> plan.check()
+        """
+        if mode not in MODES:
+            raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        if folds is not None and mode != "crossfit":
+            raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
+        if isinstance(train_loader, Iterator):
+            raise TypeError(
+                "A plan reads the first batch, which this iterator would lose for the fit: pass a "
+                "DataLoader or a list of batches."
+            )
+        bound = None if available is None else check_available(available)
+        # The loader's order, and labels that a fit draws, are drawn anew by the fit.
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            problem, _, known = self._problem_of(train_loader, None)
+            batch = next(iter(self._on_device(known.first)))
+        size = data_size(train_loader)
+        planned = Planned(
+            *(unwrapped(self.model), problem, self._settings, mode, folds, batch),
+            len(train_loader) if isinstance(train_loader, Sized) else None,
+            size.num_examples if isinstance(size, (Known, Supposed)) else None,
+        )
+        with torch.inference_mode(False):
+            return plan_of(planned, timed, bound)
 
     @together("fit")
     def fit_batches(
@@ -450,6 +536,7 @@ class Laplace:
         folds: int | None = None,
         generator: torch.Generator | None = None,
         scale: Batches | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
 
@@ -467,6 +554,7 @@ class Laplace:
                 to that over the examples that the magnitudes were measured on. A few examples
                 rarely hold their share of the hard ones that curve the loss of a confident
                 network. None for no scaling.
+            resume: As `fit` takes it.
 
         Returns:
             The object itself.
@@ -475,12 +563,14 @@ class Laplace:
             ValueError: As `fit`; also for `folds` with `magnitudes`, fewer than two or more than
                 there are examples.
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
+            OSError: As `fit`.
         """
         scheme = scheme_of(directions, magnitudes, folds)
+        self._check_resumable(resume, generator, scheme)
         of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
         is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared)
+        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared, resume)
 
     def _fit(
         self,
@@ -490,6 +580,7 @@ class Laplace:
         mode: str,
         scale: Batches | None = None,
         is_shared: bool = False,
+        resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         kind = self._settings.kind
         scheme.check(kind)
@@ -500,14 +591,19 @@ class Laplace:
         ranks = current()
         expected = expected.over(ranks)
         with torch.inference_mode(False):
-            problem = self._settings.problem(plain, self.likelihood, generator).on(ranks)
-            known = FirstBatchKnown(seeded(scheme.first_read, generator))
-            parameters = self._look_at(known)
+            problem, parameters, known = self._problem_of(scheme.first_read, generator)
             first = self._checked(known.first)
             shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
-            network = network_of(self.model, parameters.names, self._settings)
-            backend = choose_backend(network, self._backend, parameters.blocks)
-            problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
+            if is_too_large(problem, kind):
+                x = next((x for x, _ in self._on_device(known.first)), None)
+                raise too_large(unwrapped(self.model), problem, kind, x)
+            states = None
+            if resume is not None:
+                of_data = {"mode": mode, "num_data": expected.num_data, "folds": scheme.num_folds}
+                states = states_of(
+                    resume, problem, self._settings, self.likelihood, plain, **of_data
+                )
+                problem = replace(problem, passes=SavedPasses(states, problem.device))
             scheme = scheme.reading_first(known)
             read = partial(self._read, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
@@ -516,7 +612,31 @@ class Laplace:
             found = replace(found, curvature=found.curvature.map(lambda _, b: scaled(b, ratio)))
             mode = f"{mode}, scaled"
         self._take(found, parameters, expected.given(found.seen.num_examples), mode)
+        if states is not None:
+            states.remove()
         return self
+
+    def _check_resumable(
+        self,
+        folder: str | os.PathLike[str] | None,
+        generator: torch.Generator | None,
+        data: Batches | Scheme,
+    ) -> None:
+        read = (data.first_read, data.measured[0]) if isinstance(data, Scheme) else (data,)
+        check_resumable(folder, current(), self._settings.fisher.kind, generator, *read)
+
+    def _problem_of(
+        self, data: Batches, generator: torch.Generator | None
+    ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
+        """What is fitted, as the first batch of some data tells."""
+        problem = self._settings.problem(_plain(self.model), self.likelihood, generator)
+        problem = problem.on(current())
+        known = FirstBatchKnown(seeded(data, generator))
+        parameters = self._look_at(known)
+        network = network_of(self.model, parameters.names, self._settings)
+        backend = choose_backend(network, self._backend, parameters.blocks)
+        problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
+        return problem, parameters, known
 
     def _take(
         self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str
@@ -573,8 +693,8 @@ class Laplace:
         )
         if ranks.size == 1 or self._settings.fisher.kind != "mc":
             return counted
-        sizes = lambda: [len(y) for _, y in checked]  # noqa: E731
-        return Placed(counted, place_of(ranks, source_of(batches), sizes))
+        source = source_of(batches)
+        return Placed(counted, place_of(ranks, source, lambda: [len(y) for _, y in checked]))
 
     def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
         device = self._first_parameter.device

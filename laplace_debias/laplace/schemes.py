@@ -42,6 +42,11 @@ class Scheme(ABC):
         return replace(self, **{self.first_field: data})
 
     @property
+    def num_folds(self) -> int | None:
+        """How many folds the data is cut into; None if it is not."""
+        return None
+
+    @property
     def measured(self) -> tuple[Batches, str]:
         """The data that the magnitudes are measured on, and what errors call them."""
         return self.first_read, "data"
@@ -123,6 +128,11 @@ class CrossFit(Scheme):
     mode = "crossfit"
     data: Batches
     folds: int = FOLDS
+
+    @property
+    def num_folds(self) -> int:
+        """As `Scheme.num_folds`."""
+        return self.folds
 
     def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
         """As `Scheme.fit`."""

@@ -53,7 +53,7 @@ class Tuning:
                 f"There are {len(self.prior_precision)} prior precisions, one for each block: use "
                 "`.prior_precision`."
             )
-        return self.prior_precision
+        return float(self.prior_precision)  # scipy's searches end in numpy's numbers
 
     @property
     def message(self) -> str:

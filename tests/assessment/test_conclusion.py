@@ -82,7 +82,7 @@ def test_amounts_are_told_with_their_intervals():
     assert "On 1,234 images of the test set" in told
     assert "lowers the negative log-likelihood by 0.200 nats (95 % interval 0.100 to 0.300)" in told
     assert "raises the network's negative log-likelihood by 0.200 nats" in told
-    assert "(95 % interval of the difference −0.100 to 0.300)" in told
+    assert "beyond chance: 0.100 nats (95 % interval −0.100 to 0.300)" in told
 
 
 def test_without_validation_it_says_what_is_open():

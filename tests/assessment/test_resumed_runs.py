@@ -77,7 +77,7 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
         calls += 1
         assert calls < 60
         with monkeypatch.context() as patch:
-            breaking_after(3, Broken(), patch)
+            breaking_after(calls, Broken(), patch)
             try:
                 folder = run(loaded, tmp_path / "run")
             except Broken:

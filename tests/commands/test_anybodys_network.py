@@ -31,6 +31,7 @@ def loaded(**options):
     return load(SourceSettings(**{"device": "cpu", "progress": False, **options}))
 
 
+ROWS_OF_NUMBERS = {"model": "nets:rows", "model_args": {"outputs": 1}, "data": "r.npz"}
 ROWS = ["--model=nets:rows", "--data=d.npz", *QUIET]
 
 
@@ -82,10 +83,16 @@ def test_regression_with_its_noise(here):
     bring.archive(here / "r.npz", **bring.arrays("numbers"))
     common = ["--model=nets:rows", "--model_args.outputs=1", "--data=r.npz", *QUIET]
     assert main(["fit", *common, "--sigma=0.5", "--output=p.safetensors"]) == 0
-    assert main(["tune", *common, "--posterior=p.safetensors", "--method=marglik"]) == 0
+    by_evidence = ["tune", *common, "--posterior=p.safetensors", "--method=marglik"]
+    assert main([*by_evidence, "--sigma", "--per=kind", "--output=k.safetensors"]) == 0
+    tuned = Laplace.load("k.safetensors", loaded(**ROWS_OF_NUMBERS).model)
+    assert float(tuned.likelihood.sigma) != pytest.approx(0.5, rel=1e-3)
+    assert len({float(delta) for delta in tuned.prior_precision}) > 1
+    assert main(["tune", *common, "--posterior=p.safetensors", "--per=kind"]) == 2
+    assert main(by_evidence) == 0
     predict = ["predict", *common, "--posterior=p.safetensors", "--output=p.csv"]
     assert main(predict) == 0
-    found = loaded(model="nets:rows", model_args={"outputs": 1}, data="r.npz")
+    found = loaded(**ROWS_OF_NUMBERS)
     la = Laplace.load(here / "p.safetensors", found.model)
     x, y = (torch.cat(parts) for parts in zip(*found.test, strict=True))
     mean, covariance = la.functional(x)
@@ -197,7 +204,9 @@ def test_json_is_all_there_is_on_the_standard_output(here, capsys):
         found[name] = json.loads(captured.out)
     assert found["fit"]["num_data"] == 30
     assert found["fit"]["posterior"] == "p.safetensors"
-    assert len(found["tune"]["table"]) == 21
+    assert len(found["tune"]["table"]) >= 31
+    low, high = found["tune"]["flat"]
+    assert low <= found["tune"]["prior_precision"] <= high
     la = Laplace.load(here / "p.safetensors", loaded(model="nets:rows", data="d.npz").model)
     assert found["tune"]["prior_precision"] == pytest.approx(float(la.prior_precision))
     assert found["predict"]["num_predictions"] == 9

@@ -1,6 +1,7 @@
 """What the command line says when it is stopped, lacks options, or lacks what pictures need."""
 
 import importlib
+import signal
 import subprocess
 import sys
 
@@ -8,8 +9,12 @@ import pytest
 
 from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
+from laplace_debias.curvature.fits import passes
+from laplace_debias.problems import get_problem, save_checkpoint
 
 REQUIRED = {
+    "evaluate": ["--problem=convnet-digits"],
+    "report": ["--problem=convnet-digits"],
     "fit": ["--model=m:b", "--output=x.safetensors"],
     "predict": ["--model=m:b", "--posterior=x.safetensors", "--output=x.csv"],
     "spectrum": ["--model=m:b"],
@@ -32,7 +37,7 @@ def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, monkeypatch, 
     (line,) = captured.err.strip().splitlines()
     assert line.startswith("laplace-debias: stopped: ")
     assert "give the same command again" in line
-    assert ("--resume" in line) == (command == "train")
+    assert ("--resume" in line) == (command in ("fit", "train"))
 
 
 def test_a_resumed_command_is_resumed_in_the_same_way(monkeypatch, capsys):
@@ -61,6 +66,37 @@ def test_a_training_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     assert main([*arguments, "--resume"]) == 0
     assert output.exists()
+
+
+def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
+    network = tmp_path / "network.safetensors"
+    problem = get_problem("convnet-digits")
+    save_checkpoint(problem.initial_model(0).eval(), network, {})
+
+    def arguments(name):
+        output = f"--output={tmp_path / name}"
+        options = [f"--checkpoint={network}", "--progress=false", "--train_examples=300"]
+        return ["fit", "--problem=convnet-digits", "--device=cpu", output, *options]
+
+    assert main(arguments("alone")) == 0
+    folder = tmp_path / "state"
+    done, calls = passes._SavedPass.done, []
+
+    def interrupted(self, *seen):
+        calls.append(seen)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        done(self, *seen)
+
+    monkeypatch.setattr(passes._SavedPass, "done", interrupted)
+    resumed = [*arguments("resumed"), f"--resume={folder}"]
+    capsys.readouterr()
+    assert main(resumed) == 130
+    assert "give the same command again, and it goes on" in capsys.readouterr().err
+    assert len(list(folder.iterdir())) == 1
+    assert main(resumed) == 0
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "alone").read_bytes()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

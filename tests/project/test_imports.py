@@ -48,7 +48,7 @@ FLOORS = (
     {"curvature.network": "the network and its data: inputs, selection, checks"},
     {"linalg": "algorithms on any operator: trace, eigenpairs, solvers"},
     {"operators": "linear operators and their algebra"},
-    {"system": "files, threads, random numbers"},
+    {"system": "files, threads, processes, random numbers"},
 )
 # Rooms beside the others: who may import them, and what they may import.
 ASIDE = {"metrics": (("commands", "experiments", "assessment", "report", "laplace"), ("system",))}

@@ -362,3 +362,7 @@ def count_messages(rank, curvature, mode, batch, fisher="exact"):
 def _count(called, name, function, tensor, *args, **kwargs):
     called.append((name, tensor.nbytes if isinstance(tensor, torch.Tensor) else None))
     return function(tensor, *args, **kwargs)
+
+
+def fit_with_a_folder(rank, folder):
+    laplace().fit(loader(), resume=folder)

@@ -5,6 +5,7 @@ or on other data: the two-batch idea as for a block, without the Kronecker struc
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,6 +30,8 @@ DENSE_BLOCK = "parameters"
 _ON_FIRST = {DENSE_BLOCK: 0}
 # Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
 _KEPT_ROWS = 2**30
+# What their number is kept under, beside them.
+_NUM_BYTES = "number of bytes"
 
 
 def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -40,9 +43,11 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         magnitudes: Pairs that the curvature along them is measured on; None for the same.
     """
     size = sum(block.size for block in problem.blocks)
-    C = torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)
-    seen = sweep_rows(problem, directions, lambda rows: C.addmm_(rows.T, rows))
-    sums = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(C)}, _ON_FIRST)
+    held = {DENSE_BLOCK: torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)}
+    seen = sweep_rows(
+        problem, directions, lambda rows: held[DENSE_BLOCK].addmm_(rows.T, rows), held=held
+    )
+    sums = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(held.pop(DENSE_BLOCK))}, _ON_FIRST)
     found = {key: _eigenpairs(C / seen.num_examples) for key, C in sums.items()}
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
     assert along is not None
@@ -62,7 +67,7 @@ def fit_low_rank(
 
     In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
     the eigenvectors are exact; with more data than that they come from Lanczos iterations, for
-    which every product reads the data again.
+    which every product reads the data again: of these passes nothing is saved to go on with.
 
     Args:
         problem: As `fit_full` takes it.
@@ -71,17 +76,19 @@ def fit_low_rank(
         rank: How many directions, at most; there are no more than Jacobian rows.
     """
     kept: list[Rows] = []
-    num_bytes = 0
+    # A tensor, so that it is saved with the rows.
+    held: dict[str, Any] = {DENSE_BLOCK: kept, _NUM_BYTES: torch.zeros((), dtype=torch.float64)}
 
     def keep(rows: Rows) -> None:
-        nonlocal num_bytes
-        num_bytes += rows.numel() * rows.element_size()
-        if num_bytes <= _KEPT_ROWS:
+        held[_NUM_BYTES] += rows.numel() * rows.element_size()
+        if held[_NUM_BYTES] <= _KEPT_ROWS:
             kept.append(rows)
+        else:
+            kept.clear()
 
-    seen = sweep_rows(problem, directions, keep)
+    seen = sweep_rows(problem, directions, keep, held=held)
     size = sum(block.size for block in problem.blocks)
-    if sum(problem.ranks.exchange(num_bytes)) <= _KEPT_ROWS:
+    if sum(problem.ranks.exchange(float(held[_NUM_BYTES]))) <= _KEPT_ROWS:
         found = _on_first(problem, [_joined(problem, kept, size)], _leading_of_all(problem, rank))
         along, U = found
     else:
@@ -114,7 +121,8 @@ def fit_crossfit_dense(
     seen = Seen(0, 0.0, 0)
     for fold in folds:
         of_fold: list[Rows] = []
-        seen = seen + sweep_rows(problem, fold.pairs, of_fold.append, fold.first)
+        held = {DENSE_BLOCK: of_fold}
+        seen = seen + sweep_rows(problem, fold.pairs, of_fold.append, fold.first, held)
         rows.append(_joined(problem, of_fold, size))
 
     def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,10 +195,13 @@ def _measured(
     problem: Problem, U: Float[Tensor, "parameters k"], batches: Pairs, first: int
 ) -> tuple[Float[Tensor, " k"], Seen]:
     """Curvature of the mean loss along the columns of U."""
-    along = U.new_zeros(U.shape[1])
-    seen = sweep_rows(
-        problem, batches, lambda rows: along.add_((rows @ U.to(rows)).square().sum(0)), first
-    )
+    held = {DENSE_BLOCK: U.new_zeros(U.shape[1])}
+
+    def measure(rows: Rows) -> None:
+        held[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
+
+    seen = sweep_rows(problem, batches, measure, first, held)
+    along = held[DENSE_BLOCK]
     problem.ranks.sum([along])
     return along / seen.num_examples, seen
 

@@ -68,6 +68,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         project_inputs,
         seen.num_examples,
         additive=True,
+        held=[along_G, along_A],
     )
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
@@ -122,7 +123,7 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    seen = sweep(problem, batches, measure, collect, first=first)
+    seen = sweep(problem, batches, measure, collect, first=first, held=[sums])
     check_finite_sums({block: [squares] for block, squares in sums.items()})
     return to_all(problem, sums, shape_of_table), seen
 

@@ -51,19 +51,20 @@ class CurvatureKind:
         return self.name in ("ekfac", "lowrank")
 
     @property
-    def _num_directions(self) -> int | None:
+    def num_directions(self) -> int | None:
+        """Directions of `"lowrank"`, at most; None of the others."""
         return (self.rank or _RANK) if self.name == "lowrank" else None
 
     def fit(self, problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
         """Directions from some data, magnitudes from others, or from the same for None."""
         if self.name == "full":
             return fit_full(problem, directions, magnitudes)
-        if self._num_directions is not None:
-            return fit_low_rank(problem, directions, magnitudes, self._num_directions)
+        if self.num_directions is not None:
+            return fit_low_rank(problem, directions, magnitudes, self.num_directions)
         return FITS[self.name](problem, directions, magnitudes)
 
     def crossfit(self, problem: Problem, data: Pairs, num_folds: int) -> CurvatureFit:
         """Directions from all the data, magnitudes out of fold."""
         if self.is_dense:
-            return fit_crossfit_dense(problem, data, num_folds, self._num_directions)
+            return fit_crossfit_dense(problem, data, num_folds, self.num_directions)
         return fit_crossfit(problem, data, num_folds, self.name)

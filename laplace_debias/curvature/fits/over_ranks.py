@@ -1,6 +1,6 @@
 """Sums of several processes: of each block to one of them, which decomposes it, or to all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ def shape_of_table(block: Block) -> tuple[int, ...]:
 
 
 def owners_of_blocks(problem: Problem) -> dict[Block, int]:
+    """The rank that decomposes each block of a problem; see `owners_by_cost`."""
+    return owners_by_cost(problem.blocks, problem.ranks.size)
+
+
+def owners_by_cost(blocks: Sequence[Block], num_ranks: int) -> dict[Block, int]:
     """The rank that decomposes each block: the longest first, each to the rank with least to do.
 
     A factor of d columns takes d³; a diagonal one nothing.
@@ -51,18 +56,18 @@ def owners_of_blocks(problem: Problem) -> dict[Block, int]:
         Graham (1969), "Bounds on multiprocessing timing anomalies".
     """
     costs = {}
-    for block in problem.blocks:
+    for block in blocks:
         d_out, d_in = block.shape
         of_G = 0 if block.has_diagonal_G else d_out**3
         of_A = 0 if block.has_diagonal_A or block.is_exact else d_in**3
         costs[block] = block.num_groups * (of_G + of_A)
-    loads = [0] * problem.ranks.size
+    loads = [0] * num_ranks
     owners = {}
     for block in sorted(costs, key=lambda block: -costs[block]):
         owner = loads.index(min(loads))
         owners[block] = owner
         loads[owner] += costs[block]
-    return {block: owners[block] for block in problem.blocks}
+    return {block: owners[block] for block in blocks}
 
 
 def to_owners(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks
 from laplace_debias.curvature.layers.stream import Backend
@@ -27,6 +28,7 @@ class Problem:
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
         ranks: The processes that share the data. What a fit sums over examples is summed over them.
+        passes: Its passes over the data, which may be saved as they go.
     """
 
     model: nn.Module
@@ -36,6 +38,7 @@ class Problem:
     factor_dtype: torch.dtype
     memory_bound: int | None
     ranks: Ranks = ALONE
+    passes: Passes = NOT_SAVED
 
     @classmethod
     def of(

@@ -1,11 +1,13 @@
 """Rows of a Jacobian, weighed by the loss: those whose products with themselves are the GGN."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.pass_state import Held
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sums import check_finite_sums
 from laplace_debias.curvature.fits.sweep import sweep
@@ -21,7 +23,11 @@ OfBlock = Float[Tensor, "examples columns d"]
 
 
 def sweep_rows(
-    problem: Problem, batches: Pairs, consume: Callable[[Rows], object], first: int = 0
+    problem: Problem,
+    batches: Pairs,
+    consume: Callable[[Rows], object],
+    first: int = 0,
+    held: dict[str, Any] | None = None,
 ) -> Seen:
     """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
 
@@ -30,6 +36,7 @@ def sweep_rows(
         batches: `(x, y)` pairs on the model's device.
         consume: Takes some rows, in `factor_dtype`.
         first: As `sweep` takes it.
+        held: Where `consume` keeps what it sums, as `sweep` takes it.
 
     Raises:
         ValueError: Naming the block, if a row is not finite.
@@ -41,8 +48,9 @@ def sweep_rows(
             of_block.append(torch.stack(torch.aminmax(part)))
         consume(torch.cat(parts, dim=2).flatten(0, 1).to(problem.factor_dtype))
 
-    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first)
-    check_finite_sums({block: [torch.stack(of)] for block, of in extremes.items() if of})
+    kept: Held | None = None if held is None else [held, extremes]
+    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first, kept)
+    check_finite_sums({block: [torch.cat(of)] for block, of in extremes.items() if of})
     return seen
 
 
@@ -52,6 +60,7 @@ def sweep_parts(
     of_block: Callable[[OfBlock], OfBlock],
     consume: Callable[[list[Tensor]], object],
     first: int = 0,
+    held: Held | None = None,
 ) -> Seen:
     """One pass over data that hands over what is made of the rows of every block.
 
@@ -61,6 +70,7 @@ def sweep_parts(
         of_block: Makes something of one block's part of the rows of some examples, `[b, K, d]`.
         consume: Takes what was made for all blocks, in their order.
         first: As `sweep` takes it.
+        held: As `sweep` takes it.
     """
     parts: dict[Block, Tensor] = {}
 
@@ -80,4 +90,4 @@ def sweep_parts(
             consume(whole)
 
     row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
-    return sweep(problem, batches, measure, collect, first=first, extra_bytes=row_bytes)
+    return sweep(problem, batches, measure, collect, first=first, extra_bytes=row_bytes, held=held)

@@ -18,6 +18,7 @@ from laplace_debias.curvature.fits.over_ranks import (
     shared_bases,
     to_owners,
 )
+from laplace_debias.curvature.fits.pass_state import Held
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
@@ -70,7 +71,10 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         # The sum has the dtype of the first.
         add_to(of_inputs, block, A if block in of_inputs else A.to(problem.factor_dtype))
 
-    seen = sweep(problem, batches, measure, add_gradients, add_inputs, first, additive=True)
+    held: Held = [of_gradients, of_inputs, rows]
+    seen = sweep(
+        problem, batches, measure, add_gradients, add_inputs, first, additive=True, held=held
+    )
     for block in list(rows):
         multiply_kept(block)
     check_finite_sums(

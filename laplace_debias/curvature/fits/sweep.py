@@ -1,21 +1,21 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from laplace_debias.curvature.fits.kept_inputs import ConsumeInputs, KeptInputs
+from laplace_debias.curvature.fits.out_of_memory import is_out_of_memory, out_of_memory
+from laplace_debias.curvature.fits.pass_state import Held
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
@@ -24,12 +24,6 @@ from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.system.memory import MOST_GRANTED, granted
 
-# From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
-ConsumeInputs = Callable[
-    [nn.Module, Block, Sequence[Sequence[Tensor]], Sequence[Masks | None]], None
-]
-# Bytes of layers' inputs that are kept until A is computed from them.
-_MOST_KEPT = 2**30
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
 # leave the processor's cache.
 _SHARE = 4
@@ -45,12 +39,14 @@ def sweep(
     *,
     additive: bool = False,
     extra_bytes: int = 0,
+    held: Held | None = None,
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
 
     A batch is pushed through the network in chunks, to keep the output gradients of all columns
-    within the memory bound. Of several processes each goes through its own batches; what they saw
-    is summed, what was measured is not.
+    within the memory bound. A chunk for which there is not enough memory is run again by halves, as
+    are all that follow, if nothing of it was added yet. Of several processes each goes through its
+    own batches; what they saw is summed, what was measured is not.
 
     Args:
         problem: The network and its blocks.
@@ -64,48 +60,77 @@ def sweep(
             it, so that different data get different labels. `Placed` pairs say the rest.
         additive: Whether measuring one cotangent after the other costs no more than all at once.
         extra_bytes: What is made for every cotangent of an example besides its output gradients.
+        held: Where `consume` and `consume_inputs` keep what they sum, so that the pass can be saved
+            and gone on with: all that they remember from batch to batch. None for a pass of which
+            nothing is saved.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
             or targets do not fit.
+        RuntimeError: If memory runs out for a single example, or where a chunk is partly added.
     """
     network = shadow(problem.model)
     stream = problem.backend(network, problem.blocks)
-    kept = None if consume_inputs is None else _KeptInputs(network, problem.blocks, consume_inputs)
-    num_seen, num_outputs, pace = 0, 0, None
-    nll: Tensor | float = 0.0
+    kept = None if consume_inputs is None else KeptInputs(network, problem.blocks, consume_inputs)
     faults = Faults()
     placed = batches if isinstance(batches, Placed) else Placed(batches)
-    for number, (all_x, all_y) in enumerate(placed, start=1):
-        problem.ranks.check()
-        if pace is None:
-            pace = _pace(problem, all_x, additive, extra_bytes)
-        before = first + placed.place(number - 1, num_seen)
-        for start in range(0, len(all_y), pace.examples):
-            part = slice(start, start + pace.examples)
-            x, y = take(all_x, part), all_y[part]
+    keys = {block.name: block for block in problem.blocks}
+    with problem.passes.begin(held, keys, faults.read) as one_pass:
+        pace = None
+        num_seen, num_outputs = one_pass.num_examples, one_pass.num_outputs
+        nll: Tensor | float = one_pass.nll
+        for number, (all_x, all_y) in enumerate(one_pass.batches(placed), start=1):
+            problem.ranks.check()
+            if pace is None:
+                pace = pace_of(problem, all_x, additive, extra_bytes)
+            if one_pass.skips(all_x, all_y):
+                continue
+            before = first + placed.place(number - 1, num_seen)
+            start = 0
+            while start < len(all_y):
+                part = slice(start, start + pace.examples)
+                x, y = take(all_x, part), all_y[part]
+                before_chunk, consuming = (nll, num_outputs), _Consuming(consume)
 
-            def columns(outputs: Tensor, y: Tensor = y, key: int = before + start) -> Tensor:
-                nonlocal nll, num_outputs
-                check_outputs(outputs)
-                cotangents, value = problem.cotangents(outputs, y, key)
-                nll = nll + value
-                num_outputs += outputs.numel()
-                return cotangents
+                def columns(outputs: Tensor, y: Tensor = y, key: int = before + start) -> Tensor:
+                    nonlocal nll, num_outputs
+                    check_outputs(outputs)
+                    cotangents, value = problem.cotangents(outputs, y, key)
+                    nll = nll + value
+                    num_outputs += outputs.numel()
+                    return cotangents
 
-            # The batches of a list are folds, and not those of the user.
-            with faults.of_batch(None if placed.are_folds else number):
-                moved, keeping = move(x, pace.device, None), measure
-                if kept is not None:
-                    # It asks about what still lies on the CPU there.
-                    masks = pace.positions.find(x, y, before + start)
-                    keeping = kept.and_measure(measure, masks)
-                stream(moved, columns, keeping, consume, pace.columns)
+                failed = None
+                try:
+                    # The batches of a list are folds, and not those of the user.
+                    with faults.of_batch(None if placed.are_folds else number):
+                        moved, keeping = move(x, pace.device, None), measure
+                        if kept is not None:
+                            # It asks about what still lies on the CPU there.
+                            masks = pace.positions.find(x, y, before + start)
+                            keeping = kept.and_measure(measure, masks)
+                        stream(moved, columns, keeping, consuming, pace.columns)
+                except RuntimeError as error:
+                    # Part of a chunk may be in the sums already, and must not be added twice.
+                    if not is_out_of_memory(error):
+                        raise
+                    if consuming.has_begun or len(y) == 1:
+                        raise out_of_memory(len(y), pace.columns, error) from error
+                    failed = len(y)
+                if failed is not None:
+                    # Only here, behind the handler, is what the failed chunk held let go of.
+                    nll, num_outputs = before_chunk
+                    if kept is not None:
+                        kept.forget_chunk()
+                    pace = replace(pace, examples=failed // 2)
+                    continue
                 if kept is not None:
                     kept.hand_over_if_full()
-            num_seen += len(y)
-        if kept is not None:
-            kept.hand_over()
+                num_seen += len(y)
+                start += len(y)
+            if kept is not None:
+                kept.hand_over()
+            one_pass.done(num_seen, nll, num_outputs)
     faults.read()
     of_ranks = problem.ranks.exchange([num_seen, float(nll), num_outputs])
     seen = reduce(operator.add, (Seen(*of_rank) for of_rank in of_ranks))
@@ -114,71 +139,20 @@ def sweep(
     return seen
 
 
-class _KeptInputs:
-    """What goes into the layers of weight blocks, kept until the end of a batch.
+class _Consuming:
+    """A `consume` that knows whether it was called."""
 
-    Args:
-        network: The network that is swept.
-        blocks: The curvature blocks.
-        consume: As `sweep` takes it.
-    """
-
-    def __init__(self, network: nn.Module, blocks: Sequence[Block], consume: ConsumeInputs) -> None:
-        self._network = network
-        self._blocks = [block for block in blocks if not block.is_exact]
+    def __init__(self, consume: Consume) -> None:
         self._consume = consume
-        self._parts: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
-        self._num_bytes = 0
+        self.has_begun = False
 
-    def and_measure(self, measure: Measure, masks: Mapping[str, Masks]) -> Measure:
-        """`measure`, which keeps the inputs of a chunk's blocks on the way.
-
-        Args:
-            measure: What to compute of a block.
-            masks: Which positions take part, of the layers where not all do.
-        """
-        # Further cotangents of the same examples come with the same inputs.
-        fresh = set(self._blocks)
-
-        def keep_and_measure(layer: nn.Module, block: Block, uses: Uses) -> Any:
-            mask = masks.get(block.layer)
-            if block in fresh and not isinstance(uses, CallUses):
-                fresh.discard(block)
-                inputs = [x for x, _ in uses]
-                self._parts.setdefault(block, []).append((inputs, mask))
-                self._num_bytes += sum(x.numel() * x.element_size() for x in inputs)
-            return (
-                measure(layer, block, uses) if mask is None else measure(layer, block, uses, mask)
-            )
-
-        return keep_and_measure
-
-    def hand_over_if_full(self) -> None:
-        """Hand over what is kept if it takes much memory."""
-        if self._num_bytes > _MOST_KEPT:
-            self.hand_over()
-
-    def hand_over(self) -> None:
-        """Hand over what is kept, one block after the other, and forget it."""
-        while self._parts:
-            block, parts = self._parts.popitem()
-            self._consume(self._network.get_submodule(block.layer), block, *_joined(parts))
-        self._num_bytes = 0
-
-
-def _joined(
-    parts: list[tuple[list[Tensor], Masks | None]],
-) -> tuple[list[list[Tensor]], list[Masks | None]]:
-    """The parts of a batch in one, where they are alike."""
-    inputs, masks = [part for part, _ in parts], [mask for _, mask in parts]
-    is_masked = any(mask is not None for mask in masks)
-    if is_masked or len({tuple(x.shape[1:] for x in part) for part in inputs}) > 1:
-        return inputs, masks
-    return [[torch.cat(uses) for uses in zip(*inputs, strict=True)]], [None]
+    def __call__(self, block: Block, measured: Any) -> None:
+        self.has_begun = True
+        self._consume(block, measured)
 
 
 @dataclass(frozen=True)
-class _Pace:
+class Pace:
     """How many examples and cotangents go through the network at once, and what finds padding."""
 
     examples: int
@@ -187,7 +161,7 @@ class _Pace:
     device: torch.device
 
 
-def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pace:
+def pace_of(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> Pace:
     """What fits into the memory bound, found by running one example.
 
     Raises:
@@ -210,7 +184,7 @@ def _pace(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> _Pac
     if additive and tap.one_by_one and problem.backend is HookStream:
         at_once = 1
     examples = bound // (_SHARE * at_once * size)
-    return _Pace(max(1, examples), at_once, positions, device)
+    return Pace(max(1, examples), at_once, positions, device)
 
 
 def _check_columns(columns: int, outputs: Tensor) -> None:

@@ -36,7 +36,7 @@ Uses = LayerUses | CallUses
 Masks = Sequence[Tensor]
 
 # Unfolded activations are made in slices of at most so many numbers.
-_SLICE = 2**22
+SLICE = 2**22
 
 
 def activations(
@@ -190,7 +190,7 @@ def slices(layer: Any, block: Block, x: Tensor, extra: int = 0) -> Iterator[slic
     elif isinstance(layer, TRANSPOSED):
         stride = torch.Size(layer.stride).numel()
         unfolded = x[0, 0].numel() * stride * d_in
-    step = max(1, _SLICE // (unfolded + extra))
+    step = max(1, SLICE // (unfolded + extra))
     for start in range(0, x.shape[0], step):
         yield slice(start, min(start + step, x.shape[0]))
 

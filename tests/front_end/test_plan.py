@@ -1,0 +1,246 @@
+"""A plan: bytes, operations and messages against what a fit holds, computes and refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.fits import costs, sums, sweep
+from laplace_debias.curvature.fits.tracked import TrackedMemory
+from laplace_debias.laplace import planning
+from laplace_debias.system import available
+
+ROOT = Path(__file__).parents[2]
+
+
+class Tokens(nn.Module):
+    """An embedding, a normalisation, two linear layers over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(30, 12)
+        self.norm = nn.LayerNorm(12)
+        self.hidden = nn.Linear(12, 20)
+        self.head = nn.Linear(20, 4)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.norm(self.table(x))).tanh().mean(1))
+
+
+def convolutions():
+    layers = [nn.Conv2d(2, 6, 3, stride=2, groups=2), nn.Tanh(), nn.Conv2d(6, 8, 2, stride=2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4, 5)).eval()
+
+
+def images(n=24, batch=8):
+    data = TensorDataset(torch.randn(n, 2, 9, 9), torch.randint(5, (n,)))
+    return DataLoader(data, batch_size=batch)
+
+
+def tokens(n=24, batch=8):
+    data = TensorDataset(torch.randint(30, (n, 7)), torch.randint(4, (n,)))
+    return DataLoader(data, batch_size=batch)
+
+
+CASES = {"images": (convolutions, images), "tokens": (lambda: Tokens().eval(), tokens)}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    torch.manual_seed(0)
+    model, data = CASES[request.param]
+    return model(), data()
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])
+def test_bytes_of_the_posterior_are_those_of_the_fitted_tensors(case, curvature):
+    model, data = case
+    la = Laplace(model, curvature=curvature)
+    planned = la.plan(data).posterior
+    la.fit(data)
+    held = {la.mean.untyped_storage().data_ptr(): la.mean.nbytes}
+    for block in la.posterior.curvature.blocks.values():
+        parts = [v for v in vars(block).values() if isinstance(v, torch.Tensor)]
+        # An exact block has a 1 for A, and a low rank one number for the rest.
+        for part in parts:
+            if part.numel() > 1:
+                held[id(part)] = part.nbytes
+    small = 64 * len(la.param_names)
+    assert abs(planned - sum(held.values())) <= small
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_bytes_of_the_factors_are_those_of_the_sums(case, curvature, monkeypatch):
+    model, data = case
+    la = Laplace(model, curvature=curvature)
+    found = {}
+    original = sums.check_finite_sums
+
+    def look(of_blocks):
+        found.setdefault("bytes", {b.name: sum(x.nbytes for x in f) for b, f in of_blocks.items()})
+        original(of_blocks)
+
+    monkeypatch.setattr(sums, "check_finite_sums", look)
+    la.fit(data)
+    assert {b.name: b.factors for b in la.plan(data).blocks} == found["bytes"]
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
+    """Of layers for which neither symmetry nor displacements save any."""
+    model, data = case
+    la = Laplace(model, fisher=fisher, backend="hooks")
+    plan = la.plan(data)
+    batches = [next(iter(data))]
+    problem, _, _ = la._problem_of(batches, None)
+    counted = []
+    measured = sums.gradient_factor, sums.input_factor
+
+    def counting(original):
+        def count(*arguments):
+            # torch does not know that a product which is added in place is one.
+            in_place = {torch.ops.aten.addmm_: lambda C, A, B, **_: 2 * A[0] * A[1] * B[1]}
+            with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+                result = original(*arguments)
+            counted.append(counter.get_total_flops())
+            return result
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "gradient_factor", counting(measured[0]))
+        patch.setattr(sums, "input_factor", counting(measured[1]))
+        sums.factor_sums(problem, batches)
+    assert sum(counted) == len(batches[0][1]) * sum(block.factor_flops for block in plan.blocks)
+
+
+@pytest.mark.parametrize("mode", ["full", "debiased", "crossfit"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
+def test_memory_is_near_what_a_fit_holds(curvature, mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 48, 3), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(48 * 64, 10)),
+    ).eval()
+    x, y = torch.randn(24, 3, 12, 12), torch.randint(10, (24,))
+    data = DataLoader(TensorDataset(x, y), batch_size=12)
+    la = Laplace(model, curvature=curvature)
+    la.fit(data, mode)
+    with TrackedMemory() as memory:
+        la.fit(data, mode)
+    assert la.plan(data, mode).peak == pytest.approx(memory.peak, rel=0.35)
+
+
+@pytest.mark.slow
+def test_memory_is_near_what_the_allocator_gave_out():
+    """The table of `python -m benchmarks.plan`, of two test problems."""
+    command = [sys.executable, "-m", "benchmarks.plan", "--only", "allcnn-digits", "wrn101-digits"]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_what_does_not_fit_is_refused_with_what_does(case):
+    model, data = case
+    la = Laplace(model, curvature="full")
+    plan = la.plan(data)
+    plan.check()
+    small = la.plan(data, available=plan.peak - 1)
+    with pytest.raises(ValueError, match=r"takes .* are available.*diag") as error:
+        small.check()
+    # What is named does fit, by a plan of its own.
+    assert 'curvature="diag"' in small.alternatives
+    other = Laplace(model, curvature="diag").plan(data)
+    assert small.alternatives['curvature="diag"'] == other.peak <= plan.peak - 1
+    assert 'params="last_layer"' in str(error.value)
+
+
+def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeypatch):
+    model, data = case
+    la = Laplace(model, curvature="full")
+    needed = la.plan(data).posterior
+    monkeypatch.setattr(planning, "available_memory", lambda device: needed - 1)
+    monkeypatch.setattr(sweep, "sweep", None)
+    with pytest.raises(ValueError, match=r"posterior of curvature='full' .*diag.*Nothing was"):
+        la.fit(data)
+    assert la._fitted is None
+
+
+def test_a_plan_leaves_the_generator_and_the_model(case):
+    model, data = case
+    before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    la = Laplace(model, fisher="mc")
+    la.plan(data, timed=True)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
+    assert la._fitted is None
+
+
+@pytest.mark.parametrize(
+    ("curvature", "mode", "passes"),
+    [
+        *(("kfac", "full", [3]), ("kfac", "mini", [1]), ("kfac", "debiased", [1, 1])),
+        *(("ekfac", "full", [3, 3]), ("ekfac", "crossfit", [1, 1]), ("diag", "debiased", [1])),
+    ],
+)
+def test_as_many_batches_as_a_fit_reads(curvature, mode, passes):
+    torch.manual_seed(0)
+    model, data = convolutions(), images()
+    plan = Laplace(model, curvature=curvature).plan(data, mode, timed=True)
+    assert [of.num_batches for of in plan.passes] == passes
+    assert [of.num_examples for of in plan.passes] == [8 * n for n in passes]
+    assert plan.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"mode": "half"}, ValueError, "Unknown mode"),
+        ({"folds": 2}, ValueError, "crossfit"),
+        ({"available": 0}, ValueError, "positive number of bytes"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        Laplace(convolutions()).plan(images(), **arguments)
+
+
+def test_an_iterator_is_refused():
+    with pytest.raises(TypeError, match="would lose"):
+        Laplace(convolutions()).plan(iter(images()))
+
+
+def test_a_printed_plan_is_aligned_and_complete(case):
+    model, data = case
+    plan = Laplace(model).plan(data)
+    lines = str(plan).splitlines()
+    table = lines[2 : lines.index("", 2)]
+    ends = {line.index(" eigh FLOPs") for line in table[:1]}
+    assert len({len(line) for line in table}) == 1
+    assert ends
+    assert [line.split()[0] for line in table[1:-1]] == Laplace(model).block_names
+    assert len(plan.to_frame()) == len(plan.blocks)
+
+
+def test_available_memory_is_no_more_than_a_container_has(tmp_path):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200\n")
+    assert available._of_group(tmp_path) == 500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available._of_group(tmp_path) is None
+    assert available.available_memory() > 0
+
+
+def test_a_wide_layer_has_no_factor_on_that_side():
+    torch.manual_seed(0)
+    la = Laplace(nn.Sequential(nn.Linear(9000, 3)).eval(), params="weights")
+    data = [(torch.randn(2, 9000), torch.tensor([0, 1]))]
+    (block,) = la.plan(data).blocks
+    assert block.factors == 8 * (9 + 9000)
+    assert block.eigh_flops == costs.EIGH * 27
