@@ -19,4 +19,5 @@ def on_page_content(content: str, **_: object) -> str:
 
 def _rendered(match: re.Match[str]) -> str:
     display = "inline" if match["open"] == "(" else "block"
-    return convert(html.unescape(match["tex"]).strip(), display=display)
+    formula = convert(html.unescape(match["tex"]).strip(), display=display)
+    return f'<{match["tag"]} class="formula">{formula}</{match["tag"]}>'
