@@ -22,7 +22,7 @@ class Settings(SourceSettings):
     Attributes:
         output: The run folder: predictions, metrics, posteriors, pictures and `report.html`.
         from_run: A run folder whose page is drawn again, without computing: `--from RUN`.
-        title: What the page is called; the network's name if empty.
+        title: What the page is called; as the network was named if empty.
         methods: What is compared: `network`, `temperature`, `last-layer`,
             `last-layer-temperature`, `laplace`; all that the data allows if None.
         posteriors: More posteriors, by the name that they get: `--posteriors.NAME '{"curvature":
@@ -104,7 +104,7 @@ def _assessed(settings: Settings, console: Printer) -> RunFolder:
         loaded,
         settings.output,
         methods,
-        title=settings.title,
+        title=settings.title or _named(settings),
         settings=identity_of(settings),
         config=config_of(settings),
         seed=settings.seed,
@@ -113,3 +113,8 @@ def _assessed(settings: Settings, console: Printer) -> RunFolder:
         overwrite=settings.overwrite,
         console=console,
     )
+
+
+def _named(settings: SourceSettings) -> str:
+    """How the options name the network."""
+    return settings.problem or settings.timm or settings.torchvision or settings.model or ""

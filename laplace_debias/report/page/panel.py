@@ -2,7 +2,7 @@
 
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -129,16 +129,28 @@ class Panel:
         name: Of its file; also what makes its inner names the same at each drawing.
         height: In inches.
         heights: Ratios of the heights of its axes, from top to bottom; they share the x-axis.
+        margins: What matplotlib's `subplots_adjust` takes. If None its constrained layout chooses
+            them, which lets low axes collapse, depending on the labels of their ticks.
     """
 
-    def __init__(self, name: str, height: float = 3.2, heights: Sequence[float] = (1,)) -> None:
+    def __init__(
+        self,
+        name: str,
+        height: float = 3.2,
+        heights: Sequence[float] = (1,),
+        margins: Mapping[str, float] | None = None,
+    ) -> None:
         self.name = name
         self._figure = Figure(
             figsize=(WIDTH, height),
             dpi=_UNITS_PER_INCH,
-            layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03),
+            layout=None
+            if margins
+            else ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03),
             facecolor="none",
         )
+        if margins:
+            self._figure.subplots_adjust(**margins)
         grid = self._figure.subplots(
             len(heights), 1, squeeze=False, sharex=True, height_ratios=list(heights)
         )

@@ -17,6 +17,7 @@ from laplace_debias.report.style import INK
 
 _BINS = 15
 _MANY = 10
+_MARGINS = {"left": 0.18, "right": 0.97, "top": 0.97, "bottom": 0.13, "hspace": 0.09}
 _FEWEST_KEPT = 50
 _SHARES = np.linspace(0, 1, 201)[1:]
 
@@ -33,7 +34,7 @@ def reliability(run: Run, look: Look, data: str) -> Picture | None:
     if found is None:
         return None
     bins = _bins(*found)
-    panel = Panel(f"reliability-{data}-{look.key}", 3.9, (3.4, 1))
+    panel = Panel(f"reliability-{data}-{look.key}", 3.9, (3.4, 1), _MARGINS)
     _draw_accuracy(panel.axes[0], bins, look)
     _draw_counts(panel.axes[1], bins, look)
     texts = [
