@@ -1,10 +1,8 @@
 """What the documents say runs."""
 
 import contextlib
-import dataclasses
 import doctest
 import importlib
-import importlib.util
 import os
 import re
 import shlex
@@ -16,7 +14,6 @@ import pytest
 import yaml
 
 from laplace_debias.cli import main
-from laplace_debias.sources import SourceSettings
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
@@ -63,22 +60,21 @@ def test_the_commands_of_the_guide_run(training, tmp_path, monkeypatch):
         assert main([*command[1:], *options, "--progress=false"]) == 0, command
 
 
-def test_options_in_the_guide_exist():
-    lines = [line for block in blocks_of(GUIDE, "text") for line in block.splitlines()]
-    commands = [shlex.split(line) for line in lines if line.startswith("laplace-debias ")]
-    assert {command[1] for command in commands} == {"fit", "tune", "predict", "spectrum"}
-    for _, name, *options in commands:
-        settings = importlib.import_module(f"laplace_debias.commands.{name}").Settings
-        known = {field.name for field in dataclasses.fields(settings)} | {"config"}
-        assert {option[2:] for option in options if option.startswith("--")} <= known
-
-
-def test_the_settings_file_in_the_guide_is_one():
-    (block,) = blocks_of(GUIDE, "yaml")
-    content = yaml.safe_load(block)
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
-    made = SourceSettings(**options | {"checkpoint": Path(content["checkpoint"])})
-    assert made.model_args == {"width": 64}
+@pytest.mark.parametrize("block", blocks_of(GUIDE, "yaml"), ids=["network", "posteriors"])
+def test_settings_files_in_the_guide_are_read(block, tmp_path, capsys):
+    """By `report`, which takes all options of a network and of posteriors."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(block, encoding="utf-8")
+    network = [] if "model:" in block else ["--problem=allcnn-digits", "--checkpoint=net.pt"]
+    with contextlib.suppress(SystemExit):
+        assert main(["report", f"--config={path}", *network, "--print_config"]) == 0
+    read = yaml.safe_load(capsys.readouterr().out)
+    for name, value in yaml.safe_load(block).items():
+        if name == "posteriors":
+            for key, options in value.items():
+                assert read[name][key].items() >= options.items()
+        else:
+            assert read[name] == value
 
 
 COMMANDS_ON_PAGES = sorted(
