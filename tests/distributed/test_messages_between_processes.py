@@ -2,9 +2,13 @@
 
 import pytest
 import rank_tasks as tasks
+import torch
 from torch import nn
 
+from laplace_debias.curvature.fits.costs import message_bytes
+
 NUMBER = 8  # bytes
+SIZE = tasks.SIZE
 RANKS = 3
 
 
@@ -61,6 +65,22 @@ def test_as_many_bytes_as_the_sums_have(processes, curvature, mode):
     assert {name for name, _ in called} == set(expected)
     for collective, numbers in expected.items():
         assert sum(size for name, size in called if name == collective) == NUMBER * numbers
+
+
+@pytest.mark.parametrize(
+    ("curvature", "mode", "folds"),
+    [
+        *((curvature, mode, None) for curvature, mode in EXPECTED),
+        *((curvature, "crossfit", folds) for curvature in ("kfac", "ekfac") for folds in (2, 3)),
+    ],
+)
+def test_a_plan_counts_the_bytes_that_are_sent(processes, curvature, mode, folds):
+    options = {"folds": folds}
+    called = processes.run(RANKS, tasks.count_messages, curvature, mode, 16, "exact", options)[0]
+    la = tasks.laplace(curvature).fit_batches([tasks.a_batch()], num_data=SIZE)
+    planned = message_bytes(la._state.parameters.blocks, curvature, mode, folds or 2, torch.float64)
+    sent = {name: sum(size for of, size in called if of == name) for name, _ in called}
+    assert sent == planned
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])

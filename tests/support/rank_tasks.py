@@ -72,6 +72,11 @@ def loader(size=SIZE, batch=BATCH, **options):
     return DataLoader(data, batch_sampler=ShardedBatches(data, batch, **options))
 
 
+def a_batch():
+    x, y = zip(*(examples()[index] for index in range(4)), strict=True)
+    return torch.stack(x), torch.stack(y)
+
+
 def laplace(curvature="kfac", **options):
     if curvature == "lowrank":
         options["rank"] = 5
@@ -346,7 +351,7 @@ def a_shard_alone(rank):
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "broadcast_object_list")
 
 
-def count_messages(rank, curvature, mode, batch, fisher="exact"):
+def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
     """The collectives that a fit calls, `(name, bytes)`."""
     called = []
     with ExitStack() as stack:
@@ -355,7 +360,7 @@ def count_messages(rank, curvature, mode, batch, fisher="exact"):
             if name in COLLECTIVES:
                 counting = partial(_count, called, name, function)
                 stack.enter_context(mock.patch.object(dist, name, counting))
-        laplace(curvature, fisher=fisher).fit(loader(batch=batch), mode=mode)
+        laplace(curvature, fisher=fisher).fit(loader(batch=batch), mode=mode, **dict(options))
     return called
 
 
