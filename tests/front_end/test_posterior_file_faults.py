@@ -24,7 +24,6 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.commands.network import NetworkSettings
 from laplace_debias.laplace.files.sealed import read_sealed, write_sealed
 from laplace_debias.problems.storage import read_tensors, write_tensors
 from laplace_debias.report.tables import read_csv, write_csv
@@ -664,8 +663,8 @@ def test_commands_refuse_a_bad_output_before_work(
     def work(*_):
         raise AssertionError("work was done")
 
-    monkeypatch.setattr(NetworkSettings, "load", work)
-    monkeypatch.setattr("laplace_debias.commands.train.train", work)
+    for place in ("fit.load", "tune.load", "train.train"):
+        monkeypatch.setattr(f"laplace_debias.commands.{place}", work)
     output = tmp_path if what == "folder" else path / "posterior"
     posterior = [f"--posterior={path}", "--method=marglik"] if command == "tune" else []
     options = ["--problem=allcnn-digits", f"--output={output}", "--overwrite", *posterior]
@@ -674,7 +673,7 @@ def test_commands_refuse_a_bad_output_before_work(
 
 
 def test_tune_refuses_a_damaged_posterior_before_work(path, capsys, monkeypatch):
-    monkeypatch.delattr(NetworkSettings, "load")
+    monkeypatch.delattr("laplace_debias.commands.tune.load")
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["tune", "--problem=allcnn-digits", f"--posterior={path}"]) == 2
     assert "damaged" in one_line(capsys)

@@ -65,7 +65,7 @@ def test_every_class_is_tested():
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "expected"), cases(), ids=[kind.__name__ for kind, *_ in cases()]
+    ("kind", "arguments", "expected"), list(cases()), ids=[kind.__name__ for kind, *_ in cases()]
 )
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_batches_and_resets(kind, arguments, expected):
