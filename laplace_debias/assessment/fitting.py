@@ -53,18 +53,20 @@ def fitted(loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: i
     )
     batches = loaded.train
     if choice.fit_examples is not None:
-        batches = _first(loaded, choice.fit_examples, _BATCHES.get(choice.mode))
+        times = _BATCHES.get(choice.mode)
+        batches = _first(loaded, choice.fit_examples, times, choice.or_fewer)
     generator = torch.Generator().manual_seed(seed)
     return la.fit(batches, choice.mode, num_data=loaded.num_train, generator=generator)
 
 
-def _first(loaded: Loaded, number: int, times: int | None) -> Batches:
+def _first(loaded: Loaded, number: int, times: int | None, or_fewer: bool) -> Batches:
     """The first training examples, whose order mixes the classes.
 
     Args:
         loaded: Has them.
         number: How many in all, or in a batch.
         times: How many batches of them; None to leave the batches as they come.
+        or_fewer: Whether all are taken where there are not as many.
 
     Raises:
         ValueError: If there are not as many.
@@ -78,7 +80,9 @@ def _first(loaded: Loaded, number: int, times: int | None) -> Batches:
         missing -= size
         if not missing:
             break
-    if missing:
+    if missing and or_fewer:
+        number, wanted = (wanted - missing) // (times or 1), wanted - missing
+    elif missing:
         raise ValueError(
             f"the fit is to see {wanted} training examples, and the training data holds "
             f"{wanted - missing}: lower fit_examples"
@@ -86,7 +90,7 @@ def _first(loaded: Loaded, number: int, times: int | None) -> Batches:
     if times is None:
         return pairs
     x, y = _joined(pairs)
-    parts = [slice(start, start + number) for start in range(0, wanted, number)]
+    parts = [slice(part * number, (part + 1) * number) for part in range(times)]
     return [(take(x, part), y[part]) for part in parts]
 
 

@@ -25,6 +25,7 @@ class PosteriorChoice:
         fit_examples: How many training examples it is fitted to; with `mode="full"` chosen at
             random to stand for all, otherwise the size of a batch. None for all, or for the
             loader's batches.
+        or_fewer: Whether all training examples are taken where there are not as many.
         path: A file of `Laplace.save`, which is used as it is: neither fitted nor tuned. The others
             are left at their defaults then.
 
@@ -40,6 +41,7 @@ class PosteriorChoice:
     rank: int | None = None
     mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
     fit_examples: int | None = None
+    or_fewer: bool = False
     path: Path | None = None
 
     def __post_init__(self) -> None:
@@ -141,10 +143,10 @@ LAPLACE = Method(
     key="laplace",
     label="Laplace, all parameters",
     describes=(
-        "A Laplace approximation (K-FAC) over all parameters, cross-fitted on 512 training "
+        "A Laplace approximation (K-FAC) over all parameters, cross-fitted on at most 512 training "
         "examples."
     ),
-    posterior=PosteriorChoice(mode="crossfit", fit_examples=512),
+    posterior=PosteriorChoice(mode="crossfit", fit_examples=512, or_fewer=True),
     examples=300,
 )
 

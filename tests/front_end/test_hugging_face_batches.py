@@ -108,7 +108,7 @@ def test_the_loss_is_the_models_own(name):
     loss = own_loss(model, batch)
     torch.testing.assert_close(la._fitted.nll, loss * int(counted.sum()), rtol=1e-6, atol=0)
     map_nll = la.evaluate([batch], method="map")["nll"]
-    torch.testing.assert_close(map_nll, loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(float(map_nll), loss, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BartForCausalLM"])

@@ -97,7 +97,7 @@ def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
     model, data = case
     la = Laplace(model, fisher=fisher, backend="hooks")
     plan = la.plan(data)
-    batches = [next(iter(data))]
+    batches = [tuple(next(iter(data)))]
     problem, _, _ = la._problem_of(batches, None)
     counted = []
     measured = sums.gradient_factor, sums.input_factor
