@@ -157,15 +157,19 @@ def test_a_fit_to_more_examples_than_there_are_is_refused(tmp_path):
         assess(loaded, tmp_path / "run", (NETWORK, method))
 
 
-@pytest.mark.parametrize("mode", ["full", "mini", "crossfit"])
-def test_fits_see_the_first_examples(mode, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "asked", "seen"),
+    [("full", 70, 70), ("mini", 70, 70), ("crossfit", 70, 70), ("crossfit", 512, 200)],
+)
+def test_fits_see_the_first_examples(mode, asked, seen, tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
-    choice = PosteriorChoice(params="last_layer", mode=mode, fit_examples=70)
+    or_fewer = asked > seen
+    choice = PosteriorChoice(params="last_layer", mode=mode, fit_examples=asked, or_fewer=or_fewer)
     method = Method(key="mine", label="Mine", describes="", posterior=choice)
     folder = assess(loaded, tmp_path / "run", (NETWORK, method), num_resamples=2)
     x, y = joined(loaded.train)
     expected = Laplace(loaded.model, params="last_layer")
-    expected.fit([(x[:70], y[:70])], mode=mode, num_data=200)
+    expected.fit([(x[:seen], y[:seen])], mode=mode, num_data=200)
     found = Laplace.load(folder.posterior("mine"), loaded.model)
     for ours, theirs in zip(
         found.posterior.curvature.blocks.values(),
