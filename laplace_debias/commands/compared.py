@@ -89,8 +89,8 @@ def tell(folder: RunFolder, console: Printer) -> None:
 
 def _width(rows: Sequence[Mapping[str, str]]) -> int:
     """Columns of a terminal that a table of one line a row takes."""
-    names = {name: None for row in rows for name in row}
-    return 1 + sum(
-        3 + max(*map(len, name.split("\n")), *(len(row.get(name, "")) for row in rows))
-        for name in names
-    )
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        for name, text in row.items():
+            texts.setdefault(name, name.split("\n")).append(text)
+    return 2 + sum(2 + max(map(len, column)) for column in texts.values())
