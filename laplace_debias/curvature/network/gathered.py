@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from torch import nn
 
 from laplace_debias.curvature.network import split_model
-from laplace_debias.curvature.network.split_model import is_split, local_part
+from laplace_debias.curvature.network.split_model import is_split
 from laplace_debias.system.ranks import Ranks, all_within, current
 from laplace_debias.system.threads import Lock
 
@@ -141,7 +141,6 @@ def without_split(model: nn.Module) -> nn.Module:
     held = _HELD.get(id(model))
     if held is not None:
         return held.twin
-    split_model.bring_to_rest(model)
     return split_model.twin(model, split_model.outline)
 
 
@@ -149,7 +148,6 @@ def with_own_values(model: nn.Module) -> nn.Module:
     """As `without_split`, but with this process's shards where the model is not gathered."""
     if not is_split(model) or id(model) in _HELD:
         return without_split(model)
-    split_model.bring_to_rest(model)
     return split_model.twin(model, split_model.own_shard)
 
 
@@ -157,7 +155,6 @@ def with_own_parameters(model: nn.Module) -> nn.Module:
     """The model without `fully_shard`, with the parameters that it has, split or not."""
     if not is_split(model):
         return model
-    split_model.bring_to_rest(model)
     return split_model.twin(model, lambda parameter: parameter)
 
 
@@ -191,8 +188,7 @@ def _gather(model: nn.Module) -> nn.Module:
 
 
 def _marks(model: nn.Module) -> list[tuple[int, int]]:
-    split_model.bring_to_rest(model)
-    parts = [local_part(parameter) for parameter in model.parameters()]
+    parts = split_model.shards(model)
     return [(part.data_ptr(), part._version) for part in parts]
 
 

@@ -53,11 +53,17 @@ def local_part(tensor: Tensor) -> Tensor:
 def bring_to_rest(model: nn.Module) -> None:
     """Split what a forward pass has left whole, as torch does before it makes a state_dict.
 
-    Parameters that are whole between a forward pass and the next are stale copies after a step of
-    the optimiser; the shards are what counts.
+    What is whole between a forward pass and the next is stale after a step of the optimiser; the
+    shards are what counts. All processes have to do it: the next forward pass gathers it again.
     """
     for _, module in split_modules(model):
         module.reshard()
+
+
+def shards(model: nn.Module) -> list[Tensor]:
+    """This process's shards, in memory that is the model's, at rest or not."""
+    parameters = (p for _, m in split_modules(model) for g in _groups(m) for p in g.fsdp_params)
+    return [local_part(parameter.sharded_param) for parameter in parameters]
 
 
 def check_gatherable(model: nn.Module, num_ranks: int) -> None:
@@ -91,7 +97,7 @@ def twin(model: nn.Module, of: Callable[[nn.Parameter], nn.Parameter]) -> nn.Mod
     are not split are the model's own. Nothing of the model is touched.
 
     Args:
-        model: A split model, at rest.
+        model: A split model.
         of: The parameter in place of a split one.
 
     Raises:
@@ -172,17 +178,24 @@ def _without_fsdp(state: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _groups(module: Any) -> list[Any]:
+    """What torch knows of the parameters that it gathers for a module, and has no public name."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.15
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
+
+
 def _unfit_policy(module: Any) -> str | None:
     """Why whole parameters are not what a module computes with; None if they are."""
-    # torch has no public name for the policies that fully_shard was given.
-    state = module._get_fsdp_state()
-    for group in state._fsdp_param_groups:
+    for group in _groups(module):
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
             return "is offloaded to the CPU (offload_policy=CPUOffloadPolicy())"
         for parameter in group.fsdp_params:
             dtype = parameter.sharded_param.dtype
-            casts = (parameter.mp_policy.param_dtype, state._mp_policy.output_dtype)
-            for cast in casts:
+            policy = parameter.mp_policy
+            for cast in (policy.param_dtype, policy.output_dtype):
                 if cast not in (None, dtype):
                     return (
                         f"computes in {cast} with parameters in {dtype} "
