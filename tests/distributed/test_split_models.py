@@ -108,7 +108,7 @@ def test_every_split_parameter_is_gathered_once_a_call_and_never_for_a_batch(pro
     for found in (*few, *many):
         num_split = found.pop("split")
         assert num_split == 10
-        of_calls = {name: num_split for name in ("fit", "predict", "evaluate")}
+        of_calls = dict.fromkeys(("fit", "predict", "evaluate"), num_split)
         assert found == {**of_calls, "construction": 0, "names": 0}
 
 

@@ -97,7 +97,7 @@ def quadratic(rank):
     return {"value": q.value, "gradient": q.gradient, "step": q.newton_step("exact", damping=0.1)}
 
 
-# --------------------------------------------------------------------- the user's model is untouched
+# ------------------------------------------------------------- the user's model is untouched
 
 
 def train(net, optimizer):
