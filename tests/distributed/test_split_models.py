@@ -48,7 +48,8 @@ def test_a_split_model_has_the_posterior_of_the_plain_one(processes, num_ranks, 
 def test_a_split_model_is_tuned_and_evaluated(processes):
     expected = split_tasks.tune_and_evaluate(0, False)
     for found in processes.run(3, split_tasks.tune_and_evaluate, True):
-        check(found, expected, but=("kinds",))
+        # torchmetrics has bins of the calibration error in single precision.
+        check(found, expected, but=("kinds", "ece", "mce"))
 
 
 def test_files_of_split_models_are_those_of_plain_ones(processes, tmp_path):

@@ -117,7 +117,14 @@ def looks(net):
         local = p.to_local() if isinstance(p, DTensor) else p
         place = (type(p).__name__, str(getattr(p, "placements", None)), id(p), local.data_ptr())
         grad = None if p.grad is None else p.grad.to_local().clone()
-        tensors[name] = (*place, local._version, p.requires_grad, local.detach().clone(), grad)
+        tensors[name] = (
+            *place,
+            p._version,
+            local._version,
+            p.requires_grad,
+            local.detach().clone(),
+            grad,
+        )
     modules = {}
     for path, m in net.named_modules():
         hooks = [list(value) for key, value in vars(m).items() if "hooks" in key]
@@ -244,9 +251,11 @@ def predict_within(rank):
     net, plain = split(), tasks.network()
     la, of_plain = (Laplace(model).fit(tasks.loader()) for model in (net, plain))
     x, _ = tasks.examples(7)[:]
-    with gathered(net), CommDebugMode() as messages:
+    with gathered(net):
         found = torch.cat([la.predict(part).probs for part in x.split(1 + rank)])
-        loaded = la.sample(1, tasks.generator(0))
+        with CommDebugMode() as messages:
+            la.predict(x)
+            loaded = la.sample(1, tasks.generator(0))
     assert messages.get_total_counts() == 0
     expected = torch.cat([of_plain.predict(part).probs for part in x.split(1 + rank)])
     assert torch.equal(loaded, of_plain.sample(1, tasks.generator(0)))
@@ -286,7 +295,9 @@ def with_sums_in_half_precision(rank):
 
 
 def offloaded(rank):
-    net = fully_shard(tasks.network(), mesh=mesh(), offload_policy=CPUOffloadPolicy())
+    net = fully_shard(
+        tasks.network(), mesh=mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
     return _fit(net)
 
 

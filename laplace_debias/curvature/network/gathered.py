@@ -34,7 +34,7 @@ class _Held:
 
     model: nn.Module
     twin: nn.Module
-    marks: list[tuple[int, int]]
+    marks: list[tuple[int, int, int]]
     users: int = 0
 
     def check(self) -> None:
@@ -43,7 +43,7 @@ class _Held:
         Raises:
             RuntimeError: Otherwise.
         """
-        if _marks(self.model) != self.marks:
+        if split_model.marks(self.model) != self.marks:
             raise RuntimeError(
                 "The model's parameters have changed since they were gathered: leave "
                 "`gathered(model)` before you change them, and enter it again."
@@ -93,7 +93,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     held = None
     try:
         with _LOCK:
-            found = _HELD.get(id(model)) or _Held(model, _gather(model), _marks(model))
+            found = _HELD.get(id(model)) or _Held(model, _gather(model), split_model.marks(model))
             found.check()
             _HELD[id(model)] = held = found
             held.users += 1
@@ -185,11 +185,6 @@ def on_all_ranks(model: nn.Module) -> Iterator[None]:
 def _gather(model: nn.Module) -> nn.Module:
     with on_all_ranks(model), current().explained():
         return split_model.twin(model, split_model.whole)
-
-
-def _marks(model: nn.Module) -> list[tuple[int, int]]:
-    parts = split_model.shards(model)
-    return [(part.data_ptr(), part._version) for part in parts]
 
 
 def _check_alike(ranks: Ranks, model: nn.Module) -> None:

@@ -60,10 +60,17 @@ def bring_to_rest(model: nn.Module) -> None:
         module.reshard()
 
 
-def shards(model: nn.Module) -> list[Tensor]:
-    """This process's shards, in memory that is the model's, at rest or not."""
-    parameters = (p for _, m in split_modules(model) for g in _groups(m) for p in g.fsdp_params)
-    return [local_part(parameter.sharded_param) for parameter in parameters]
+def marks(model: nn.Module) -> list[tuple[int, int, int]]:
+    """Where this process's shards lie and how often they were changed, at rest or not."""
+    found = []
+    for _, module in split_modules(model):
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                shard = parameter.sharded_param
+                local = local_part(shard)
+                # torch counts some changes of a DTensor itself, and some of what it wraps.
+                found.append((local.data_ptr(), local._version, shard._version))
+    return found
 
 
 def check_gatherable(model: nn.Module, num_ranks: int) -> None:

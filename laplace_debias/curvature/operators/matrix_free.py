@@ -276,7 +276,6 @@ class Fisher(CurvatureOperator):
             seed = int(torch.randint(2**62, (), generator=generator, device=device))
             self._seed = self._agreed(seed)
 
-    @over_whole_model(lambda self, model, *_, **__: model)
     @together("a curvature operator's construction")
     def _agreed(self, seed: int) -> int:
         """The seed of rank 0."""
