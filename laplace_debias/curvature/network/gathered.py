@@ -107,7 +107,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def over_whole_model(
-    of: Callable[P, nn.Module],
+    of: Callable[..., nn.Module],
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """A function within which a model is gathered.
 

@@ -46,8 +46,9 @@ def is_shard(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process has of a tensor: its shard, or all of one that is not split."""
+    shard: Any = tensor
     with torch.no_grad():
-        return tensor.to_local() if is_shard(tensor) else tensor.detach()  # type: ignore[operator]
+        return shard.to_local() if is_shard(tensor) else tensor.detach()
 
 
 def bring_to_rest(model: nn.Module) -> None:
@@ -122,7 +123,7 @@ def twin(model: nn.Module, of: Callable[[nn.Parameter], nn.Parameter]) -> nn.Mod
         memo[id(module)] = memo[id(_innermost(module))]
     try:
         for module in copied:
-            state = copy.deepcopy(_without_fsdp(module.__getstate__()), memo)  # type: ignore[no-untyped-call]
+            state = copy.deepcopy(_without_fsdp(module.__getstate__()), memo)
             memo[id(module)].__setstate__(state)
             drop_caches(module, memo[id(module)])
     # Whatever a module's attributes raise when they are copied.
