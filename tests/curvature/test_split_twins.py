@@ -1,5 +1,8 @@
 """The twin of a model that `fully_shard` has split computes what the model computes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -124,6 +127,17 @@ def test_a_twin_is_in_memory_of_its_own_and_let_go(mesh):
         assert unwrapped(model).a.weight is weight
         assert weight.untyped_storage().data_ptr() != model.a.weight.to_local().data_ptr()
     assert unwrapped(model).a.weight.isnan().all()
+
+
+def test_a_fit_keeps_nothing_of_the_whole_model(mesh):
+    model = split(Tied, mesh)
+    la = Laplace(model, params=["b.bias"])
+    with gathered(model):
+        twin = weakref.ref(unwrapped(model).a.weight)
+        la.fit([(X, torch.tensor([0, 1, 2, 3, 0]))], num_data=5).predict(X)
+        assert twin() is not None
+    gc.collect()
+    assert twin() is None
 
 
 def test_parameters_are_selected_by_either_name_where_parts_are_compiled(mesh):
