@@ -34,7 +34,7 @@ class _Held:
 
     model: nn.Module
     twin: nn.Module
-    marks: list[tuple[int, int, int]]
+    marks: list[tuple[int, ...]]
     users: int = 0
 
     def check(self) -> None:

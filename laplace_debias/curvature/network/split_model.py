@@ -61,7 +61,7 @@ def bring_to_rest(model: nn.Module) -> None:
         module.reshard()
 
 
-def marks(model: nn.Module) -> list[tuple[int, int, int]]:
+def marks(model: nn.Module) -> list[tuple[int, ...]]:
     """Where this process's shards lie and how often they were changed, at rest or not."""
     found = []
     for _, module in split_modules(model):
@@ -70,7 +70,9 @@ def marks(model: nn.Module) -> list[tuple[int, int, int]]:
                 shard = parameter.sharded_param
                 local = local_part(shard)
                 # torch counts some changes of a DTensor itself, and some of what it wraps.
-                found.append((local.data_ptr(), local._version, shard._version))
+                # Of tensors that were made under inference mode it counts none.
+                versions = [0 if x.is_inference() else x._version for x in (local, shard)]
+                found.append((local.data_ptr(), *versions))
     return found
 
 
