@@ -121,6 +121,18 @@ def test_within_gathered_each_process_predicts_on_its_own(processes):
         assert "leave `gathered(model)` before you change them" in found["error"]
 
 
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_gathers_is_named(processes):
+    try:
+        processes.start(3, split_tasks.be_killed, 2)
+        for rank in (0, 1):
+            kind, message = processes.result(rank)
+            assert kind == "RankError"
+            assert message.startswith("Rank 2 is gone"), message
+    finally:
+        processes.close()
+
+
 @pytest.mark.parametrize(
     ("task", "kind", "parts"),
     [

@@ -1,6 +1,9 @@
 """What the processes of `processes.py` do with models that `fully_shard` has split."""
 
+import os
+import signal
 from contextlib import suppress
+from unittest import mock
 
 import rank_tasks as tasks
 import torch
@@ -13,7 +16,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader
 
 from laplace_debias import Laplace, Quadratic, ShardedBatches, alone, gathered
+from laplace_debias.curvature.network import split_model
 from laplace_debias.optim import DebiasedHessianFree
+from laplace_debias.system import agreement
 
 
 def mesh():
@@ -270,6 +275,21 @@ def predict_within(rank):
         except RuntimeError as told:
             error = str(told)
     return {"found": found, "expected": expected, "error": error}
+
+
+def be_killed(rank, which):
+    """A process that is killed after it has gathered half of the parameters."""
+    agreement.SILENCE = 5.0
+    whole, seen = split_model.whole, []
+
+    def deadly(parameter):
+        seen.append(parameter)
+        if rank == which and len(seen) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(parameter)
+
+    with mock.patch.object(split_model, "whole", deadly):
+        return _fit(split())
 
 
 # ------------------------------------------------------------------------------- what is refused
