@@ -62,7 +62,13 @@ def test_files_of_split_models_are_those_of_plain_ones(processes, tmp_path):
             check(found, expected)
 
 
-@pytest.mark.parametrize("name", tasks.OPERATORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("ggn", "kfac") else pytest.mark.slow)
+        for name in tasks.OPERATORS
+    ],
+)
 def test_operators_of_a_split_model(processes, name):
     A = tasks.operator(name, tasks.loader())
     V = torch.randn(A.shape[0], 3, generator=tasks.generator(4), dtype=torch.float64)
