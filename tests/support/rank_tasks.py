@@ -353,6 +353,12 @@ COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "bro
 
 def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
     """The collectives that a fit calls, `(name, bytes)`."""
+    la, data = laplace(curvature, fisher=fisher), loader(batch=batch)
+    return messages_of(lambda: la.fit(data, mode=mode, **dict(options)))
+
+
+def messages_of(call):
+    """The collectives that a call makes, `(name, bytes)`."""
     called = []
     with ExitStack() as stack:
         for name in dir(dist):
@@ -360,7 +366,7 @@ def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
             if name in COLLECTIVES:
                 counting = partial(_count, called, name, function)
                 stack.enter_context(mock.patch.object(dist, name, counting))
-        laplace(curvature, fisher=fisher).fit(loader(batch=batch), mode=mode, **dict(options))
+        call()
     return called
 
 
