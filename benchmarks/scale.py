@@ -204,9 +204,9 @@ multiplication are two operations; numbers of factors are in double precision.
 | magnitudes, to the owners, EKFAC and diagonal | gde |
 | largest curvature, to all | 1 |
 
-With `replicate=True` K-FAC's eigenbases go to all, too, and magnitudes to all instead of the owners.
-No message is sent for a batch. On a side of more than 8,192 the factor is diagonal: d or e numbers
-instead of their squares, and no eigendecomposition.
+With `replicate=True` K-FAC's eigenbases go to all, too, and magnitudes to all instead of the
+owners. No message is sent for a batch. On a side of more than 8,192 the factor is diagonal: d or e
+numbers instead of their squares, and no eigendecomposition.
 
 ## Calls on a sharded posterior
 
@@ -215,13 +215,13 @@ outputs of each, P prior precisions, S samples and D parameters:
 
 | call | messages | numbers |
 |---|---|---|
-| `functional`, `predict`, `predict_grid` | one sum | PBM² covariances, or PBM variances where these will do |
+| `functional`, `predict`, `predict_grid` | one sum | PBM², or PBM where variances will do |
 | `functional(joint=True)` | one sum | B²M² |
 | `sample`, `"glm-mc"`, `"nn"` | one sum; the state of rank 0's generator | SD; 5 KB |
 | `"glm"` with `samples` | one sum; the state of rank 0's generator | BM²; 5 KB |
 | `log_marginal_likelihood` | one sum | 2 a block |
 | `tune(method="marglik")` | one sum for each value tried | 2 a block, with `per=` 1 besides |
-| `tune`, `evaluate` on data | for each process's part of a batch: its inputs to all, one sum | as `predict_grid`, `predict` |
+| `tune`, `evaluate` on data | a part of a batch: its inputs to all, one sum | as `predict_grid` |
 | product with the precision, covariance or curvature | one sum | D a column |
 | `save` | a message for each tensor that rank 0 does not hold | all blocks, once |
 | `gather` | buckets of 64 MiB | all blocks, once |
@@ -237,8 +237,8 @@ _END = """## What these figures leave out
 They are counts, not measurements. Operations of attention, of norms and of activations are not in
 them, and neither are embeddings and the language model's head. Only one machine with two cores was
 at hand, so nothing is said about speed-up. Every process holds the factors of all blocks during a
-pass, and its own blocks' posterior after it. A fit in groups of blocks does not exist yet: where the
-bytes on each are more than a GPU has, take fewer parameters (`params=`), or `curvature="diag"`.
+pass, and its own blocks' posterior after it. A fit in groups of blocks does not exist yet: where
+the bytes on each are more than a GPU has, take fewer parameters (`params=`), or `curvature="diag"`.
 """
 
 

@@ -190,7 +190,6 @@ def test_a_gathered_posterior_works_on_each_process_alone(processes):
         ("other_request", "ValueError", ["Ranks [1] ask for other inputs, outputs"]),
         ("other_prior", "ValueError", ["Rank 1 has another prior precision"]),
         ("other_vector", "ValueError", ["Ranks [1] multiply another vector"]),
-        ("nan", "ValueError", ["NaN"]),
         ("other_call", "RankError", ["rank 0 in predict", "rank 1 in sample"]),
         ("export", "NotImplementedError", ["la.gather()"]),
         ("changed", "RuntimeError", ["changed since the fit"]),

@@ -265,10 +265,6 @@ def _other_vector(la, rank):
     return la.posterior.covariance @ (la.mean + rank)
 
 
-def _nan(la, rank):
-    la.predict(inputs() * (float("nan") if rank else 1.0))
-
-
 def _other_call(la, rank):
     return la.sample(1) if rank else la.predict(inputs())
 
@@ -297,7 +293,7 @@ FAULTS = {
     fault.__name__.strip("_"): fault
     for fault in (
         *(_alone, _other_inputs, _other_request, _other_prior, _other_vector),
-        *(_nan, _other_call, _export, _changed, _no_folder, _one_block),
+        *(_other_call, _export, _changed, _no_folder, _one_block),
     )
 }
 
