@@ -7,7 +7,7 @@ all.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,31 +24,20 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-class _HasPosteriors(Protocol):
-    """What has fitted posteriors, none before a fit."""
-
-    @property
-    def _posteriors(self) -> Sequence[GaussianPosterior]: ...
-
-
-Holder = TypeVar("Holder", bound=_HasPosteriors)
-
-
-def on_all_ranks(
-    what: str,
-) -> Callable[[Callable[Concatenate[Holder, P], Result]], Callable[Concatenate[Holder, P], Result]]:
+def on_all_ranks(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """A method that all processes call where the posterior is sharded; of a whole one as it is.
+
+    Its object gives its posteriors by `_posteriors`, none before a fit.
 
     Args:
         what: What messages call it.
     """
 
-    def decorate(
-        method: Callable[Concatenate[Holder, P], Result],
-    ) -> Callable[Concatenate[Holder, P], Result]:
+    def decorate(method: Callable[P, Result]) -> Callable[P, Result]:
         @functools.wraps(method)
-        def called(holder: Holder, *args: P.args, **kwargs: P.kwargs) -> Result:
-            return run_together(what, holder._posteriors, lambda: method(holder, *args, **kwargs))
+        def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+            of_posteriors: Any = args[0]
+            return run_together(what, of_posteriors._posteriors, lambda: method(*args, **kwargs))
 
         return called
 
