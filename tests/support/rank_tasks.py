@@ -143,8 +143,8 @@ def quadratic(rank):
     return {"value": q.value, "gradient": q.gradient, "step": q.newton_step("exact", damping=0.1)}
 
 
-def tune_and_evaluate(rank, metric, size=SIZE):
-    la = laplace().fit(loader(size))
+def tune_and_evaluate(rank, metric, size=SIZE, replicate=False):
+    la = laplace().fit(loader(size), replicate=replicate)
     tuned = la.tune(loader(size), metric=metric, grid=[0.01, 1.0, 100.0])
     report = la.evaluate(loader(size), ood={"shifted": shifted(size)})
     la.tune(method="marglik")

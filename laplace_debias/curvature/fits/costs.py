@@ -102,6 +102,8 @@ def _posterior_of(block: Block, curvature: str) -> int:
     if curvature == "diag":
         return block.size
     G, A = sides(block)
+    # The one direction of an exact block's inputs, of each group.
+    A = block.num_groups if block.is_exact else A
     # Of a diagonal factor the directions are the coordinate axes, which are not stored.
     return block.size + (0 if block.has_diagonal_G else G) + (0 if block.has_diagonal_A else A)
 
