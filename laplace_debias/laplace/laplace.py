@@ -653,7 +653,7 @@ class Laplace:
         check_resumable(folder, current(), self._settings.fisher.kind, generator, *read)
 
     def _problem_of(
-        self, data: Batches, generator: torch.Generator | None, replicate: bool
+        self, data: Batches, generator: torch.Generator | None, replicate: bool = False
     ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
         """What is fitted, as the first batch of some data tells."""
         problem = self._settings.problem(_plain(self.model), self.likelihood, generator)
