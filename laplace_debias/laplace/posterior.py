@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from laplace_debias.curvature.fits.sharded_blocks import Elsewhere, ShardedBlocks
 from laplace_debias.laplace.posterior_range import (
@@ -18,6 +17,7 @@ from laplace_debias.laplace.posterior_range import (
     largest_curvatures,
     squared_norm,
 )
+from laplace_debias.laplace.sharded_log_det import ShardedLogDet
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -233,7 +233,7 @@ class GaussianPosterior:
         deltas = self._deltas() if prior_precision is None else prior_precision
         deltas = deltas.double().expand(len(self.curvature.blocks))
         if self.is_sharded:
-            return _ShardedLogDet.apply(deltas, self)
+            return ShardedLogDet.apply(deltas, self.curvature, self.data_weight)
         terms = []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
             assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
@@ -261,36 +261,6 @@ class GaussianPosterior:
         mean = mean if self.order is None else mean[self.order]
         parts = mean.split(self.curvature.sizes)
         return torch.stack([part.double().square().sum() for part in parts])
-
-
-class _ShardedLogDet(torch.autograd.Function):
-    """log det P of a sharded posterior, with its slope in every block's δ: one sum for both."""
-
-    @staticmethod
-    def forward(ctx: Any, deltas: Tensor, posterior: GaussianPosterior) -> Tensor:
-        """Each process adds its blocks.
-
-        Args:
-            ctx: Where the slopes are kept.
-            deltas: δ of every block, float64.
-            posterior: The posterior.
-        """
-        table = deltas.new_zeros(2, len(deltas))
-        for index, block in enumerate(posterior.curvature.blocks.values()):
-            if isinstance(block, EigenKronecker):
-                precisions = posterior.data_weight * block.magnitudes.double() + deltas[index]
-                table[0, index] = precisions.log().sum()
-                table[1, index] = precisions.reciprocal().sum()
-        values, slopes = posterior.summed(table)
-        ctx.save_for_backward(slopes)
-        return values.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The slopes times what comes in."""
-        (slopes,) = ctx.saved_tensors
-        return gradient * slopes, None
 
 
 def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:
