@@ -38,7 +38,13 @@ def test_every_call_gives_what_one_process_gives(processes, num_ranks, curvature
 @pytest.mark.parametrize("curvature", [*CURVATURES, "lowrank", "full"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_call_of_every_curvature_and_mode(processes, num_ranks, curvature, mode):
-    check_all(processes, num_ranks, tasks.calls, curvature, mode)
+    expected = tasks.calls(0, curvature, mode)
+    # Noise is drawn in the eigenbasis, and rounding chooses that of the whole matrix's null space:
+    # on other processes the same posterior has other draws.
+    draws = ("sample", "nn", "glm-mc") if curvature == "full" else ()
+    expected = {name: value for name, value in expected.items() if name not in draws}
+    for found in processes.run(num_ranks, tasks.calls, curvature, mode):
+        check({name: found[name] for name in expected}, expected)
 
 
 def test_processes_without_a_block_take_part(processes):
