@@ -120,12 +120,13 @@ def _of(
     line("examples of each", [f"{n:,}" for n in each])
     line("pass for the factors, FLOPs of each", [count(n * of_factors) for n in each])
     line("pass for the magnitudes, FLOPs of each", [count(n * of_table) for n in each])
-    loads = [_largest_load(costs, ranks) for ranks in sizes]
+    loads = [_largest_load(costs, ranks, "eigh_flops") for ranks in sizes]
     line("eigendecompositions, FLOPs of the one with most", [count(load) for load in loads])
     same = len(sizes)
     line("factors and eigenbases, bytes on each", [size(_sum(costs, "factors"))] * same)
     line("magnitudes, bytes on each", [size(_sum(costs, "magnitudes"))] * same)
-    line("posterior, bytes on each", [size(_sum(costs, "posterior"))] * same)
+    held = [_largest_load(costs, ranks, "posterior") for ranks in sizes]
+    line("posterior, bytes on the one with most", [size(load) for load in held])
     for collective, num_bytes in messages.items():
         sent = ["–" if ranks == 1 else size(num_bytes) for ranks in sizes]
         line(f"sent by {collective}, bytes", sent)
@@ -136,11 +137,11 @@ def _of(
     )
 
 
-def _largest_load(costs: dict[Block, BlockCosts], ranks: int) -> int:
+def _largest_load(costs: dict[Block, BlockCosts], ranks: int, key: str) -> int:
     owners = owners_by_cost(list(costs), ranks)
     loads = [0] * ranks
     for block, of_block in costs.items():
-        loads[owners[block]] += of_block.eigh_flops
+        loads[owners[block]] += getattr(of_block, key)
     return max(loads)
 
 
@@ -198,12 +199,37 @@ multiplication are two operations; numbers of factors are in double precision.
 |---|---|
 | factors, and the eigenbases in their place | g(d² + e²) |
 | magnitudes | gde |
-| sent to the owners, once a pass | g(d(d + 1) + e(e + 1)) / 2 |
-| sent back by the owners, once a fit | g(d² + d + e² + e) |
-| summed on all, EKFAC | gde |
+| factors, to the owners, once a pass | g(d(d + 1) + e(e + 1)) / 2 |
+| eigenbases, from the owners to all, EKFAC | g(d² + d + e² + e) |
+| magnitudes, to the owners, EKFAC and diagonal | gde |
+| largest curvature, to all | 1 |
 
-No message is sent for a batch. On a side of more than 8,192 the factor is diagonal: d or e numbers
-instead of their squares, and no eigendecomposition.
+With `replicate=True` K-FAC's eigenbases go to all, too, and magnitudes to all instead of the
+owners. No message is sent for a batch. On a side of more than 8,192 the factor is diagonal: d or e
+numbers instead of their squares, and no eigendecomposition.
+
+## Calls on a sharded posterior
+
+Each process calculates what its blocks give, and one sum gives the result to all. With B inputs, M
+outputs of each, P prior precisions, S samples and D parameters:
+
+| call | messages | numbers |
+|---|---|---|
+| `functional`, `predict`, `predict_grid` | one sum | PBM², or PBM where variances will do |
+| `functional(joint=True)` | one sum | B²M² |
+| `sample`, `"glm-mc"`, `"nn"` | one sum; the state of rank 0's generator | SD; 5 KB |
+| `"glm"` with `samples` | one sum; the state of rank 0's generator | BM²; 5 KB |
+| `log_marginal_likelihood` | one sum | 2 a block |
+| `tune(method="marglik")` | one sum for each value tried | 2 a block, with `per=` 1 besides |
+| `tune`, `evaluate` on data | a part of a batch: its inputs to all, one sum | as `predict_grid` |
+| product with the precision, covariance or curvature | one sum | D a column |
+| `save` | a message for each tensor that rank 0 does not hold | all blocks, once |
+| `gather` | buckets of 64 MiB | all blocks, once |
+
+Before a message the processes agree through the process group's store, in some hundred bytes. All
+of them run the network for the same inputs, and rotate the Jacobians of their own blocks. In `tune`
+and `evaluate` on data each process predicts for the examples of all. Where the posterior fits into
+each process, `replicate=True` splits the examples.
 """
 
 _END = """## What these figures leave out
@@ -213,9 +239,9 @@ them, and neither are embeddings and the language model's head. Only one machine
 at hand, so nothing is said about speed-up. A model that `fully_shard` has split is whole on each of
 W processes while a call computes with it: P parameters of b bytes take Pb there beside the shards
 of Pb/W, each process receives Pb(W − 1)/W once a call, and no message is sent for a batch. Every
-process holds the factors of all blocks during a pass, and the whole posterior after it. A posterior
-that is split over processes, or a fit in groups of blocks, does not exist yet: where the bytes on
-each are more than a GPU has, take fewer parameters (`params=`), or `curvature="diag"`.
+process holds the factors of all blocks during a pass, and its own blocks' posterior after it. A fit
+in groups of blocks does not exist yet: where the bytes on each are more than a GPU has, take fewer
+parameters (`params=`), or `curvature="diag"`.
 """
 
 

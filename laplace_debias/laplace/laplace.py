@@ -34,8 +34,8 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.gathered import (
-    on_all_ranks,
     over_whole_model,
+    with_all_ranks,
     with_own_values,
 )
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -92,10 +92,11 @@ from laplace_debias.laplace.schemes import (
     scheme_of,
 )
 from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.laplace.sharded_calls import on_all_ranks, run_together
 from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.available import check_available
-from laplace_debias.system.randomness import replayed, seeded
+from laplace_debias.system.randomness import alike, replayed, seeded
 from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
 
@@ -126,11 +127,14 @@ class Laplace:
     theirs sees it as it was before or as it is after, `evaluate` batch by batch.
 
     In a process group of `torch.distributed` the processes fit together: each reads its part of the
-    data (`ShardedBatches`), and each has the posterior of all of it. `fit`, `fit_batches`, `tune`,
-    `evaluate` and `save` are called on all of them, in the same order; see `alone` for one process
-    on its own. `predict` and the rest work on each alone. A model that `fully_shard` has split over
-    them is made whole on each while a method computes with it, which is then called on all of them,
-    `predict` and the constructor too; see `gathered`.
+    data (`ShardedBatches`). `fit`, `fit_batches`, `tune`, `evaluate` and `save` are called on all
+    of them, in the same order; see `alone` for one process on its own. The posterior of `"kfac"`,
+    `"ekfac"` and `"diag"` is sharded: each process holds some of the blocks. So `predict`,
+    `functional`, `sample`, `log_marginal_likelihood` and the like are called on all of them, too,
+    with the same arguments, and all get the same result. With `replicate=True` at the fit, or
+    after `gather`, each process has the whole posterior, and these work on each alone. A model
+    that `fully_shard` has split over them is made whole on each while a method computes with it,
+    which is then called on all of them, the constructor too; see `gathered`.
 
     Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
     a function of it and of the data, the order of a shuffling loader included, and torch's global
@@ -301,6 +305,7 @@ class Laplace:
                 self._temperature,
                 None if fitted is None else fitted.mode,
                 None if fitted is None else fitted.posterior.num_data,
+                1 if fitted is None else fitted.posterior.num_ranks,
             )
         )
 
@@ -384,6 +389,7 @@ class Laplace:
         scale: bool = False,
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        replicate: bool = False,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
@@ -414,6 +420,11 @@ class Laplace:
                 bit as a fit that was never broken off. The model, the options, the data and the
                 generator's state must be the same. A fit that ends removes its state. Not in a
                 process group.
+            replicate: Whether each process of a process group ends with the whole posterior. If
+                not, it is sharded: each process keeps the blocks that it has decomposed, and all
+                make each call on the posterior together (see the class). `"lowrank"` and `"full"`
+                have one block of all parameters, which every process keeps either way. One process
+                alone keeps all blocks.
 
         Returns:
             The object itself.
@@ -446,7 +457,10 @@ class Laplace:
                 )
             expected = _expected_of(train_loader, num_data)
             self._check_resumable(resume, generator, train_loader)
-            return self._fit(train_loader, expected, generator, train_loader.mode, resume=resume)
+            mode = train_loader.mode
+            return self._fit(
+                *(train_loader, expected, generator, mode), resume=resume, replicate=replicate
+            )
         if folds is not None and mode != "crossfit":
             raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
         if scale and mode == "full":
@@ -461,7 +475,9 @@ class Laplace:
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode, None, is_shared, resume)
+            return self._fit(
+                *(scheme, expected, generator, mode, None, is_shared, resume), replicate=replicate
+            )
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
@@ -473,7 +489,9 @@ class Laplace:
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, scale_data, is_shared, resume)
+        return self._fit(
+            *(scheme, expected, generator, mode, scale_data, is_shared, resume), replicate=replicate
+        )
 
     @over_whole_model(_model_of)
     @together("plan")
@@ -483,6 +501,7 @@ class Laplace:
         mode: str = "full",
         *,
         folds: int | None = None,
+        replicate: bool = False,
         timed: bool = False,
         available: SupportsIndex | None = None,
     ) -> Plan:
@@ -495,6 +514,7 @@ class Laplace:
             train_loader: As `fit` takes it. Its first batch is read, so it must be re-iterable.
             mode: As `fit` takes it.
             folds: As `fit` takes it.
+            replicate: As `fit` takes it.
             timed: Estimate seconds, too: the time of the first batch, times the number of batches,
                 and that of eigendecompositions of random matrices, scaled by d³ above 512 columns.
             available: Bytes that the fit may take; None for those that the device has left.
@@ -530,7 +550,7 @@ class Laplace:
         bound = None if available is None else check_available(available)
         # The loader's order, and labels that a fit draws, are drawn anew by the fit.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            problem, _, known = self._problem_of(train_loader, None)
+            problem, _, known = self._problem_of(train_loader, None, replicate)
             batch = next(iter(self._on_device(known.first)))
         size = data_size(train_loader)
         planned = Planned(
@@ -553,6 +573,7 @@ class Laplace:
         generator: torch.Generator | None = None,
         scale: Batches | None = None,
         resume: str | os.PathLike[str] | None = None,
+        replicate: bool = False,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
 
@@ -571,6 +592,7 @@ class Laplace:
                 rarely hold their share of the hard ones that curve the loss of a confident
                 network. None for no scaling.
             resume: As `fit` takes it.
+            replicate: As `fit` takes it.
 
         Returns:
             The object itself.
@@ -586,7 +608,10 @@ class Laplace:
         of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
         is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared, resume)
+        return self._fit(
+            *(scheme, expected, generator, scheme.mode, scale, is_shared, resume),
+            replicate=replicate,
+        )
 
     def _fit(
         self,
@@ -597,6 +622,8 @@ class Laplace:
         scale: Batches | None = None,
         is_shared: bool = False,
         resume: str | os.PathLike[str] | None = None,
+        *,
+        replicate: bool,
     ) -> "Laplace":
         kind = self._settings.kind
         scheme.check(kind)
@@ -607,9 +634,9 @@ class Laplace:
         ranks = current()
         expected = expected.over(ranks)
         with torch.inference_mode(False):
-            problem, parameters, known = self._problem_of(scheme.first_read, generator)
+            problem, parameters, known = self._problem_of(scheme.first_read, generator, replicate)
             first = self._checked(known.first)
-            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
+            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared, replicate)
             if is_too_large(problem, kind):
                 x = next((x for x, _ in self._on_device(known.first)), None)
                 raise too_large(unwrapped(self.model), problem, kind, x)
@@ -642,7 +669,7 @@ class Laplace:
         check_resumable(folder, current(), self._settings.fisher.kind, generator, *read)
 
     def _problem_of(
-        self, data: Batches, generator: torch.Generator | None
+        self, data: Batches, generator: torch.Generator | None, replicate: bool = False
     ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
         """What is fitted, as the first batch of some data tells."""
         problem = self._settings.problem(_plain(self.model), self.likelihood, generator)
@@ -651,7 +678,13 @@ class Laplace:
         parameters = self._look_at(known)
         network = network_of(self.model, parameters.names, self._settings)
         backend = choose_backend(network, self._backend, parameters.blocks)
-        problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
+        problem = replace(
+            problem,
+            model=network,
+            blocks=parameters.blocks,
+            backend=backend,
+            replicate=replicate or self._settings.kind.is_dense,
+        )
         return problem, parameters, known
 
     def _take(
@@ -752,6 +785,28 @@ class Laplace:
         return state
 
     @property
+    def _posteriors(self) -> Sequence[GaussianPosterior]:
+        """The fitted posterior, in a list that is empty before a fit."""
+        return [] if self._fitted is None else [self._fitted.posterior]
+
+    @on_all_ranks("gather")
+    def gather(self) -> "Laplace":
+        """Make a sharded posterior whole on every process, which may then work on its own.
+
+        All processes call it. A whole posterior stays as it is.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            RuntimeError: Before a fit; if not all processes that share the blocks take part.
+        """
+        posterior = self._state.posterior.gathered()
+        with _EXCHANGE:
+            self._fitted = self._state.with_posterior(posterior)
+        return self
+
+    @property
     def mean(self) -> Float[Tensor, " parameters"]:
         """θ*, the Bayesian parameters at the fit, flattened in the model's order, `[D]`."""
         return self.posterior.mean
@@ -821,6 +876,7 @@ class Laplace:
         check_prior_precision(prior_precision, num_blocks, wide(first.dtype))
         return prior_precision
 
+    @on_all_ranks("sample")
     def sample(
         self, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
@@ -829,6 +885,7 @@ class Laplace:
             raise ValueError(f"The number of samples must be at least 1, got {n}.")
         return self.posterior.sample(n, generator)
 
+    @on_all_ranks("log_marginal_likelihood")
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:
@@ -847,6 +904,7 @@ class Laplace:
     # ------------------------------------------------------------- predicting
 
     @over_whole_model(_model_of)
+    @on_all_ranks("functional")
     def functional(
         self,
         x: Inputs | Record,
@@ -896,6 +954,7 @@ class Laplace:
         return mean, covariances[0, 0]
 
     @over_whole_model(_model_of)
+    @on_all_ranks("predict_grid")
     def predict_grid(
         self,
         x: Inputs | Record,
@@ -924,6 +983,7 @@ class Laplace:
         return grids.predictives([state], x, [prior_precisions], link, positions)[0]
 
     @over_whole_model(_model_of)
+    @on_all_ranks("predict")
     def predict(
         self,
         x: Inputs | Record,
@@ -988,6 +1048,7 @@ class Laplace:
             return state.likelihood.mixture(draws)
 
     @over_whole_model(_model_of)
+    @on_all_ranks("marginals")
     def marginals(
         self,
         x: Inputs | Record,
@@ -1059,6 +1120,8 @@ class Laplace:
         if method == "glm":
             deltas = state.posterior.prior_precision.unsqueeze(0)
             mean, covariances = grids.moments([state], x, [deltas], positions=positions)
+            if state.posterior.is_sharded:
+                generator = alike(current(), generator, mean.device)
             outputs = predictive.sample_outputs(
                 mean.flatten(1), covariances[0, 0], num_samples, generator
             )
@@ -1248,9 +1311,11 @@ class Laplace:
             intervals=intervals,
             level=level,
             num_resamples=num_resamples,
+            in_turn=self._state.posterior.is_sharded,
         )
 
     @over_whole_model(_model_of)
+    @on_all_ranks("uncertainty")
     def uncertainty(
         self,
         x: Inputs | Record,
@@ -1330,7 +1395,7 @@ class Laplace:
                 What was there before is still there.
         """
         state, ranks = self._unchanged_state, current()
-        if ranks.rank == 0:
+        if state.posterior.is_sharded or ranks.rank == 0:
             posterior_file.save(Path(path), state, own_likelihood)
         # Nobody goes on before the file is there.
         ranks.exchange(None)
@@ -1374,7 +1439,8 @@ class Laplace:
 
         Raises:
             NotImplementedError: If torch cannot trace the model for any number of examples, for
-                `"glm"` with a posterior over other layers, or for a likelihood of a user's class.
+                `"glm"` with a posterior over other layers, for a likelihood of a user's class, or
+                for a sharded posterior.
             ValueError: For another suffix, an unknown method or link, or an argument that the
                 method does not use; as `predict`.
             ImportError: For `.onnx` without the packages `onnx` and `onnxscript`.
@@ -1383,6 +1449,11 @@ class Laplace:
             OSError: As `save`.
         """
         state = self._unchanged_state
+        if state.posterior.is_sharded:
+            raise NotImplementedError(
+                "A sharded posterior cannot be exported, as each process holds some of its blocks: "
+                "call `la.gather()` on all of them before."
+            )
         export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
@@ -1476,7 +1547,7 @@ class Laplace:
 
 def _plain(model: nn.Module) -> nn.Module:
     """The model without wrappers, found to be one that curvature is defined for."""
-    with on_all_ranks(model):
+    with with_all_ranks(model):
         check_usable(model)
         plain = unwrapped(model)
         check_deterministic(plain)
@@ -1525,4 +1596,9 @@ def predict_grids(
         ValueError: If they are not of one model; as `Laplace.predict_grid`.
         RuntimeError: As `Laplace.predict`.
     """
-    return grids.predictives([la._unchanged_state for la in posteriors], x, prior_precisions)
+    states = [la._unchanged_state for la in posteriors]
+    return run_together(
+        "predict_grids",
+        [state.posterior for state in states],
+        lambda: grids.predictives(states, x, prior_precisions),
+    )

@@ -141,7 +141,7 @@ def plan_of(planned: Planned, timed: bool, available: int | None) -> Plan:
     messages = {}
     if problem.ranks.size > 1 and not kind.is_dense:
         dtype = problem.factor_dtype
-        messages = message_bytes(problem.blocks, kind.name, mode, folds, dtype)
+        messages = message_bytes(problem.blocks, kind.name, mode, folds, dtype, problem.replicate)
     passes = _passes(planned, workings[0])
     eigh_flops = sum(block.eigh_flops for block in blocks)
     eigh_seconds = 0.0 if eigh_flops == 0 and not kind.is_dense else None
@@ -160,8 +160,18 @@ def plan_of(planned: Planned, timed: bool, available: int | None) -> Plan:
 
 
 def posterior_bytes(problem: Problem, kind: CurvatureKind) -> int:
-    """Bytes of a fitted posterior: its curvature and its mean."""
-    of_curvature = posterior_numbers(problem.blocks, kind.name, kind.num_directions)
+    """Bytes of a fitted posterior, its curvature and its mean; of a sharded one the most on one."""
+    if problem.is_sharded and not kind.is_dense:
+        owners = owners_of_blocks(problem)
+        of_ranks = [
+            [block for block in problem.blocks if owners[block] == rank]
+            for rank in range(problem.ranks.size)
+        ]
+    else:
+        of_ranks = [list(problem.blocks)]
+    of_curvature = max(
+        posterior_numbers(blocks, kind.name, kind.num_directions) for blocks in of_ranks
+    )
     return problem.dtype.itemsize * (of_curvature + sum(block.size for block in problem.blocks))
 
 

@@ -15,6 +15,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace.evaluation import Scored
+from laplace_debias.laplace.sharded_calls import predicted
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.laplace.validation_scores import (
     Evaluated,
@@ -51,6 +52,7 @@ class Look:
         likelihood: What targets must fit.
         class_dim: As `score` takes it.
         scores: What is kept of predictives, and what is made of it.
+        in_turn: As `predicted` takes it.
     """
 
     predict_grid: Callable[[Inputs, Tensor], list[Distribution]]
@@ -58,6 +60,7 @@ class Look:
     likelihood: Likelihood
     class_dim: int | None
     scores: MetricOverTerms | NoiseProfile
+    in_turn: bool = False
 
     def __call__(self, points: Sequence[float]) -> list[Evaluated]:
         """The metric at the points, in one pass.
@@ -68,13 +71,13 @@ class Look:
         grid = torch.tensor(points, dtype=torch.float64)
         parts: list[list[Scored]] = [[] for _ in points]
         examples, num_examples = [torch.zeros(0, dtype=torch.long)], 0
-        for x, y in self.read():
-            predictives = self.predict_grid(x, grid)
+        of_batches = predicted(self.read(), lambda x: self.predict_grid(x, grid), self.in_turn)
+        for predictives, y in of_batches:
             of_batch = examples_of(self.likelihood, predictives[0], y, self.class_dim)
             examples = [e.to(of_batch.device) for e in examples] + [of_batch + num_examples]
             num_examples += predictives[0].batch_shape[0]
-            for kept, predicted in zip(parts, predictives, strict=True):
-                kept.append(self.scores.of_batch(predicted, y))
+            for kept, predictive in zip(parts, predictives, strict=True):
+                kept.append(self.scores.of_batch(predictive, y))
         ids = _of_all(torch.cat(examples), num_examples)
         return [
             self.scores.of_all(point, of_point, ids)

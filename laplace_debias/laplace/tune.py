@@ -99,7 +99,8 @@ def on_data(
         of_noise = noise.noise_of(fitted)
         unit = noise.squared_residuals(fitted) / of_noise.num_targets
         scores, points = NoiseProfile(likelihood, class_dim), points * unit
-    look = Look(predict_grid, read, likelihood, class_dim, scores)
+    in_turn = fitted.posterior.is_sharded
+    look = Look(predict_grid, read, likelihood, class_dim, scores, in_turn)
     if wanted.goes_on and not wanted.once:
         found = search(look, points, _OF_PROBABILITIES[metric], unit)
     else:

@@ -141,8 +141,8 @@ def quadratic(rank):
     return {"value": q.value, "gradient": q.gradient, "step": q.newton_step("exact", damping=0.1)}
 
 
-def tune_and_evaluate(rank, metric, size=SIZE):
-    la = laplace().fit(loader(size))
+def tune_and_evaluate(rank, metric, size=SIZE, replicate=False):
+    la = laplace().fit(loader(size), replicate=replicate)
     tuned = la.tune(loader(size), metric=metric, grid=[0.01, 1.0, 100.0])
     report = la.evaluate(loader(size), ood={"shifted": shifted(size)})
     la.tune(method="marglik")
@@ -346,6 +346,12 @@ COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "bro
 
 def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
     """The collectives that a fit calls, `(name, bytes)`."""
+    la, data = laplace(curvature, fisher=fisher), loader(batch=batch)
+    return messages_of(lambda: la.fit(data, mode=mode, **dict(options)))
+
+
+def messages_of(call):
+    """The collectives that a call makes, `(name, bytes)`."""
     called = []
     with ExitStack() as stack:
         for name in dir(dist):
@@ -353,7 +359,7 @@ def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
             if name in COLLECTIVES:
                 counting = partial(_count, called, name, function)
                 stack.enter_context(mock.patch.object(dist, name, counting))
-        laplace(curvature, fisher=fisher).fit(loader(batch=batch), mode=mode, **dict(options))
+        call()
     return called
 
 

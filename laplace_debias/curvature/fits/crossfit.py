@@ -64,12 +64,12 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     if curvature == "ekfac":
         # Of several processes each has the factors of the blocks that it owns.
         totals = {block: _total(of_folds, block) for block in of_folds[0]}
-        bases = eigenbases(problem, totals, seen.num_examples)
+        bases = eigenbases(problem, totals, seen.num_examples, on_all=not problem.is_sharded)
         table = exact_crossfit(problem, folds, of_folds, bases)
         table = {block: bases[block].pooled(table[block], problem.dtype) for block in table}
         return CurvatureFit(assemble(problem, bases, table), seen)
     bases, table = _of_factors(problem, folds, of_folds, seen.num_examples)
-    if problem.ranks.size > 1:
+    if problem.ranks.size > 1 and problem.replicate:
         bases = shared_bases(problem, bases)
         parts = {block: (of_block,) for block, of_block in table.items()}
         shared = problem.ranks.share(parts, owners_of_blocks(problem))

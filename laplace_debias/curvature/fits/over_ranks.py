@@ -92,6 +92,16 @@ def to_all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict
     return complete
 
 
+def to_keepers(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
+    """Sums of all processes, on those that keep the block; of any shape, arguments as above."""
+    if not problem.is_sharded:
+        return to_all(problem, sums, shape)
+    complete = _all(problem, sums, shape)
+    flat = {block: value.flatten() for block, value in complete.items()}
+    found = problem.ranks.sum_to_owners(flat, owners_of_blocks(problem))
+    return {block: value.view_as(complete[block]) for block, value in found.items()}
+
+
 def _all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
     """The sums of all blocks, in their order; a process without examples has zeros."""
     complete = {}

@@ -29,6 +29,7 @@ class Problem:
         memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
         ranks: The processes that share the data. What a fit sums over examples is summed over them.
         passes: Its passes over the data, which may be saved as they go.
+        replicate: Whether each process ends with all blocks, or with those that it owns.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Problem:
     memory_bound: int | None
     ranks: Ranks = ALONE
     passes: Passes = NOT_SAVED
+    replicate: bool = True
 
     @classmethod
     def of(
@@ -75,6 +77,11 @@ class Problem:
     def device(self) -> torch.device:
         """Where the Bayesian parameters are."""
         return self.model.get_parameter(self.blocks[0].parameters[0]).device
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the blocks of the result are shared out over processes."""
+        return self.ranks.size > 1 and not self.replicate
 
     def on(self, ranks: Ranks) -> "Problem":
         """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""
