@@ -19,6 +19,7 @@ from torch import Tensor
 
 from laplace_debias.system.agreement import Agreement
 from laplace_debias.system.buckets import buckets, lower_filled, packed, upper, upper_sizes
+from laplace_debias.system.workers import telling_of_lost_workers
 
 Key = TypeVar("Key", bound=Hashable)
 P = ParamSpec("P")
@@ -111,6 +112,10 @@ class Ranks:
     def from_rank(self, value: Any, rank: int) -> Any:
         """What one rank has, pickled; raises as `exchange`."""
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has, pickled, in their order; raises as `exchange`."""
+        return [value]
 
 
 ALONE = Ranks()
@@ -210,6 +215,13 @@ class Group(Ranks):
         dist.broadcast_object_list(box, rank)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """As `Ranks.gather`."""
+        self.exchange(None)
+        found = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
     def _finish(self, work: Any) -> None:
         """Wait for a collective, as long as all ranks are there."""
         self.agreement.finish(work)
@@ -253,8 +265,9 @@ def together(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
         def called(*args: P.args, **kwargs: P.kwargs) -> Result:
             ranks = current()
             if not isinstance(ranks, Group):
-                return function(*args, **kwargs)
-            with ranks.agreement.over(what):
+                with telling_of_lost_workers():
+                    return function(*args, **kwargs)
+            with ranks.agreement.over(what), telling_of_lost_workers():
                 return function(*args, **kwargs)
 
         return called
@@ -300,5 +313,6 @@ def _device_of(parts: Parts) -> torch.device:
         for x in of_key:
             if x is not None:
                 return x.device
-    is_of_gpus = dist.get_backend() == dist.Backend.NCCL
+    # `nccl`, or `cpu:gloo,cuda:nccl`.
+    is_of_gpus = dist.Backend.NCCL in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if is_of_gpus else torch.device("cpu")
