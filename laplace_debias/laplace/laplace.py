@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.kinds import CURVATURES, WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.fits.passes import SavedPasses
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
@@ -239,6 +239,11 @@ class Laplace:
             memory_bound,
             class_dim,
         )
+        if sharing != "expand" and curvature in CURVATURES and curvature not in WITH_FACTORS:
+            raise ValueError(
+                f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
+                "none: leave it out."
+            )
         plain = _plain(model)
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
@@ -1410,7 +1415,8 @@ class Laplace:
             params=header.param_names,
             rank=header.rank,
             joint=header.joint,
-            sharing=header.sharing,
+            # Files of earlier versions may name what had no effect.
+            sharing=header.sharing if header.curvature in WITH_FACTORS else "expand",
             class_dim=header.class_dim,
             backend=backend,
             fisher=fisher,
