@@ -153,7 +153,7 @@ class Laplace:
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
-            `"reduce"`: one for all, or a mapping from layers' paths.
+            `"reduce"`: one for all, or a mapping from layers' paths. Of `"kfac"` and `"ekfac"`.
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
             are cut to it; results do not depend on it. None for 128 MiB, and more where one example
@@ -182,8 +182,8 @@ class Laplace:
         likelihood: The likelihood.
 
     Raises:
-        ValueError: For an unknown name, a prior precision that is not positive, a model that holds
-            NaN, or one with dropout or batch normalisation in training mode.
+        ValueError: For an unknown name, `sharing` with a curvature without Kronecker factors, a
+            prior precision that is not positive, a model that holds NaN, or one with dropout or batch normalisation in training mode.
         NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:
