@@ -14,11 +14,11 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS, OF_ONE_PROCESS
 from laplace_debias.commands.launched import Launched, launched_by
-from laplace_debias.commands.processes import Ended, run_together
+from laplace_debias.commands.processes import Ended, Stream, run_together
 from laplace_debias.system.agreement import RankError
 from laplace_debias.system.workers import LostWorkerError, telling_of_lost_workers
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return found.status
 
 
-def _refused(command: str, launched: Launched, stderr: TextIO) -> int:
+def _refused(command: str, launched: Launched, stderr: Stream) -> int:
     """Tell once that a command does not share its work with other processes."""
     if launched.rank == 0:
         print(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TextIO
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,17 @@ _KILLED = (
     "most often by the kernel because memory ran out: start fewer processes, or lower "
     "--batch_size. Then give the same command again"
 )
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Where lines are printed."""
+
+    def write(self, text: str, /) -> object:
+        """Write a text."""
+
+    def flush(self) -> None:
+        """Have it appear."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ def run_together(
     launched: Launched,
     work: Callable[[], int],
     told: Callable[[BaseException], Ended],
-    stderr: TextIO,
+    stderr: Stream,
 ) -> int:
     """Do the work of one command in the group of all its processes.
 
@@ -102,7 +113,7 @@ def run_together(
     return ended.status
 
 
-def _opened(launched: Launched, stderr: TextIO) -> Agreement:
+def _opened(launched: Launched, stderr: Stream) -> Agreement:
     """The default process group of all processes."""
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
@@ -172,7 +183,7 @@ def _worked(
             return told(error), of_another is None and not isinstance(error, RankError)
 
 
-def _end(agreement: Agreement, ended: Ended, is_own: bool, stderr: TextIO) -> None:
+def _end(agreement: Agreement, ended: Ended, is_own: bool, stderr: Stream) -> None:
     """Tell what went wrong once, and go when the others know of it."""
     others = [rank for rank in range(agreement.size) if rank != agreement.rank]
     agreement.leave("well" if ended.status == 0 else "own" if is_own else "told")
@@ -189,7 +200,7 @@ def _end(agreement: Agreement, ended: Ended, is_own: bool, stderr: TextIO) -> No
         _print(ended.line, agreement.rank if is_own else None, stderr)
 
 
-def _print(line: str, rank: int | None, stderr: TextIO) -> None:
+def _print(line: str, rank: int | None, stderr: Stream) -> None:
     """Print a line, and whose it is."""
     if rank is not None:
         line = line.replace(_ERROR, f"{_ERROR}rank {rank}: ", 1)

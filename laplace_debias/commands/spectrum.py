@@ -29,10 +29,7 @@ from laplace_debias.system.atomic import check_target
 from laplace_debias.system.device import device_from
 from laplace_debias.system.ranks import current
 
-_OF_LANCZOS = (
-    *("tolerance", "max_matvecs", "trace_matvecs", "density_probes", "density_steps"),
-    "progress",
-)
+_OF_LANCZOS = ("tolerance", "max_matvecs", "trace_matvecs", "density_probes", "density_steps")
 _LOSSES: dict[Task, tuple[str, nn.Module]] = {
     "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
     "binary": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),

@@ -183,7 +183,8 @@ class Laplace:
 
     Raises:
         ValueError: For an unknown name, `sharing` with a curvature without Kronecker factors, a
-            prior precision that is not positive, a model that holds NaN, or one with dropout or batch normalisation in training mode.
+            prior precision that is not positive, a model that holds NaN, or one with dropout or
+            batch normalisation in training mode.
         NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:

@@ -27,10 +27,14 @@ def one_first(work: Callable[[], Result]) -> Result:
     """
     ranks = current()
     hosts = ranks.exchange(socket.gethostname())
-    is_first = hosts.index(hosts[ranks.rank]) == ranks.rank
-    found = [work()] if is_first else []
-    ranks.exchange(None)
-    return found[0] if found else work()
+    if hosts.index(hosts[ranks.rank]) != ranks.rank:
+        ranks.exchange(None)
+        return work()
+    try:
+        return work()
+    finally:
+        # After an error, too: what is wrong for all is then told by all.
+        ranks.exchange(None)
 
 
 def share(batches: Batches, model: nn.Module) -> Batches:

@@ -43,7 +43,6 @@ class Bad(TensorDataset):
         self.rank, self.how = rank, how
 
     def __getitem__(self, index):
-        # The first batch is read by every process, to look at it.
         if index >= 10 and os.environ.get("RANK") == str(self.rank):
             if self.how == "raise":
                 raise ValueError(f"no image {index}")
@@ -52,7 +51,7 @@ class Bad(TensorDataset):
 
 
 def parts(rank, how):
-    held = TensorDataset(*Bad(None, how)[:9])
+    held = TensorDataset(*(tensor[:9] for tensor in Bad(rank, how).tensors))
     return {"train": Bad(rank, how), "validation": held, "test": held}
 
 
@@ -148,9 +147,11 @@ def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, c
         for name in ("one", "three")
     ]
     assert names[0] == names[1]
-    assert_once(
-        together(processes, 3, here, *report, "--output=three"), alone.replace("one/", "three/")
-    )
+    # It is complete: nothing is fitted or predicted again, and the same is told.
+    again = together(processes, 2, here, *report, "--output=three")
+    assert_once(again)
+    assert "Fitting" not in again[0].out
+    assert alone.replace("one/", "three/").endswith(again[0].out)
 
     found = []
     evaluate = ["evaluate", *common, "--posterior=one/posteriors/mine.safetensors", "--json"]
@@ -193,7 +194,8 @@ def test_a_spectrum(here, processes):
                 np.testing.assert_allclose(
                     [row[column] for row in several], [row[column] for row in one], rtol=1e-8
                 )
-    done = together(processes, 2, here, *command, "--method=rows", "--output=rows")
+    rows = [*command[:4], "--data=d.npz", "--method=rows", "--output=rows"]
+    done = together(processes, 2, here, *rows)
     assert "give --method=lanczos, or start the command without torchrun" in only_line(done)
 
 
@@ -201,9 +203,8 @@ def only_line(done, speaker=0, status=2):
     """The one line of a command that failed in all processes."""
     assert [one.status for one in done] == [status] * len(done), done
     for rank, one in enumerate(done):
-        assert one.out == ""
         if rank != speaker:
-            assert one.err == "", one.err
+            assert (one.out, one.err) == ("", "")
     # The first line of a launcher without torchrun tells what is waited for.
     first, *lines = done[0].err.strip().splitlines()
     assert first.startswith("laplace-debias: waiting for")
@@ -216,7 +217,6 @@ def only_line(done, speaker=0, status=2):
 def test_one_process_that_fails_ends_all_and_is_named(here, processes, rank):
     fit = ["fit", *SOURCE, f"--data=nets:broken_on_{rank}", "--output=p.safetensors"]
     line = only_line(together(processes, 3, here, *fit, "--batch_size=9"))
-    assert "no image 1" in line or "no image 2" in line
     named = "rank 0: no image" if rank == 0 else "Rank 1 failed with ValueError: no image"
     assert line.startswith(f"laplace-debias: error: {named}")
     assert not (here / "p.safetensors").exists()
@@ -224,7 +224,8 @@ def test_one_process_that_fails_ends_all_and_is_named(here, processes, rank):
 
 def test_what_all_find_wrong_is_told_once_and_of_no_rank(here, processes):
     done = together(processes, 2, here, "fit", *SOURCE, "--data=no.npz", "--output=p.safetensors")
-    assert "nothing is at no.npz" in only_line(done)
+    told = "nothing is at no.npz, which --data names: check the path"
+    assert only_line(done) == f"laplace-debias: error: {told}"
     line = only_line(together(processes, 2, here, "predict", *SOURCE, *DATA, "--outptu=x.csv"))
     assert line.startswith("laplace-debias: error: unrecognized")
     resumed = ["fit", *SOURCE, *DATA, "--output=p.safetensors", "--resume=state"]
@@ -309,7 +310,7 @@ def test_a_process_that_is_killed_is_named_and_what_to_do(here):
     fit = ["fit", *SOURCE, "--data=nets:killed_on_1", "--output=p.safetensors"]
     done, lines = torchrun(here, *fit, "--batch_size=9")
     assert done.returncode != 0
-    assert "exitcode: -9" in done.stderr.replace(" ", "").replace("exitcode:", "exitcode: ")
+    assert "-9" in done.stderr
     (line,) = lines
     assert line.startswith("laplace-debias: error: rank 1 is gone: its process was killed")
     assert "start fewer processes, or lower --batch_size" in line
