@@ -95,9 +95,8 @@ def told(label: str, seconds: float, number: int, examples: int | None) -> str |
     )
     if examples is None:
         return f"{line}; a limit, examples, makes it shorter."
-    fewer = int(examples * SHORT / total)
-    if total <= SHORT or fewer < _FEWEST:
-        fewer = max(_FEWEST, examples // 4)
+    fewer = examples // 4 if total <= SHORT else int(examples * SHORT / total)
+    fewer = max(_FEWEST, fewer)
     if fewer >= examples:
         return f"{line}."
     return (

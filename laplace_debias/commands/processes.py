@@ -128,9 +128,7 @@ def _opened(launched: Launched, stderr: Stream) -> Agreement:
             file=stderr,
         )
     try:
-        store, rank, size = next(
-            dist.rendezvous("env://", timeout=timedelta(seconds=_COME))  # type: ignore[no-untyped-call]
-        )
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=_COME)))
         # The collectives that take long wait for the slowest process, which may have to load first.
         store.set_timeout(timedelta(minutes=30))
         backend = "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"

@@ -56,8 +56,8 @@ def share(batches: Batches, model: nn.Module) -> Batches:
     if isinstance(batches, Cast):
         return Cast(share(batches.source, model), batches.dtype)
     if _is_plain(batches):
-        sampler = ShardedBatches(batches.dataset, batches.batch_size)
-        return _with_batches(batches, sampler)
+        loader: Any = batches
+        return _with_batches(loader, ShardedBatches(loader.dataset, loader.batch_size))
     mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
     # Of a list it is known where its examples are.
     return list(mine) if isinstance(batches, list | tuple) else mine

@@ -17,9 +17,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of the errors of a full disk."""
-
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -174,7 +172,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
     """The error of the same kind in a sentence; `str` of it is that sentence alone."""
-    if error.errno in NO_SPACE:
+    if error.errno in _NO_SPACE:
         told = f"There is no space left to write {path}: free some, or choose another place."
     elif error.errno == errno.EFBIG:
         told = (

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 def wide():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 3))
+    return nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 3))
 
 
 class Bad(TensorDataset):
@@ -161,18 +161,14 @@ def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys)
         assert posterior.read_bytes() == whole
 
 
-def test_a_fit_goes_on_after_its_states_disk_was_full(here, disk, monkeypatch, capsys):
+def test_a_fit_goes_on_although_its_state_cannot_be_saved(here, disk, monkeypatch):
     place = disk("size=60k")
     monkeypatch.setattr(passes, "EVERY", 0.0)
     data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
     fit = ["fit", *data, "--batch_size=10", f"--resume={place}"]
-    assert main([*fit, "--output=p.safetensors"]) == 2
-    assert only_line(capsys) == (
-        f"There is no space left to write {place}/pass-1.safetensors: free some, or choose another "
-        "place. The same fit, called again, goes on from what was saved before."
-    )
-    disk("size=8m")
-    assert main([*fit, "--output=p.safetensors"]) == 0
+    with pytest.warns(UserWarning, match="was not saved, and the fit goes on: There is no space"):
+        assert main([*fit, "--output=p.safetensors"]) == 0
+    assert list(place.iterdir()) == []
     assert main(["fit", *data, "--batch_size=10", "--output=q.safetensors"]) == 0
     assert (here / "p.safetensors").read_bytes() == (here / "q.safetensors").read_bytes()
 
@@ -181,21 +177,25 @@ def test_a_fit_goes_on_after_its_states_disk_was_full(here, disk, monkeypatch, c
     ("data", "parts"),
     [
         ("killed", ["(pid ", "killed, most often by the kernel", "fewer workers", "--workers"]),
-        ("crashing", ["(pid ", "crashed (Segmentation fault)", "--workers=0"]),
+        ("crashing", ["(pid ", "crashed", "--workers=0"]),
         ("raising", ["the data set failed", "OSError: image", "--workers=0 with --traceback"]),
     ],
 )
 def test_a_worker_that_dies_is_told_with_what_to_do(here, data, parts, capfd):
     fit = ["fit", *SOURCE, f"--data=nets:{data}", "--workers=1", "--output=p.safetensors"]
     assert main(fit) == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("laplace")]
-    (line,) = lines
+    # torch's own words of a crash come before, without an end of line.
+    printed = capfd.readouterr().err
+    (line,) = (
+        line for line in printed.replace("\0", "").splitlines() if "-debias: error: " in line
+    )
     for part in parts:
         assert part in line
     assert not (here / "p.safetensors").exists()
 
 
-def test_a_fit_in_a_script_tells_of_a_killed_worker_too(here):
+def test_a_fit_in_a_script_tells_of_a_killed_worker_too(here, monkeypatch):
+    monkeypatch.syspath_prepend(str(here))
     import nets
 
     model = nets.rows().eval()

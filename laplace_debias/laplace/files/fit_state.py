@@ -18,7 +18,7 @@ from laplace_debias.laplace.files.sealed import (
     read_sealed,
     write_sealed,
 )
-from laplace_debias.system.atomic import NO_SPACE, check_target, written_atomically
+from laplace_debias.system.atomic import check_target, written_atomically
 
 _FORMAT = "laplace-debias fit state 1"
 _NAME = re.compile(r"pass-[1-9]\d*\.safetensors")
@@ -83,18 +83,8 @@ class FitStates:
         tensors = {
             str(index): entry.value.detach().flatten() for index, entry in enumerate(state.entries)
         }
-        try:
-            with written_atomically(self._path(number)) as temporary:
-                write_sealed(temporary, texts, tensors)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            # With its number alone, the text of the error is this sentence.
-            told = OSError(
-                f"{error} The same fit, called again, goes on from what was saved before."
-            )
-            told.errno = error.errno
-            raise told from error
+        with written_atomically(self._path(number)) as temporary:
+            write_sealed(temporary, texts, tensors)
 
     def remove(self) -> None:
         """Remove the states, and the folder if nothing else is in it."""
