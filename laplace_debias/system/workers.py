@@ -40,8 +40,8 @@ def _message(pids: str, by: str, text: str) -> str:
     if not by:
         return (
             f"{told}: it was killed, most often by the kernel because memory ran out (`dmesg` "
-            "tells), or it crashed. Take fewer workers (num_workers, --workers) or smaller batches, "
-            "or no workers (num_workers=0, --workers=0) to see where it crashes."
+            "tells), or it crashed. Take fewer workers (num_workers, --workers) or smaller "
+            "batches, or no workers (num_workers=0, --workers=0) to see where it crashes."
         )
     if "Killed" in by:
         return (
