@@ -284,8 +284,8 @@ def _unused(options: Any, given: Collection[str]) -> dict[str, list[str]]:
         if field.name in there:
             option = spelled.get(f"--{field.name}", f"--{field.name}")
             raise ValueError(f"{option} has no effect here ({why[field.name]}): leave it out")
-        make = field.default_factory
-        default = field.default if isinstance(make, type(dataclasses.MISSING)) else make()
+        make: Any = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
         if getattr(options, field.name) != default:
             found.setdefault(why[field.name], []).append(field.name)
     return found
