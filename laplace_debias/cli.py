@@ -13,12 +13,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS, OF_ONE_PROCESS
 from laplace_debias.commands.launched import Launched, launched_by
 from laplace_debias.commands.processes import Ended, Stream, run_together
+from laplace_debias.commands.unused import print_unused, unused_options
 from laplace_debias.system.agreement import RankError
 from laplace_debias.system.workers import LostWorkerError, telling_of_lost_workers
 
@@ -235,16 +236,16 @@ def _execute(
     chosen = instantiate(parsed)
     del chosen["config"]
     options = settings(**vars(chosen))
-    unused = _unused(options, given)
+    unused = unused_options(options, given)
     try:
         with telling_of_lost_workers():
             if as_json is None or not options.json:
-                _print_unused(unused)
+                print_unused(unused)
                 run(options)
                 return 0
             # What libraries and the user's own modules print goes elsewhere.
             with contextlib.redirect_stdout(sys.stderr):
-                _print_unused(unused)
+                print_unused(unused)
                 found = as_json(options, run(options))
         print(json.dumps(found, allow_nan=False))
     except KeyboardInterrupt as stopped:
@@ -262,38 +263,6 @@ def _how_to_go_on(options: Any) -> str:
         return "nothing is kept of it; give the same command again, with --resume FOLDER"
     resume = "" if options.resume else " with --resume"
     return f"give the same command again{resume}, and it goes on from what is stored"
-
-
-def _unused(options: Any, given: Collection[str]) -> dict[str, list[str]]:
-    """Options of a file that have no effect, in lists by the reason.
-
-    Args:
-        options: The settings.
-        given: The options of the command line, with their dashes.
-
-    Raises:
-        ValueError: If one of the command line has none.
-    """
-    why: Mapping[str, str] = options.without_effect() if hasattr(options, "without_effect") else {}
-    spelled = {value: key for key, value in getattr(options, "spelled", {}).items()}
-    there = {option.removeprefix("--").partition(".")[0].rstrip("+") for option in given}
-    found: dict[str, list[str]] = {}
-    for field in dataclasses.fields(options):
-        if field.name not in why:
-            continue
-        if field.name in there:
-            option = spelled.get(f"--{field.name}", f"--{field.name}")
-            raise ValueError(f"{option} has no effect here ({why[field.name]}): leave it out")
-        make: Any = field.default_factory
-        default = field.default if make is dataclasses.MISSING else make()
-        if getattr(options, field.name) != default:
-            found.setdefault(why[field.name], []).append(field.name)
-    return found
-
-
-def _print_unused(unused: Mapping[str, Sequence[str]]) -> None:
-    for why, names in unused.items():
-        print(f"Not used: {', '.join(names)} ({why}).")
 
 
 def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
