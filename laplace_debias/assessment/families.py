@@ -12,6 +12,7 @@ from laplace_debias.assessment.predictions import (
     Chosen,
     Predicted,
     entropy,
+    in_order,
     joined,
     network_outputs,
     of_laplace,
@@ -20,6 +21,7 @@ from laplace_debias.assessment.predictions import (
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.laplace import Laplace
 from laplace_debias.sources.loaded import Loaded
+from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class SetPredicted:
         predicted: The predictions, without a temperature.
         targets: Labels or targets, `[n]` or `[n, C]`.
         index: Positions in the set, `[n]`.
-        seconds: Wall time of the predictions, without reading data.
+        seconds: Wall time of the predictions, without reading data; of several processes that of
+            the slowest.
         network_seconds: What the network alone would have taken, by its time for the first batch.
     """
 
@@ -114,28 +117,33 @@ def predict_set(
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    parts, targets, seconds, of_network_alone = [], [], 0.0, 0.0
+    parts: list[tuple[int, Predicted, Tensor]] = []
+    seconds, of_network_alone = 0.0, 0.0
     num_outputs: int | None = None
-    for x, y in Chosen(loaded.model, batches, positions):
+    for number, x, y in Chosen(loaded.model, batches, positions).numbered():
         start = time.perf_counter()
         if la is None or num_outputs is None:
             outputs = network_outputs(loaded.model, x)
             num_outputs = outputs.shape[1]
             of_network_alone = (time.perf_counter() - start) / len(outputs)
         if la is None:
-            parts.append(of_network(outputs, loaded.task, sigma))
+            found = of_network(outputs, loaded.task, sigma)
             seconds += time.perf_counter() - start
         else:
             start = time.perf_counter()
-            parts.append(of_laplace(la, x, loaded.task, num_outputs, seed))
+            found = of_laplace(la, x, loaded.task, num_outputs, seed)
             seconds += time.perf_counter() - start
-        targets.append(y.detach().cpu())
+        parts.append((number, found, y.detach().cpu()))
+    parts = in_order(parts)
     if not parts:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    predicted = joined(parts)
+    spent = current().exchange([seconds, of_network_alone])
+    seconds, of_network_alone = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
+    predicted = joined([found for _, found, _ in parts])
     index = torch.arange(len(predicted)) if positions is None else positions
     of_network_alone *= len(predicted)
-    return SetPredicted(predicted, torch.cat(targets), index, seconds, of_network_alone)
+    targets = torch.cat([y for _, _, y in parts])
+    return SetPredicted(predicted, targets, index, seconds, of_network_alone)
 
 
 def columns_of(

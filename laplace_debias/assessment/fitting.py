@@ -15,6 +15,7 @@ from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.shares import share
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
 _LEVEL = 1.959963984540054
@@ -56,7 +57,11 @@ def fitted(loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: i
         times = _BATCHES.get(choice.mode)
         batches = _first(loaded, choice.fit_examples, times, choice.or_fewer)
     generator = torch.Generator().manual_seed(seed)
-    return la.fit(batches, choice.mode, num_data=loaded.num_train, generator=generator)
+    batches = share(batches, loaded.model)
+    # Each process predicts for batches of its own, so each has the whole posterior.
+    return la.fit(
+        batches, choice.mode, num_data=loaded.num_train, generator=generator, replicate=True
+    )
 
 
 def _first(loaded: Loaded, number: int, times: int | None, or_fewer: bool) -> Batches:

@@ -12,7 +12,7 @@ from laplace_debias.assessment.families import (
     predict_set,
 )
 from laplace_debias.assessment.methods import Method
-from laplace_debias.assessment.run_folder import table_says, write_table
+from laplace_debias.assessment.run_folder import write_table
 from laplace_debias.assessment.run_state import Run
 from laplace_debias.assessment.sets import DataSet
 from laplace_debias.curvature.network.batches import Batches
@@ -43,9 +43,11 @@ class PredictStage:
                         entry["num_examples"] = num_examples
 
     def _missing(self, family: Family, part: DataSet) -> list[Method]:
-        paths = {method: self.run.path(method, part) for method in family.methods}
-        told = {method: table_says(path) for method, path in paths.items()}
-        return [m for m in family.methods if (told[m] or {}).get("digest") != self.run.digest]
+        return [
+            method
+            for method in family.methods
+            if self.run.told(method, part).get("digest") != self.run.digest
+        ]
 
     def _predict_network(self, part: DataSet) -> None:
         """Write what the network predicts together with the first posterior that predicts all.

@@ -16,6 +16,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.ranks import current
 
 FORMAT = 1
 _METADATA = b"laplace_debias"
@@ -141,9 +142,15 @@ def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; raises as `written_atomically`."""
-    with written_atomically(path) as temporary:
-        temporary.write_bytes(data)
+    """Write a file whole or not at all; raises as `written_atomically`.
+
+    Of several processes the first one writes, and the others wait for it.
+    """
+    ranks = current()
+    if ranks.rank == 0:
+        with written_atomically(path) as temporary:
+            temporary.write_bytes(data)
+    ranks.exchange(None)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -17,6 +17,7 @@ from laplace_debias.assessment.run_folder import FORMAT, RunFolder, digest, tabl
 from laplace_debias.assessment.sets import DataSet
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
+from laplace_debias.system.ranks import current
 
 
 class Run:
@@ -114,7 +115,9 @@ class Run:
 
     def told(self, method: Method, part: DataSet) -> dict[str, Any]:
         """What a table of predictions that is complete says of itself; empty if there is none."""
-        return table_says(self.path(method, part)) or {}
+        ranks = current()
+        found = table_says(self.path(method, part)) if ranks.rank == 0 else None
+        return ranks.from_rank(found, 0) or {}
 
     def say(self, what: str) -> None:
         """Print a line for the person who waits."""

@@ -1,6 +1,8 @@
 """`laplace-debias tune`: the prior precision of a saved posterior."""
 
+import itertools
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,8 +10,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from laplace_debias.commands.network import check_output, plain, print_notes
+from laplace_debias.commands.network import check_output, not_for, plain, print_notes, save
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.experiments.shared.held_out import check_held_out
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.laplace import Laplace
@@ -17,6 +20,8 @@ from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import Loaded, SourceSettings, load
+from laplace_debias.sources.shares import dealt, share
+from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,13 @@ class Settings(SourceSettings):
                 f"per is {self.per} with method=grid; give it with method=marglik alone"
             )
 
+    def without_effect(self) -> dict[str, str]:
+        """As `SourceSettings.without_effect`."""
+        found = not_for("tune", "train_examples")
+        if self.method == "marglik":
+            found["test_examples"] = "method=marglik reads no data"
+        return found
+
 
 def run(settings: Settings, console: Console | None = None) -> Tuning:
     """Tune a saved posterior's prior precision and save it again.
@@ -87,15 +99,14 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     check_output(output, overwrite=settings.overwrite or settings.output is None)
     # Reading data can take minutes, so a damaged posterior is refused before.
     posterior_file.load(settings.posterior)
-    loaded = load(settings)
+    loaded = load(settings.without_comparison())
     print_notes(loaded, console)
     la = Laplace.load(settings.posterior, loaded.model)
     if settings.method == "marglik":
         found = la.tune(method="marglik", sigma=settings.sigma, per=settings.per)
     else:
         found = _tune_on_grid(la, loaded, settings, console)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    la.save(output)
+    save(la, output)
     console.print(found.message, soft_wrap=True)
     console.print(f"Posterior: {output}", soft_wrap=True)
     return found
@@ -127,7 +138,7 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
         # Tuned on examples that the network was trained on, the posterior would be over-confident.
         check_held_out(_hits(loaded, loaded.test, len(of_validation)), of_validation)
     found = la.tune(
-        *(loaded.validation, settings.metric, settings.prior_precisions),
+        *(share(loaded.validation, loaded.model), settings.metric, settings.prior_precisions),
         progress=settings.progress,
         extend=settings.extend,
         sigma=settings.sigma,
@@ -140,12 +151,13 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
 def _hits(loaded: Loaded, batches: Batches, most: int | None = None) -> Tensor:
     """Whether the network's first choice is the label, float64 `[N]`, of at most so many."""
     device = next(loaded.model.parameters()).device
-    hits: list[Tensor] = []
-    for x, y in batches:
-        if not isinstance(x, Tensor) or (most is not None and sum(map(len, hits)) >= most):
+    hits: list[tuple[int, Tensor]] = []
+    for number, first, x, y in dealt(batches, BatchReader(loaded.model)):
+        if not isinstance(x, Tensor) or (most is not None and first >= most):
             break
         outputs = loaded.model(x.to(device))
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             break
-        hits.append(outputs.argmax(1).cpu() == y)
-    return torch.cat(hits).double()[:most] if hits else torch.ones(0)
+        hits.append((number, outputs.argmax(1).cpu() == y))
+    of_all = sorted(itertools.chain.from_iterable(current().gather(hits)), key=itemgetter(0))
+    return torch.cat([some for _, some in of_all]).double()[:most] if of_all else torch.ones(0)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.kinds import CURVATURES, WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.fits.passes import SavedPasses
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.layers.backends import choose_backend
@@ -170,7 +170,7 @@ class Laplace:
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
-            `"reduce"`: one for all, or a mapping from layers' paths.
+            `"reduce"`: one for all, or a mapping from layers' paths. Of `"kfac"` and `"ekfac"`.
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
             are cut to it; results do not depend on it. None for 128 MiB, and more where one example
@@ -199,8 +199,9 @@ class Laplace:
         likelihood: The likelihood.
 
     Raises:
-        ValueError: For an unknown name, a prior precision that is not positive, a model that holds
-            NaN, or one with dropout or batch normalisation in training mode.
+        ValueError: For an unknown name, `sharing` with a curvature without Kronecker factors, a
+            prior precision that is not positive, a model that holds NaN, or one with dropout or
+            batch normalisation in training mode.
         NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:
@@ -256,6 +257,11 @@ class Laplace:
             memory_bound,
             class_dim,
         )
+        if sharing != "expand" and curvature in CURVATURES and curvature not in WITH_FACTORS:
+            raise ValueError(
+                f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
+                "none: leave it out."
+            )
         plain = _plain(model)
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
@@ -1507,7 +1513,8 @@ class Laplace:
             params=header.param_names,
             rank=header.rank,
             joint=header.joint,
-            sharing=header.sharing,
+            # Files of earlier versions may name what had no effect.
+            sharing=header.sharing if header.curvature in WITH_FACTORS else "expand",
             class_dim=header.class_dim,
             backend=backend,
             fisher=fisher,

@@ -101,6 +101,12 @@ def test_loaders_of_data_that_was_split_before(processes, mode):
         check(found, tasks.numbers(la))
 
 
+def test_a_process_all_of_whose_targets_are_ignored(processes):
+    expected = tasks.fit_and_tune_ignored(0, 1)
+    for found in processes.run(2, tasks.fit_and_tune_ignored, 2):
+        check(found, expected)
+
+
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
 def test_lists_of_batches(processes, fisher):
     la = tasks.laplace(fisher=fisher)

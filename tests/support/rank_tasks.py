@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace_debias import Laplace, Quadratic, ShardedBatches, alone
+from laplace_debias import Categorical, Laplace, Quadratic, ShardedBatches, alone
 from laplace_debias.curvature import (
     EKFAC,
     GGN,
@@ -188,6 +188,23 @@ def union_of_parts(num_ranks, mode):
         joined.append(tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
     of_modes = {"full": [joined], "debiased": [joined[:1], joined[1:2]]}
     return of_modes.get(mode, [joined[:1]])
+
+
+def ignored(rank, num_ranks):
+    """Batches of which the last process has ignored targets alone."""
+    x, y = examples(24)[:]
+    y = y.clone()
+    y[6:12] = y[18:] = -100
+    batches = zip(x.split(12), y.split(12), strict=True)
+    return [(bx.chunk(num_ranks)[rank], by.chunk(num_ranks)[rank]) for bx, by in batches]
+
+
+def fit_and_tune_ignored(rank, num_ranks):
+    la = laplace(likelihood=Categorical(ignore_index=-100))
+    la.fit(ignored(rank, num_ranks), num_data=24)
+    found = la.tune(ignored(rank, num_ranks), grid=[0.1, 1.0, 10.0])
+    table = [row["nll"] for row in found.table]
+    return numbers(la) | {"table": table, "nll": la.evaluate(ignored(rank, num_ranks))["nll"]}
 
 
 def lists(rank, num_ranks):
