@@ -12,12 +12,13 @@ from laplace_debias.assessment.predictions import (
     Chosen,
     Predicted,
     entropy,
-    joined,
     network_outputs,
     of_laplace,
     of_network,
 )
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace import Laplace
 from laplace_debias.sources.loaded import Loaded
 
@@ -100,6 +101,7 @@ def predict_set(
     positions: Tensor | None,
     sigma: float | None,
     seed: int,
+    passes: Passes = NOT_SAVED,
 ) -> SetPredicted:
     """Predict a set with a posterior, or with the network itself.
 
@@ -110,32 +112,51 @@ def predict_set(
         positions: Which examples; None for all.
         sigma: Noise of a regression's network.
         seed: Of the draws for the mutual information.
+        passes: The pass over the set, which may be saved as it goes.
 
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    parts, targets, seconds, of_network_alone = [], [], 0.0, 0.0
+    # Tensors, so that they can be saved.
+    columns: dict[str, list[Tensor]] = {}
+    targets: dict[str, list[Tensor]] = {"targets": []}
+    none = torch.zeros((), dtype=torch.float64)
+    seconds = {"all": none, "network, an example": none}
     num_outputs: int | None = None
-    for x, y in Chosen(loaded.model, batches, positions):
-        start = time.perf_counter()
-        if la is None or num_outputs is None:
-            outputs = network_outputs(loaded.model, x)
-            num_outputs = outputs.shape[1]
-            of_network_alone = (time.perf_counter() - start) / len(outputs)
-        if la is None:
-            parts.append(of_network(outputs, loaded.task, sigma))
-            seconds += time.perf_counter() - start
-        else:
-            start = time.perf_counter()
-            parts.append(of_laplace(la, x, loaded.task, num_outputs, seed))
-            seconds += time.perf_counter() - start
-        targets.append(y.detach().cpu())
-    if not parts:
+    num_read = 0
+    with passes.begin([columns, targets, seconds], {}, lambda: None) as one_pass:
+        for all_x, all_y in one_pass.batches(Chosen(loaded.model, batches, positions)):
+            left = one_pass.left(all_x, all_y, num_read)
+            num_read += len(all_y)
+            for part in left:
+                x, start = take(all_x, part), time.perf_counter()
+                if la is None or num_outputs is None:
+                    outputs = network_outputs(loaded.model, x)
+                    num_outputs = outputs.shape[1]
+                    alone = (time.perf_counter() - start) / len(outputs)
+                    seconds["network, an example"] = none + alone
+                if la is None:
+                    predicted = of_network(outputs, loaded.task, sigma)
+                else:
+                    start = time.perf_counter()
+                    predicted = of_laplace(la, x, loaded.task, num_outputs, seed)
+                seconds["all"] = seconds["all"] + (time.perf_counter() - start)
+                for name, column in predicted.columns().items():
+                    columns.setdefault(name, []).append(column)
+                targets["targets"].append(all_y[part].detach().cpu())
+            if left:
+                one_pass.done(num_read, 0.0, 0)
+    if not columns:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    predicted = joined(parts)
+    predicted = Predicted(**{name: torch.cat(parts) for name, parts in columns.items()})
     index = torch.arange(len(predicted)) if positions is None else positions
-    of_network_alone *= len(predicted)
-    return SetPredicted(predicted, torch.cat(targets), index, seconds, of_network_alone)
+    return SetPredicted(
+        predicted,
+        torch.cat(targets["targets"]),
+        index,
+        float(seconds["all"]),
+        float(seconds["network, an example"]) * len(predicted),
+    )
 
 
 def columns_of(
