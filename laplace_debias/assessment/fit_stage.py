@@ -95,6 +95,8 @@ class FitStage:
             start, resume = time.perf_counter(), folder.state(f"{family.key}.fit")
             la = fitted(loaded, family.posterior, self.run.said["sigma"], self.run.seed, resume)
             self._took(family, "fit", start)
+            if family.posterior.path is not None:
+                return la
             untuned.parent.mkdir(parents=True, exist_ok=True)
             la.save(untuned)
         # Read back also by the run that wrote it.

@@ -33,11 +33,16 @@ def test_the_mark_of_an_example_changes_with_each_of_its_entries_alone():
     assert marks_of_examples((x[order], mask), y[order]).equal(marks[order])
 
 
-def test_the_mark_of_directions_changes_with_their_entries_and_order():
-    U, V = torch.randn(2, 3, 3, generator=generator())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mark_of_directions_changes_with_their_entries_signs_and_order(dtype):
+    U, V = torch.randn(2, 4, 4, generator=generator(), dtype=dtype)
     mark = mark_of_all([U, None, V])
     assert mark == mark_of_all([U.clone(), None, V])
-    assert mark not in [mark_of_all(of) for of in ([V, None, U], [U, V], [U, None, V + 1])]
+    swapped = [1, 0, 2, 3]
+    one_sign = U * torch.tensor([1, -1, 1, 1])
+    for other in (V, U + 1, -U, one_sign, U[:, swapped], U[swapped], U.T):
+        assert mark != mark_of_all([other, None, V])
+    assert mark not in (mark_of_all([U, V]), mark_of_all([V, None, U]))
 
 
 def state(places):

@@ -7,7 +7,6 @@ import torch
 
 from laplace_debias import ShardedBatches
 
-NUM_BATCHES = 7
 CASES = [("kfac", {}), ("ekfac", {"fisher": "mc"}), ("full", {}), ("lowrank", {})]
 
 
@@ -17,14 +16,19 @@ def test_a_fit_goes_on_with_any_number_of_processes(processes, tmp_path, curvatu
     before, after = sizes
     folder = tmp_path / "state"
     # EKFAC in its second pass. Each process saves whenever it likes: they stop at other batches.
-    first_pass = NUM_BATCHES if curvature == "ekfac" else 0
+    two_passes = curvature == "ekfac"
+    parts = [
+        list(ShardedBatches(range(tasks.SIZE), 6, rank=rank, num_ranks=before))
+        for rank in range(before)
+    ]
     stops = [2 + rank % 2 for rank in range(before)]
-    broken = processes.run(
-        before, tasks.break_off, curvature, options, folder, [first_pass + stop for stop in stops]
-    )
+    after_batches = [
+        stop + two_passes * len(of_rank) for stop, of_rank in zip(stops, parts, strict=True)
+    ]
+    broken = processes.run(before, tasks.break_off, curvature, options, folder, after_batches)
     assert {found[0] for found in broken} <= {"Broken", "RankError"}, broken
     saved = len(list(folder.glob("pass-*.rank-*")))
-    assert saved == (before - 1) * (2 if first_pass else 1)
+    assert saved == (before - 1) * (1 + two_passes)
 
     expected, _ = tasks.resumed(0, curvature, options, None)
     alone = processes.run(after, tasks.resumed, curvature, options, None)
@@ -38,13 +42,11 @@ def test_a_fit_goes_on_with_any_number_of_processes(processes, tmp_path, curvatu
     # Nothing is computed with twice: but where three sums are added in another order, other
     # rounding gives other directions, along which nothing was measured yet.
     done = sum(
-        len(part)
-        for rank, stop in enumerate(stops)
-        for part in list(ShardedBatches(range(tasks.SIZE), 6, rank=rank, num_ranks=before))[:stop]
+        len(part) for stop, of_rank in zip(stops, parts, strict=True) for part in of_rank[:stop]
     )
     num_computed = sum(number for _, number in found)
     assert num_computed == tasks.SIZE - done or (
-        num_computed == tasks.SIZE and first_pass and sizes == (3, 2)
+        num_computed == tasks.SIZE and two_passes and sizes == (3, 2)
     )
 
 

@@ -9,6 +9,7 @@ import kill_fits
 import oracle
 import pytest
 import torch
+from breaking import Breaking, BrokenError
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,26 +19,6 @@ from laplace_debias.laplace.files.fit_state import FitStates
 
 SIZE, BATCH = 50, 7
 NUM_BATCHES = 8
-
-
-class BrokenError(Exception):
-    """What ends a fit."""
-
-
-class Breaking:
-    """A loader that fails, or does something else, before a batch; the passes are counted on."""
-
-    def __init__(self, batches, before, action=None):
-        self.batches, self.left, self.action = batches, before, action
-
-    def __iter__(self):
-        for batch in self.batches:
-            if self.left == 0:
-                if self.action is None:
-                    raise BrokenError
-                self.action()
-            self.left -= 1
-            yield batch
 
 
 class Interrupting(nn.Module):

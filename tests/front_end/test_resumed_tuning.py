@@ -6,7 +6,7 @@ import signal
 import kill_fits
 import pytest
 import torch
-from test_resume import Breaking, BrokenError
+from breaking import Breaking, BrokenError
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -97,7 +97,7 @@ def chosen(
     )
 
 
-def joined_spans(spans: Sequence[Int[Tensor, "k 2"]]) -> Int[Tensor, "m 2"]:
+def joined_spans(spans: Sequence[Tensor]) -> Int[Tensor, "m 2"]:
     """Spans one after the other, those that continue the one before made one with it."""
     together = torch.cat([torch.zeros(0, 2, dtype=torch.int64), *spans])
     if len(together) < 2:

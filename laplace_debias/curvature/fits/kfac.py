@@ -69,7 +69,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         seen.num_examples,
         additive=True,
         held=[along_G, along_A],
-        along=_directions(bases),
+        along=_directions(problem, bases),
     )
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
@@ -124,7 +124,7 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    along = _directions(bases)
+    along = _directions(problem, bases)
     seen = sweep(problem, batches, measure, collect, first=first, held=[sums], along=along)
     check_finite_sums({block: [squares] for block, squares in sums.items()})
     return to_all(problem, sums, shape_of_table), seen
@@ -148,8 +148,8 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     return CurvatureFit(assemble(problem, bases, table), seen)
 
 
-def _directions(bases: Mapping[Block, Eigenbasis]) -> list[Tensor | None]:
-    return [U for basis in bases.values() for U in (basis.U_G, basis.U_A)]
+def _directions(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> list[Tensor | None]:
+    return [U for block in problem.blocks for U in (bases[block].U_G, bases[block].U_A)]
 
 
 def _cast(directions: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from laplace_debias.curvature.network.fingerprint import bits, sum_of_bits
+from laplace_debias.curvature.network.fingerprint import bits
 from laplace_debias.curvature.network.inputs import Inputs, tensors_of
 
 # An odd number without a pattern: the tensors of an example weigh differently.
@@ -99,10 +99,30 @@ def marks_of_examples(x: Inputs, y: Tensor) -> Int[Tensor, " n"]:
 
 
 def mark_of_all(tensors: Sequence[Tensor | None]) -> int:
-    """An integer that changes with any entry of some tensors; 0 for none."""
+    """An integer that changes with any entry of some tensors, and if two change places; 0 for none.
+
+    It is exact.
+    """
     mark = 0
     for tensor in tensors:
-        mark = (mark * MIX + (0 if tensor is None else sum_of_bits(tensor))) % 2**63
+        of_tensor = 0 if tensor is None else int(_mark_of(tensor.detach()))
+        mark = (mark * MIX + of_tensor) % 2**63
+    return mark
+
+
+def _mark_of(tensor: Tensor) -> Int[Tensor, ""]:
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    entries = bits(rows.flatten())
+    # The sign of a double is its highest bit, of which a sum over two has nothing left.
+    entries = entries.view(torch.int32) if entries.dtype == torch.int64 else entries
+    entries = entries.view(len(rows), -1)
+    mark = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for dim in (0, 1):
+        sums = entries.sum(dim, dtype=torch.int64)
+        # Odd weights without a pattern: as multiples of each other small differences would cancel.
+        weights = torch.arange(1, len(sums) + 1, device=tensor.device) * MIX
+        weights = ((weights ^ (weights >> 29)) * MIX) | 1
+        mark = mark * MIX + (sums * weights).sum()
     return mark
 
 

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -287,7 +287,7 @@ class _SavedPass(Pass):
         self._last = time.monotonic()
         self._wait = EVERY and max(EVERY, _SHARE * (self._last - begin))
 
-    def _refuse(self, how: str) -> None:
+    def _refuse(self, how: str) -> NoReturn:
         self._is_refused = True
         raise ValueError(
             f"{self._store.place} holds a {self._what} of other data: in pass {self._number}, "
