@@ -246,6 +246,10 @@ def _run_ranks(
     if kill is not None:
         processes[kill[0]].join(kill[1])
         processes[kill[0]].kill()
+        # The others wait for it, and are ended as a launcher would.
+        for process in processes:
+            process.join(1)
+            process.kill()
     for process in processes:
         process.join(_LONGEST)
     seconds = time.monotonic() - start

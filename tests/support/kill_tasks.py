@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace, ShardedBatches
 from laplace_debias.assessment import assess
 from laplace_debias.curvature.fits import saved_passes
-from laplace_debias.system import agreement
 
 NUM_BATCHES, PAUSE = 12, 0.1
 SIZE = 5 * NUM_BATCHES
@@ -116,7 +115,6 @@ def fit_of_ranks(
     begun: Path, rank: int, size: int, store: Path, curvature: str, folder: Path, output: Path
 ) -> None:
     """One process's part of a fit of several; the first one writes the posterior."""
-    agreement.PULSE, agreement.SILENCE = 0.2, 5.0
     if size > 1:
         url = store.as_uri()
         dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
