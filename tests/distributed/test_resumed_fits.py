@@ -74,6 +74,7 @@ def test_a_search_goes_on_with_as_many_processes(processes, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_is_killed(tmp_path):
     found = kill_fits.kill_ranks(3, seed=1, folder=tmp_path)
     assert not found.failures
