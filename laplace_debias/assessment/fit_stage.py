@@ -69,22 +69,15 @@ class FitStage:
 
     def _posterior(self, family: Family) -> None:
         """Fit, tune and save a posterior, or read the saved one."""
-        assert family.posterior is not None
         path, loaded = self.run.folder.posterior(family.key), self.run.loaded
         if not current().from_rank(path.exists(), 0):
-            self.run.say(f"Fitting {family.methods[0].label}")
-            start = time.perf_counter()
-            la = fitted(loaded, family.posterior, self.run.said["sigma"], self.run.seed)
-            fit_seconds = time.perf_counter() - start
+            la = self._fitted(family)
             self._tell_time(la, family)
             start = time.perf_counter()
             sweep = self._tune(la, family)
-            tune_seconds = time.perf_counter() - start
             write_json(self.run.folder.sweep(family.key), sweep)
             write_json(self.run.folder.spectrum(family.key), spectrum_of(la))
-            for method in family.methods:
-                self.run.entry(method.key)["seconds"] |= {"fit": fit_seconds, "tune": tune_seconds}
-            self.run.write()
+            self._took(family, "tune", start)
             # The last of its files: where it is, they are.
             if current().rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +113,30 @@ class FitStage:
         if line is not None:
             self.run.say(line)
 
+    def _fitted(self, family: Family) -> Laplace:
+        """A posterior that is not tuned yet: a search that is broken off needs no other fit."""
+        assert family.posterior is not None
+        loaded, folder = self.run.loaded, self.run.folder
+        untuned = folder.state(f"{family.key}.untuned.safetensors")
+        if not current().from_rank(untuned.exists(), 0):
+            self.run.say(f"Fitting {family.methods[0].label}")
+            start, resume = time.perf_counter(), folder.state(f"{family.key}.fit")
+            la = fitted(loaded, family.posterior, self.run.said["sigma"], self.run.seed, resume)
+            self._took(family, "fit", start)
+            if family.posterior.path is not None:
+                return la
+            if current().rank == 0:
+                untuned.parent.mkdir(parents=True, exist_ok=True)
+            la.save(untuned)
+        # Read back also by the run that wrote it.
+        return Laplace.load(untuned, loaded.model)
+
+    def _took(self, family: Family, what: str, start: float) -> None:
+        seconds = time.perf_counter() - start
+        for method in family.methods:
+            self.run.entry(method.key)["seconds"][what] = seconds
+        self.run.write()
+
     def _tune(self, la: Laplace, family: Family) -> dict[str, Any]:
         assert family.posterior is not None
         validation = None
@@ -129,7 +146,10 @@ class FitStage:
                 self.run.loaded.validation,
                 self._validation_positions(family),
             )
-        sweep, notes = tuned(la, family.posterior, validation)
+        # Several processes have batches of their own, whose scores are not saved.
+        is_alone = current().size == 1
+        resume = self.run.folder.state(f"{family.key}.tune") if is_alone else None
+        sweep, notes = tuned(la, family.posterior, validation, resume)
         for note in notes:
             self.run.note(f"{family.methods[0].label}: {note}")
         return sweep
@@ -152,14 +172,16 @@ class FitStage:
             log_probs = of_network(outputs, task, None).log_probs
         else:
             assert self.run.loaded.validation is not None
-            found = predict_set(
-                self.run.loaded,
-                self.run.loaded.validation,
-                self.posteriors[family.key],
-                self._validation_positions(family),
-                self.run.said["sigma"],
-                self.run.seed,
-            )
+            with self.run.saved(f"{family.key}.temperature") as passes:
+                found = predict_set(
+                    self.run.loaded,
+                    self.run.loaded.validation,
+                    self.posteriors[family.key],
+                    self._validation_positions(family),
+                    self.run.said["sigma"],
+                    self.run.seed,
+                    passes,
+                )
             log_probs, targets = found.predicted.log_probs, found.targets
         assert log_probs is not None
         best = fit_temperature(log_probs, targets, kind_of(task))

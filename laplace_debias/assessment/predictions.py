@@ -57,6 +57,11 @@ class Predicted:
         assert values is not None
         return len(values)
 
+    def columns(self) -> dict[str, Tensor]:
+        """What there is, by the attributes' names."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: values for name, values in found.items() if values is not None}
+
     def probs(self, task: str) -> Float[Tensor, "n classes"]:
         """Probabilities `[n, C]`; of a binary task of both classes, `[n, 2]`."""
         assert self.log_probs is not None
@@ -70,15 +75,6 @@ class Predicted:
         """The same divided by a temperature; what is known of the posterior is not of these."""
         assert self.log_probs is not None
         return Predicted(tempered(self.log_probs, temperature, kind_of(task)))
-
-
-def joined(parts: list[Predicted]) -> Predicted:
-    """The predictions of several batches in one."""
-    columns = {}
-    for field in fields(Predicted):
-        values = [getattr(part, field.name) for part in parts]
-        columns[field.name] = None if values[0] is None else torch.cat(values)
-    return Predicted(**columns)
 
 
 def entropy(probs: Float[Tensor, "*some classes"], task: str) -> Float[Tensor, "*some"]:

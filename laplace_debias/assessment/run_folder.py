@@ -22,7 +22,7 @@ FORMAT = 1
 _METADATA = b"laplace_debias"
 _OURS = (
     *("run.json", "config.yaml", "metrics.json", "examples.json", "report.html"),
-    *("predictions", "posteriors", "sweeps", "spectra", "examples", "pictures"),
+    *("predictions", "posteriors", "sweeps", "spectra", "examples", "pictures", "state"),
 )
 
 
@@ -51,6 +51,14 @@ class RunFolder:
     def spectrum(self, method: str) -> Path:
         """The spectrum of a method's posterior."""
         return self.path / "spectra" / f"{method}.json"
+
+    def state(self, name: str) -> Path:
+        """What is kept of work that is under way."""
+        return self.path / "state" / name
+
+    def remove_states(self) -> None:
+        """Remove what was kept of work that is done."""
+        shutil.rmtree(self.path / "state", ignore_errors=True)
 
     def read_run(self) -> dict[str, Any] | None:
         """`run.json`; None if there is none.

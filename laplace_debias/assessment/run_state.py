@@ -15,6 +15,9 @@ from laplace_debias.assessment.families import Family, families_of
 from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.run_folder import FORMAT, RunFolder, digest, table_says, write_json
 from laplace_debias.assessment.sets import DataSet
+from laplace_debias.curvature.fits.passes import Passes
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
+from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
 from laplace_debias.system.ranks import current
@@ -108,6 +111,24 @@ class Run:
         seconds = self.said["seconds"]
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
         self.write()
+
+    @contextmanager
+    def saved(self, name: str) -> Iterator[Passes]:
+        """A pass over a set that is saved as it goes, until the block ends well.
+
+        Several processes save whole sets alone.
+
+        Args:
+            name: Its own among those of the run.
+        """
+        if current().size > 1:
+            yield NOT_SAVED
+            return
+        what = "set of predictions"
+        states = FitStates(self.folder.state(name), {"run": self.digest, "of": name}, what=what)
+        states.check()
+        yield SavedPasses(states, torch.device("cpu"), what=what)
+        states.remove()
 
     def path(self, method: Method, part: DataSet) -> Path:
         """Where a method's predictions for a set are written."""

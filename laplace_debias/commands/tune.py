@@ -38,6 +38,8 @@ class Settings(SourceSettings):
         extend: Whether the search goes on from the end of the grid and refines it; if None, from
             the default grid alone.
         sigma: Whether the noise of a regression is tuned, too; if None, where it was never given.
+        resume: A folder in which a search on validation examples saves their scores, every minute
+            and at Ctrl-C; the same command goes on from there. It is emptied when the search ends.
         per: With `method=marglik` one prior precision for each `kind` of layer or each `block`; one
             for all if None.
 
@@ -53,15 +55,17 @@ class Settings(SourceSettings):
     prior_precisions: tuple[float, ...] | None = None
     extend: bool | None = None
     sigma: bool | None = None
+    resume: Path | None = None
     per: Literal["kind", "block"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_grid = (self.prior_precisions, self.extend, self.validation_examples)
-        if self.method == "marglik" and (of_grid != (None, None, None) or self.metric != "nll"):
+        of_grid = (self.prior_precisions, self.extend, self.validation_examples, self.resume)
+        is_given = any(one is not None for one in of_grid)
+        if self.method == "marglik" and (is_given or self.metric != "nll"):
             raise ValueError(
-                "method=marglik needs no data: leave out metric, prior_precisions, extend and "
-                "validation_examples"
+                "method=marglik needs no data: leave out metric, prior_precisions, extend, "
+                "resume and validation_examples"
             )
         if self.method == "grid" and self.per is not None:
             raise ValueError(
@@ -142,6 +146,7 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
         progress=settings.progress,
         extend=settings.extend,
         sigma=settings.sigma,
+        resume=settings.resume,
     )
     print_table(found.table, "Validation data", console=console)
     return found

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.kinds import CURVATURES, WITH_FACTORS, CurvatureKind
-from laplace_debias.curvature.fits.passes import SavedPasses
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
@@ -67,6 +68,7 @@ from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export.export import export
 from laplace_debias.laplace.files import posterior_file
+from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted, Noise, network_of
@@ -81,7 +83,7 @@ from laplace_debias.laplace.posterior_range import (
     check_temperature,
 )
 from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
-from laplace_debias.laplace.resume import check_resumable, states_of
+from laplace_debias.laplace.resume import check_resumable, states_of, states_of_tuning
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     MODES,
@@ -424,8 +426,9 @@ class Laplace:
                 has summed. The same call in another process goes on from there: it reads the
                 batches again that are in the sums, computes with the rest alone, and ends bit for
                 bit as a fit that was never broken off. The model, the options, the data and the
-                generator's state must be the same. A fit that ends removes its state. Not in a
-                process group.
+                generator's state must be the same. A fit that ends removes its state. In a process
+                group each process saves its own sums there. Another number of processes goes on,
+                too, and ends with the same up to rounding; `ShardedBatches` give it the same data.
             replicate: Whether each process of a process group ends with the whole posterior. If
                 not, it is sharded: each process keeps the blocks that it has decomposed, and all
                 make each call on the posterior together (see the class). `"lowrank"` and `"full"`
@@ -444,9 +447,9 @@ class Laplace:
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told. In a process group, on all processes with
                 the number of the one it comes from; also if two of them read the same data, or if
-                their models differ. With `resume` also in a process group, without a generator
-                where the loader shuffles or labels are drawn, and if the folder holds the state of
-                another fit, with what differs.
+                their models differ. With `resume` also without a generator where the loader
+                shuffles or labels are drawn, and if the folder holds the state of another fit or of
+                other data, with what differs.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
@@ -652,9 +655,10 @@ class Laplace:
                 states = states_of(
                     resume, problem, self._settings, self.likelihood, plain, **of_data
                 )
-                problem = replace(problem, passes=SavedPasses(states, problem.device))
+                passes = SavedPasses(states, problem.device, ranks)
+                problem = replace(problem, passes=passes)
             scheme = scheme.reading_first(known)
-            read = partial(self._read, generator)
+            read = partial(self._read, generator, states is not None)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
             found = scheme.fit(kind, problem, read)
         if scale is not None:
@@ -662,6 +666,7 @@ class Laplace:
             mode = f"{mode}, scaled"
         self._take(found, parameters, expected.given(found.seen.num_examples), mode)
         if states is not None:
+            ranks.exchange(None)
             states.remove()
         return self
 
@@ -672,7 +677,7 @@ class Laplace:
         data: Batches | Scheme,
     ) -> None:
         read = (data.first_read, data.measured[0]) if isinstance(data, Scheme) else (data,)
-        check_resumable(folder, current(), self._settings.fisher.kind, generator, *read)
+        check_resumable(folder, self._settings.fisher.kind, generator, *read)
 
     def _problem_of(
         self, data: Batches, generator: torch.Generator | None, replicate: bool = False
@@ -730,8 +735,13 @@ class Laplace:
                 of_noise,
             )
 
-    def _read(self, generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
+    def _read(
+        self, generator: torch.Generator | None, is_saved: bool, batches: Batches, what: str
+    ) -> Pairs:
         """Batches of a fit, of which at least one target must count.
+
+        Where labels are drawn, or sums are saved, it matters where the examples of one process are
+        among those of all.
 
         Questions about numbers that still lie on the CPU are asked there: a fit moves them.
         """
@@ -746,7 +756,7 @@ class Laplace:
             what,
             ranks,
         )
-        if ranks.size == 1 or self._settings.fisher.kind != "mc":
+        if ranks.size == 1 or not (is_saved or self._settings.fisher.kind == "mc"):
             return counted
         source = source_of(batches)
         return Placed(counted, place_of(ranks, source, lambda: [len(y) for _, y in checked]))
@@ -1158,6 +1168,7 @@ class Laplace:
         link: str = "probit",
         extend: bool | None = None,
         per: str | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
@@ -1192,6 +1203,10 @@ class Laplace:
             per: With `method="marglik"`, one prior precision for each `"kind"` of layer (linear,
                 convolution, embedding, normalisation, bias, other) or for each `"block"`; None for
                 one. A group without curvature takes what is best for all together.
+            resume: A folder of its own, for `method="grid"`, in which every minute, and at Ctrl-C,
+                the scores of the examples so far are saved. The same call in another process goes
+                on from there, as `fit` does, and ends bit for bit as one that was never broken
+                off. Fit, data, options and the number of processes must be the same.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried; `.sigma` if it
@@ -1201,15 +1216,17 @@ class Laplace:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
                 empty loader or one whose targets are all ignored; if the marginal likelihood has no
                 optimum; for `sigma` with another likelihood, or residuals of zero; for an argument
-                that the method does not use; for `per` with a curvature that is one block.
+                that the method does not use; for `per` with a curvature that is one block; for
+                `resume` as `fit`.
             RuntimeError: Before a fit.
+            OSError: If the folder of `resume` cannot be written to.
         """
         if method == "marglik":
-            is_given = (loader, grid, generator, extend) != (None, None, None, None)
+            is_given = any(x is not None for x in (loader, grid, generator, extend, resume))
             if is_given or (metric, link) != ("nll", "probit"):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, extend, a link '
-                    "nor a metric."
+                    'method="marglik" uses neither a loader, a generator, a grid, extend, '
+                    "resume, a link nor a metric."
                 )
             found, fitted = tune.by_evidence(self._state, sigma, per)
         elif method == "grid":
@@ -1224,15 +1241,31 @@ class Laplace:
                 )
             self._state.check_model()
             links.check_link(link, self.likelihood)
+            check_resumable(resume, "exact", generator, loader)
             self._check_shared(loader)
             passes = replayed(with_progress(loader, progress, "tune"), generator)
             wanted = tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator))
+            states: FitStates | None = None
+            saved: Passes = NOT_SAVED
+            if resume is not None:
+                if self._state.posterior.is_sharded:
+                    raise ValueError(
+                        "`resume` needs the whole posterior on each process: fit with "
+                        "`replicate=True`, or call `la.gather()` before `la.tune`."
+                    )
+                asked = {**wanted.as_plain(), "link": link}
+                states = states_of_tuning(resume, self._state, current(), **asked)
+                saved = SavedPasses(states, self._state.posterior.mean.device, current(), "tuning")
             found, fitted = tune.on_data(
                 self._state,
                 partial(self.predict_grid, link=link),
                 lambda: self._on_device(passes()),
                 wanted,
+                saved,
             )
+            if states is not None:
+                current().exchange(None)
+                states.remove()
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
         if fitted is None:

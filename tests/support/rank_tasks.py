@@ -24,6 +24,7 @@ from laplace_debias.curvature import (
     Jacobian,
     ggn_spectrum,
 )
+from laplace_debias.curvature.fits import saved_passes
 from laplace_debias.linalg import eigsh, trace
 from laplace_debias.system import agreement
 
@@ -385,5 +386,61 @@ def _count(called, name, function, tensor, *args, **kwargs):
     return function(tensor, *args, **kwargs)
 
 
-def fit_with_a_folder(rank, folder):
-    laplace().fit(loader(), resume=folder)
+class Broken(Exception):  # noqa: N818
+    """What ends a fit."""
+
+
+class BreakingLoader(DataLoader):
+    """A loader that fails before a batch; the batches of all passes are counted."""
+
+    left = None
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            if self.left == 0:
+                raise Broken
+            if self.left is not None:
+                self.left -= 1
+            yield batch
+
+
+def broken_or_whole(stop=None, seed=3):
+    data = examples()
+    batches = BreakingLoader(data, batch_sampler=ShardedBatches(data, 6, shuffle=True, seed=seed))
+    batches.left = stop
+    return batches
+
+
+def break_off(rank, curvature, options, folder, stops):
+    """A fit that saves after every batch, of which each process fails before some batch."""
+    with mock.patch.object(saved_passes, "EVERY", 0.0):
+        batches = broken_or_whole(stops[rank])
+        laplace(curvature, **options).fit(batches, generator=generator(5), resume=folder)
+
+
+def resumed(rank, curvature, options, folder, seed=3):
+    """The curvature of a fit, and how many examples were computed with in its last pass."""
+    computed = {}
+    plain = saved_passes._SavedPass.left
+
+    def counting(self, x, y, place):
+        left = plain(self, x, y, place)
+        computed.setdefault(self._number, []).extend(run.stop - run.start for run in left)
+        return left
+
+    with mock.patch.object(saved_passes._SavedPass, "left", counting):
+        la = laplace(curvature, **options)
+        la.fit(broken_or_whole(None, seed), generator=generator(5), resume=folder)
+    return la.posterior.curvature.to_dense(), sum(computed[max(computed)]) if computed else None
+
+
+def break_off_tuning(rank, folder, stops):
+    """As `break_off` of a search for the prior precision."""
+    with mock.patch.object(saved_passes, "EVERY", 0.0):
+        laplace().fit(loader()).tune(broken_or_whole(stops[rank]), resume=folder)
+
+
+def resumed_tuning(rank, folder):
+    """What a search found."""
+    found = laplace().fit(loader()).tune(broken_or_whole(), resume=folder)
+    return found.prior_precision, found.table, found.flat, found.notes

@@ -200,7 +200,7 @@ def _measured(
     def measure(rows: Rows) -> None:
         held[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
 
-    seen = sweep_rows(problem, batches, measure, first, held)
+    seen = sweep_rows(problem, batches, measure, first, held, [U])
     along = held[DENSE_BLOCK]
     problem.ranks.sum([along])
     return along / seen.num_examples, seen

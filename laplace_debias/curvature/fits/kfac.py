@@ -1,6 +1,6 @@
 """Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -74,6 +74,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         seen.num_examples,
         additive=True,
         held=[along_G, along_A],
+        along=_directions(problem, bases),
     )
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
@@ -149,7 +150,8 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    seen = sweep(problem, batches, measure, collect, first=first, held=[sums])
+    along = _directions(problem, bases)
+    seen = sweep(problem, batches, measure, collect, first=first, held=[sums], along=along)
     check_finite_sums({block: [squares] for block, squares in sums.items()})
     return to_keepers(problem, sums, shape_of_table), seen
 
@@ -170,6 +172,10 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     table, seen = exact_sums(problem, bases, directions if magnitudes is None else magnitudes, 0)
     table = {block: squares / seen.num_examples for block, squares in table.items()}
     return CurvatureFit(assemble(problem, bases, table), seen)
+
+
+def _directions(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> list[Tensor | None]:
+    return [U for block in problem.blocks for U in (bases[block].U_G, bases[block].U_A)]
 
 
 def _cast(directions: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -1,6 +1,7 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -40,6 +41,7 @@ def sweep(
     additive: bool = False,
     extra_bytes: int = 0,
     held: Held | None = None,
+    along: Sequence[Tensor | None] = (),
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
 
@@ -63,6 +65,7 @@ def sweep(
         held: Where `consume` and `consume_inputs` keep what they sum, so that the pass can be saved
             and gone on with: all that they remember from batch to batch. None for a pass of which
             nothing is saved.
+        along: What is measured along, as `Passes.begin` takes it.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
@@ -75,20 +78,22 @@ def sweep(
     faults = Faults()
     placed = batches if isinstance(batches, Placed) else Placed(batches)
     keys = {block.name: block for block in problem.blocks}
-    with problem.passes.begin(held, keys, faults.read) as one_pass:
-        pace = None
+    with problem.passes.begin(held, keys, faults.read, along) as one_pass:
+        pace, num_read = None, 0
         num_seen, num_outputs = one_pass.num_examples, one_pass.num_outputs
         nll: Tensor | float = one_pass.nll
         for number, (all_x, all_y) in enumerate(one_pass.batches(placed), start=1):
             problem.ranks.check()
             if pace is None:
                 pace = pace_of(problem, all_x, additive, extra_bytes)
-            if one_pass.skips(all_x, all_y):
+            place = placed.place(number - 1, num_read)
+            num_read += len(all_y)
+            left, before = one_pass.left(all_x, all_y, place), first + place
+            if not left:
                 continue
-            before = first + placed.place(number - 1, num_seen)
-            start = 0
-            while start < len(all_y):
-                part = slice(start, start + pace.examples)
+            while left:
+                start, end = left[0].start, left[0].stop
+                part = slice(start, min(start + pace.examples, end))
                 x, y = take(all_x, part), all_y[part]
                 before_chunk, consuming = (nll, num_outputs), _Consuming(consume)
 
@@ -127,7 +132,8 @@ def sweep(
                 if kept is not None:
                     kept.hand_over_if_full()
                 num_seen += len(y)
-                start += len(y)
+                rest = slice(start + len(y), end)
+                left[:1] = [rest] if rest.start < end else []
             if kept is not None:
                 kept.hand_over()
             one_pass.done(num_seen, nll, num_outputs)

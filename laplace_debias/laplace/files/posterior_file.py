@@ -73,13 +73,7 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
         check_target(path)
     plain = header.as_plain()
     check_header(plain, "The posterior cannot be saved: it")
-    tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
-    if posterior.prior_mean is not None:
-        tensors["prior_mean"] = posterior.prior_mean
-    for index, block in enumerate(curvature.blocks.values()):
-        parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
-        # Directions that are the coordinate axes are None.
-        tensors.update({key: part for key, part in parts.items() if part is not None})
+    tensors = {"prior_precision": posterior.prior_precision, **tensors_of_fit(posterior)}
     texts = {"format": FORMAT, "header": json.dumps(plain, allow_nan=False)}
     sent = None
     if isinstance(curvature, ShardedBlocks):
@@ -93,6 +87,18 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
             write_sealed(temporary, texts, tensors)
         else:
             write_sealed(temporary, texts, sent.tensors, sent.fetch)
+
+
+def tensors_of_fit(posterior: GaussianPosterior) -> dict[str, Tensor]:
+    """What a fit has found, by the names in its file: all but the prior precision."""
+    tensors = {"mean": posterior.mean}
+    if posterior.prior_mean is not None:
+        tensors["prior_mean"] = posterior.prior_mean
+    for index, block in enumerate(posterior.curvature.blocks.values()):
+        parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
+        # Directions that are the coordinate axes are None.
+        tensors.update({key: part for key, part in parts.items() if part is not None})
+    return tensors
 
 
 def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
