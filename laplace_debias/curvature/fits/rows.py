@@ -90,4 +90,10 @@ def sweep_parts(
             consume(whole)
 
     row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
-    return sweep(problem, batches, measure, collect, first=first, extra_bytes=row_bytes, held=held)
+    return sweep(
+        *(problem, batches, measure, collect),
+        first=first,
+        extra_bytes=row_bytes,
+        held=held,
+        joins_blocks=True,
+    )

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.system.out_of_memory import is_out_of_memory
+
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _DROPOUT = nn.modules.dropout._DropoutNd
 
@@ -41,6 +43,8 @@ def shadow(model: nn.Module) -> nn.Module:
         twin = copy.deepcopy(model, memo)
     # Whatever a module's attributes raise when they are copied.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise TypeError(
             f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
             "so that your model stays untouched: keep non-leaf tensors, locks and open files out "
