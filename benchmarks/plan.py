@@ -1,23 +1,24 @@
 """The memory and seconds that a plan tells of, beside what fits take: `python -m benchmarks.plan`.
 
-Each fit is measured in processes of its own. What torch's allocator on the CPU has given out at
-most is summed from the profiler's record of every allocation; working space that oneDNN and MKL
-take by themselves is not in it. The growth of the resident set at most is what the system sees; in
-small networks it is mostly libraries that are loaded late, and pages that are not given back.
+The fits of a problem are measured in a process of their own. What torch's allocator on the CPU has
+given out at most is summed from the profiler's record of every allocation; working space that
+oneDNN and MKL take by themselves is not in it. The growth of the resident set at most, in a second
+fit, is what the system sees.
 
-`--docs` measures a fixed list and keeps it in `benchmarks/plan.json`, from which
-`python -m benchmarks.scale` makes the table in docs/scale.md.
+`--docs` measures a fixed list (of `--only` some problems) and keeps it in `benchmarks/plan.json`,
+from which `python -m benchmarks.scale` makes the table in docs/scale.md.
 """
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias import Laplace
+from laplace_debias.laplace import plan_seconds
 from laplace_debias.problems import PROBLEMS, get_problem, load_checkpoint
 
 WITHIN = 0.25
@@ -34,7 +36,7 @@ _CURVATURES = ("kfac", "ekfac", "diag")
 _MODES = ("full", "mini", "debiased", "crossfit")
 # Fits that would take more are planned and not run.
 _LIMIT = 2**31
-_SECONDS = 240.0
+_LARGE = ("allcnnc-cifar100", "vit-little-imagenet")
 CHECKPOINT = "LAPLACE_DEBIAS_CHECKPOINT"
 """Names weights of All-CNN-C on CIFAR-10, for the problem that has them."""
 
@@ -60,27 +62,27 @@ class Case:
 
 def documented() -> list[Case]:
     """The fits of the documentation: every problem; modes, curvatures and Fishers on some."""
+    small = {"allcnn-digits", "convnet-digits"}
     cases = []
     for problem in PROBLEMS:
-        fisher = "exact" if _classes_of(problem.name) == 10 else "mc"
-        cases += [Case(problem.name, curvature, fisher=fisher) for curvature in _CURVATURES]
-    cases += [
-        Case(name, curvature, mode)
-        for name in ("convnet-digits", "allcnn-digits", "resnet-cifar10")
-        for mode in _MODES[1:]
-        for curvature in _CURVATURES
-    ]
-    small = [Case("allcnn-digits", "lowrank", mode) for mode in _MODES]
-    cases += [*small, Case("convnet-digits", "lowrank", "crossfit")]
-    cases += [
-        Case(name, "kfac", fisher=fisher)
-        for name in ("allcnn-digits", "vit-cifar10")
-        for fisher in ("mc", "empirical")
-    ]
-    return cases + [
-        Case("allcnnc-cifar10", curvature, mode, "mc", 96)
-        for curvature, mode in (("kfac", "full"), ("kfac", "crossfit"), ("ekfac", "debiased"))
-    ]
+        name = problem.name
+        fisher = "exact" if _classes_of(name) == 10 else "mc"
+        curvatures = _CURVATURES if problem.is_reduced or name in _LARGE else ("kfac",)
+        cases += [Case(name, curvature, fisher=fisher) for curvature in curvatures]
+        if name in small:
+            modes = itertools.product(_MODES[1:], _CURVATURES)
+            cases += [Case(name, curvature, mode) for mode, curvature in modes]
+            cases += [Case(name, "lowrank", mode) for mode in _MODES]
+        if name in (*small, "vit-cifar10"):
+            cases += [Case(name, fisher=kind) for kind in ("mc", "empirical")]
+        if name == "allcnnc-cifar10":
+            cases += [
+                Case(name, curvature, mode, "mc", 96)
+                for curvature, mode in (
+                    *(("kfac", "full"), ("kfac", "crossfit"), ("ekfac", "debiased")),
+                )
+            ]
+    return cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,30 +98,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fisher", default="exact")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--docs", action="store_true", help=f"write {RESULTS.name}")
-    parser.add_argument("--worker", nargs=2, metavar=("WHAT", "CASE"))
+    parser.add_argument("--worker", metavar="CASES")
     options = parser.parse_args(arguments)
     if options.worker:
-        what, case = options.worker
-        print(json.dumps(measured(Case(**json.loads(case)), what)))
+        for case in json.loads(options.worker):
+            print(json.dumps(measured(Case(**case))), flush=True)
         return 0
-    cases = (
-        documented()
-        if options.docs
-        else [
-            Case(name, curvature, mode, options.fisher, options.batch)
-            for name in options.only
-            for curvature in options.curvature
-            for mode in options.mode
-        ]
-    )
+    cases = [
+        Case(name, curvature, mode, options.fisher, options.batch)
+        for name in options.only
+        for curvature in options.curvature
+        for mode in options.mode
+    ]
+    kept: list[dict[str, Any]] = []
+    if options.docs:
+        cases = [case for case in documented() if case.problem in options.only]
+        if RESULTS.exists():
+            kept = [row for row in json.loads(RESULTS.read_text()) if _case_of(row) not in cases]
     print(table_head())
     found = []
-    for case in cases:
-        found.append(asdict(case) | in_processes(case))
+    for case, of_case in in_processes(cases):
+        found.append(asdict(case) | of_case)
         print(table_row(found[-1]), flush=True)
         if options.docs:
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            places = {of: place for place, of in enumerate(documented())}
+            rows = [row for row in [*kept, *found] if _case_of(row) in places]
+            rows.sort(key=lambda row: places[_case_of(row)])
+            RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return int(any(is_missed(row) for row in found))
+
+
+def _case_of(row: dict[str, Any]) -> Case:
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
 
 
 def table_head() -> str:
@@ -152,52 +162,49 @@ def _seconds(number: float) -> str:
     return f"{number:.2f}" if number < 10 else f"{number:.0f}"
 
 
-def in_processes(case: Case) -> dict[str, Any]:
-    """What is found for a case, in processes that did nothing before."""
-    found: dict[str, Any] = {}
-    for what in ("allocated", "resident"):
-        command = [sys.executable, "-m", "benchmarks.plan", "--worker", what]
+def in_processes(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """What is found for the cases; those of one problem share a process that did nothing before."""
+    for _, group in itertools.groupby(cases, key=lambda case: case.problem):
+        of_problem = list(group)
+        command = [sys.executable, "-m", "benchmarks.plan", "--worker"]
+        command.append(json.dumps([asdict(case) for case in of_problem]))
         # What is freed goes back to the system.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        try:
-            run = subprocess.run(
-                [*command, json.dumps(asdict(case))],
-                check=True,
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=_SECONDS,
-            )
-        except subprocess.SubprocessError as error:
-            return {"why": f"not measured: {type(error).__name__}"}
-        found |= json.loads(run.stdout)
-        if found["plan"] > _LIMIT:
-            break
-    return found
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            lines = (line for line in run.stdout if line.startswith("{"))
+            for case in of_problem:
+                line = next(lines, None)
+                yield case, {"why": "not measured"} if line is None else json.loads(line)
 
 
-def measured(case: Case, what: str) -> dict[str, float]:
-    """Bytes that are planned, with those that are allocated; or resident, and seconds."""
+def measured(case: Case) -> dict[str, float]:
+    """Bytes that are planned, allocated and resident; seconds that are planned, and taken."""
     model = model_of(case.problem)
     warm_up()
     x = inputs(case.problem, case.batch)
     classes = _classes_of(case.problem)
     data = [(x + step, torch.arange(len(x)) % classes) for step in range(2)]
     la = Laplace(model, curvature=case.curvature, fisher=case.fisher)
-    plan = la.plan(data, case.mode, timed=what == "resident")
+    plan = la.plan(data, case.mode)
     if plan.peak > _LIMIT:
         return {"plan": plan.peak}
+    # Seconds of the processor, which other work on the machine does not change.
+    plan_seconds.perf_counter = time.process_time  # type: ignore[assignment]
+    plan = la.plan(data, case.mode, timed=True)
+    num_data = None if case.mode == "full" else 2 * case.batch
 
     def fit() -> None:
-        la.fit(data, case.mode, num_data=None if case.mode == "full" else 2 * case.batch)
+        Laplace(model, curvature=case.curvature, fisher=case.fisher).fit(
+            data, case.mode, num_data=num_data
+        )
 
-    if what == "allocated":
-        return {"plan": plan.peak, what: allocated(fit)}
-    start = time.perf_counter()
-    grown = resident(fit)
-    seconds = time.perf_counter() - start
+    found = {"plan": plan.peak, "allocated": allocated(fit)}
+    start = time.process_time()
+    found["resident"] = resident(fit)
+    seconds = time.process_time() - start
     assert plan.seconds is not None
-    return {"plan": plan.peak, what: grown, "plan_s": plan.seconds, "fit_s": seconds}
+    return found | {"plan_s": plan.seconds, "fit_s": seconds}
 
 
 def model_of(name: str) -> nn.Module:

@@ -1,5 +1,7 @@
 """An exhausted memory says nothing of the model: nobody takes it for "the model cannot do this"."""
 
+import re
+
 import pytest
 import torch
 import unusual_parameters
@@ -14,6 +16,7 @@ from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.operators import linearisation
 from laplace_debias.laplace.export import writing
+from laplace_debias.laplace.export.programs import Predictive
 from laplace_debias.system.out_of_memory import is_out_of_memory
 
 ERRORS = {
@@ -27,6 +30,10 @@ ERRORS = {
 @pytest.fixture(params=ERRORS)
 def error(request):
     return ERRORS[request.param]
+
+
+def escaped(error):
+    return re.escape(str(error)[:10])
 
 
 def raising(error):
@@ -50,7 +57,7 @@ def linear():
 def test_while_a_batch_is_linearised(error, monkeypatch):
     monkeypatch.setattr(linearisation, "trace", raising(error))
     A = GGN(linear(), nn.CrossEntropyLoss(), [(torch.randn(2, 4).double(), torch.tensor([0, 1]))])
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(type(error), match=escaped(error)):
         A @ torch.ones(15, dtype=torch.float64)
 
 
@@ -61,7 +68,7 @@ def test_while_a_model_is_copied(error):
 
     model = linear()
     model.held = Uncopied()
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(type(error), match=escaped(error)):
         shadow(model)
 
 
@@ -69,7 +76,7 @@ def test_inside_a_forward_pass_that_may_lack_the_dimension_of_examples(error):
     x = torch.randn(4).double()
     with pytest.raises(ValueError, match="unsqueeze"), explaining_unbatched(linear(), x):
         raise RuntimeError("shapes do not fit")
-    with pytest.raises(type(error), match=str(error)[:10]), explaining_unbatched(linear(), x):
+    with pytest.raises(type(error), match=escaped(error)), explaining_unbatched(linear(), x):
         raise error
 
 
@@ -77,14 +84,14 @@ def test_while_it_is_tried_whether_the_dimension_of_examples_lacks(error):
     model = linear()
     model.register_forward_pre_hook(raising(error))
     x = torch.randn(4).double()
-    with pytest.raises(type(error), match=str(error)[:10]), explaining_unbatched(model, x):
+    with pytest.raises(type(error), match=escaped(error)), explaining_unbatched(model, x):
         raise ValueError("shapes do not fit")
 
 
 def test_while_copies_for_every_example_are_tried(error, monkeypatch):
     tap = Tap(shadow(linear()), [])
     monkeypatch.setattr(tap, "_run", raising(error))
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(type(error), match=escaped(error)):
         tap._takes_copies(torch.randn(2, 4).double(), torch.zeros(2, 3))
 
 
@@ -94,14 +101,14 @@ def test_while_a_head_is_given_some_positions_alone(error, monkeypatch):
     chosen = chosen_positions.choose_positions(model, x, 1)
     monkeypatch.undo()
     monkeypatch.setattr(chosen_positions, "call", raising(error))
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(type(error), match=escaped(error)):
         chosen_positions._takes_fewer(model, chosen, x[:1], model(x[:1]))
 
 
 def test_while_a_block_is_verified(error, monkeypatch):
     monkeypatch.setattr(resolve, "_jacobians", raising(error))
     la = Laplace(linear(), backend="hooks")
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(type(error), match=escaped(error)):
         la.fit([(torch.randn(2, 4).double(), torch.tensor([0, 1]))])
 
 
@@ -116,21 +123,25 @@ def test_while_the_outputs_are_differentiated(error):
             raise error
 
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(type(error), match=escaped(error)):
         resolve._gradients(Exhausted.apply(x), [x], torch.ones(2))
 
 
 def test_while_the_labels_of_a_language_model_are_looked_at(error, monkeypatch):
     monkeypatch.setattr(next_token, "_takes_labels", lambda model: model)
     monkeypatch.setattr(next_token, "_positions_read", raising(error))
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(type(error), match=escaped(error)):
         next_token.shifts_labels(linear(), {}, torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_while_a_prediction_is_exported(error, monkeypatch):
+    class Stub(Predictive):
+        def __init__(self):
+            nn.Module.__init__(self)
+
     monkeypatch.setattr(torch.export, "export", raising(error))
-    with pytest.raises(type(error), match=str(error)[:10]):
-        writing.traced(linear(), torch.randn(1, 4).double())
+    with pytest.raises(type(error), match=escaped(error)):
+        writing.traced(Stub(), torch.randn(1, 4).double())
 
 
 @pytest.fixture
@@ -142,7 +153,7 @@ def entries():
 def test_calls_that_are_run_again_go_on_by_halves(entries, error, monkeypatch):
     model, x, y = entries
     options = {"curvature": "diag", "backend": "hooks"}
-    expected = Laplace(model, **options).fit([(x, y)]).posterior.precision.diagonal()
+    expected = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
     original, tried = calls._vectorised, []
 
     def few(call, parameters, cotangents, part):
@@ -154,7 +165,7 @@ def test_calls_that_are_run_again_go_on_by_halves(entries, error, monkeypatch):
     monkeypatch.setattr(calls, "_vectorised", few)
     # The loop over examples, to which a module without a rule for `vmap` falls back.
     monkeypatch.setattr(calls, "_one_by_one", None)
-    found = Laplace(model, **options).fit([(x, y)]).posterior.precision.diagonal()
+    found = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
     assert max(tried) == len(x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 

@@ -38,9 +38,11 @@ def dense_stages(
     chunk = max(working.chunk, _of_rows(working, narrow))
     matrix = wide * size * size
     is_crossfit = mode == "crossfit"
+    through = max(chunk, 2 * narrow * of_chunk + converted)
     if rank is None and not is_crossfit:
+        # A second pass holds the directions in the place of the matrix.
         return {
-            "curvature": matrix + max(chunk, 2 * narrow * of_chunk + converted),
+            "curvature": matrix + through,
             "eigendecomposition": OF_EIGH * matrix,
             "posterior": matrix + (narrow * size * size if wide != narrow else 0),
         }
@@ -65,6 +67,8 @@ def dense_stages(
     gram = wide * min(all_rows // (size * wide), size) ** 2
     directions = wide * posterior_numbers(problem.blocks, "lowrank", rank)
     joined = all_rows if is_crossfit else 0
+    if mode == "debiased":
+        found["magnitudes"] = directions + through
     found["directions"] = all_rows + joined + max(OF_EIGH * gram, gram + _OF_QR * directions)
     return found
 
