@@ -153,7 +153,7 @@ def _planned() -> str:
     rows = json.loads(plan.RESULTS.read_text(encoding="utf-8"))
     run = [row for row in rows if "allocated" in row]
     memory = [row["plan"] / row["allocated"] for row in run]
-    times = sorted(row["fit_s"] / row["plan_s"] for row in run)
+    times = sorted(row["fit_s"] / row["plan_s"] for row in run if row["plan_s"])
     lines = [plan.table_head(), *(plan.table_row(row) for row in rows)]
     return f"""## Plans beside fits
 

@@ -7,6 +7,9 @@ from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.working import Working
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import SLICE
+from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, TRANSPOSED
+
+_CONVOLUTIONS = (*CONVOLUTIONS, *TRANSPOSED)
 
 
 def of_factor_pass(
@@ -90,13 +93,15 @@ def of_exact_pass(problem: Problem, working: Working, table: int, num_batches: i
     before = 0 if num_batches == 1 and working.is_whole else table
     most, after = before + working.chunk, before
     for block, held in working.measured.items():
-        made = problem.dtype.itemsize * _numbers_of_jacobians(working, block)
+        is_convolution = isinstance(problem.model.get_submodule(block.layer), _CONVOLUTIONS)
+        numbers = _numbers_of_jacobians(working, block, is_convolution)
+        made = problem.dtype.itemsize * numbers
         most = max(most, after + held + made)
         after += 0 if before else problem.factor_dtype.itemsize * table_numbers(block)
     return most
 
 
-def _numbers_of_jacobians(working: Working, block: Block) -> int:
+def _numbers_of_jacobians(working: Working, block: Block, is_convolution: bool) -> int:
     """What is made of a block's inputs and output gradients for the curvature along directions."""
     columns, positions = working.at_once, working.positions[block]
     jacobian = columns * block.size
@@ -111,7 +116,7 @@ def _numbers_of_jacobians(working: Working, block: Block) -> int:
         tokens = min(examples * positions, block.shape[1])
         return examples * (2 * columns * block.shape[0] * tokens + 2 * gradients)
     unfolded = positions * block.num_groups * block.shape[1]
-    if positions > 1:
+    if positions > 1 or is_convolution:
         # The Jacobians and their squares, what is unfolded, and the gradients.
         examples = min(working.examples, max(1, SLICE // (unfolded + jacobian)))
         return examples * (2 * jacobian + unfolded + gradients)
