@@ -98,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fisher", default="exact")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--docs", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--missing", action="store_true", help="with --docs: what is not there")
     parser.add_argument("--worker", metavar="CASES")
     options = parser.parse_args(arguments)
     if options.worker:
@@ -114,7 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.docs:
         cases = [case for case in documented() if case.problem in options.only]
         if RESULTS.exists():
-            kept = [row for row in json.loads(RESULTS.read_text()) if _case_of(row) not in cases]
+            known = json.loads(RESULTS.read_text(encoding="utf-8"))
+            if options.missing:
+                there = [_case_of(row) for row in known if "plan" in row]
+                cases = [case for case in cases if case not in there]
+            kept = [row for row in known if _case_of(row) not in cases]
     print(table_head())
     found = []
     for case, of_case in in_processes(cases):
@@ -134,8 +139,8 @@ def _case_of(row: dict[str, Any]) -> Case:
 
 def table_head() -> str:
     """The first two lines of the table."""
-    names = ("problem", "fit", "batch", "planned MB", "allocated MB", "planned / allocated")
-    names = (*names, "resident MB", "planned s", "fit s")
+    names = ["problem", "fit", "batch", "planned MB", "allocated MB", "planned / allocated"]
+    names += ["resident MB", "planned s", "fit s"]
     return f"| {' | '.join(names)} |\n|---|---|{'---:|' * (len(names) - 2)}"
 
 
@@ -192,7 +197,7 @@ def measured(case: Case) -> dict[str, float | None]:
     if plan.peak > _LIMIT:
         return {"plan": plan.peak}
     # Seconds of the processor, which other work on the machine does not change.
-    plan_seconds.perf_counter = time.process_time  # type: ignore[assignment]
+    plan_seconds.perf_counter = time.process_time
     plan = la.plan(data, case.mode, timed=True)
     num_data = None if case.mode == "full" else 2 * case.batch
 

@@ -23,6 +23,7 @@ from laplace_debias.curvature.fits.costs import BlockCosts, costs_of, message_by
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.laplace.plan import count, size
+from laplace_debias.problems import PROBLEMS
 from laplace_debias.problems.models import resnet50
 
 PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
@@ -153,17 +154,23 @@ def _planned() -> str:
     rows = json.loads(plan.RESULTS.read_text(encoding="utf-8"))
     run = [row for row in rows if "allocated" in row]
     memory = [row["plan"] / row["allocated"] for row in run]
+    missed = sum(map(plan.is_missed, run))
     times = sorted(row["fit_s"] / row["plan_s"] for row in run if row["plan_s"])
-    lines = [plan.table_head(), *(plan.table_row(row) for row in rows)]
+    lines = [plan.table_head(), *(plan.table_row(row) for row in rows if "plan" in row)]
+    others = [p.name for p in PROBLEMS if p.name not in {row["problem"] for row in run}]
     return f"""## Plans beside fits
 
 `python -m benchmarks.plan --docs` measured these on one thread of a CPU: two batches, every
-parameter. *Planned* is `la.plan(loader).peak`, *allocated* what torch's allocator had given out at
-most, *resident* by how much the process grew, libraries that are loaded late and pages that are not
-given back included. Of {len(run)} fits, planned / allocated is between {min(memory):.2f} and
-{max(memory):.2f}. Seconds of `la.plan(loader, timed=True)` come from one batch: fits took between
-{times[0]:.2f} and {times[-1]:.2f} times as long as was told, half of them between
-{times[len(times) // 4]:.2f} and {times[-1 - len(times) // 4]:.2f}.
+parameter. *Planned* is `la.plan(loader).peak`. *Allocated* is what torch's allocator had given out
+at most, by the profiler, and *resident* by how much the process grew in a second fit: pages that
+the process had before are not in it, and pages that are not given back are.
+
+Of {len(run)} fits, planned / allocated is between {min(memory):.2f} and {max(memory):.2f}; it is off by more
+than a quarter in {missed}. Seconds are the processor's: other work ran on the machine. Those that
+`la.plan(loader, timed=True)` tells come from one batch. Fits took {times[0]:.1f} to {times[-1]:.1f} times as
+long, half of them {times[len(times) // 4]:.1f} to {times[-1 - len(times) // 4]:.1f} times. Fits of a fraction of a second take
+longer than is told, as what is done once is not in it; large eigendecompositions take less.
+Not measured: {", ".join(others) or "none"}.
 
 {chr(10).join(lines)}
 """
