@@ -156,6 +156,7 @@ def _planned() -> str:
     memory = [row["plan"] / row["allocated"] for row in run]
     missed = sum(map(plan.is_missed, run))
     times = sorted(row["fit_s"] / row["plan_s"] for row in run if row["plan_s"])
+    low, high = times[len(times) // 4], times[-1 - len(times) // 4]
     lines = [plan.table_head(), *(plan.table_row(row) for row in rows if "plan" in row)]
     others = [p.name for p in PROBLEMS if p.name not in {row["problem"] for row in run}]
     return f"""## Plans beside fits
@@ -165,11 +166,12 @@ parameter. *Planned* is `la.plan(loader).peak`. *Allocated* is what torch's allo
 at most, by the profiler, and *resident* by how much the process grew in a second fit: pages that
 the process had before are not in it, and pages that are not given back are.
 
-Of {len(run)} fits, planned / allocated is between {min(memory):.2f} and {max(memory):.2f}; it is off by more
-than a quarter in {missed}. Seconds are the processor's: other work ran on the machine. Those that
-`la.plan(loader, timed=True)` tells come from one batch. Fits took {times[0]:.1f} to {times[-1]:.1f} times as
-long, half of them {times[len(times) // 4]:.1f} to {times[-1 - len(times) // 4]:.1f} times. Fits of a fraction of a second take
-longer than is told, as what is done once is not in it; large eigendecompositions take less.
+Of {len(run)} fits, planned / allocated is between {min(memory):.2f} and {max(memory):.2f}; it is
+off by more than a quarter in {missed}. Seconds are the processor's: other work ran on the machine.
+Those that `la.plan(loader, timed=True)` tells come from one batch. Fits took {times[0]:.1f} to
+{times[-1]:.1f} times as long, half of them {low:.1f} to {high:.1f} times. Fits of a fraction of a
+second take longer than is told, as what is done once is not in it; large eigendecompositions take
+less.
 Not measured: {", ".join(others) or "none"}.
 
 {chr(10).join(lines)}
