@@ -215,10 +215,13 @@ _END = """## What these figures leave out
 
 They are counts, not measurements; what is projected says so. Operations of attention, of norms and
 of activations are not in them, and neither are embeddings and the language model's head. Only one
-machine with two cores was at hand, so nothing is said about speed-up. Every process holds the
-factors of all blocks during a pass, and the whole posterior after it. A posterior that is split
-over processes, or a fit in groups of blocks, does not exist yet: where the bytes on each are more
-than a GPU has, take fewer parameters (`params=`), or `curvature="diag"`.
+machine with two cores was at hand, so nothing is said about speed-up. A model that `fully_shard`
+has split is whole on each of W processes while a call computes with it: P parameters of b bytes
+take Pb there beside the shards of Pb/W, each process receives Pb(W − 1)/W once a call, and no
+message is sent for a batch. Every process holds the factors of all blocks during a pass, and the
+whole posterior after it. A posterior that is split over processes, or a fit in groups of blocks,
+does not exist yet: where the bytes on each are more than a GPU has, take fewer parameters
+(`params=`), or `curvature="diag"`.
 """
 
 

@@ -33,6 +33,11 @@ from laplace_debias.curvature.network.batches import (
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
+from laplace_debias.curvature.network.gathered import (
+    on_all_ranks,
+    over_whole_model,
+    with_own_values,
+)
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
 from laplace_debias.curvature.network.outputs import explaining_unbatched
@@ -99,8 +104,14 @@ PriorPrecision = float | Tensor
 
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
+
 # Held for the moment in which a fit or a prior precision takes the place of another.
 _EXCHANGE = Lock()
+
+
+def _model_of(la: "Laplace", *_: object, **__: object) -> nn.Module:
+    """The model that a method of `Laplace` computes with."""
+    return la.model
 
 
 class Laplace:
@@ -118,7 +129,9 @@ class Laplace:
     In a process group of `torch.distributed` the processes fit together: each reads its part of the
     data (`ShardedBatches`), and each has the posterior of all of it. `fit`, `fit_batches`, `tune`,
     `evaluate` and `save` are called on all of them, in the same order; see `alone` for one process
-    on its own. `predict` and the rest work on each alone.
+    on its own. `predict` and the rest work on each alone. A model that `fully_shard` has split over
+    them is made whole on each while a method computes with it, which is then called on all of them,
+    `predict` and the constructor too; see `gathered`.
 
     Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
     a function of it and of the data, the order of a shuffling loader included, and torch's global
@@ -359,6 +372,7 @@ class Laplace:
 
     # ---------------------------------------------------------------- fitting
 
+    @over_whole_model(_model_of)
     @together("fit")
     def fit(
         self,
@@ -462,6 +476,7 @@ class Laplace:
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
         return self._fit(scheme, expected, generator, mode, scale_data, is_shared, resume)
 
+    @over_whole_model(_model_of)
     @together("plan")
     def plan(
         self,
@@ -527,6 +542,7 @@ class Laplace:
         with torch.inference_mode(False):
             return plan_of(planned, timed, bound)
 
+    @over_whole_model(_model_of)
     @together("fit")
     def fit_batches(
         self,
@@ -831,6 +847,7 @@ class Laplace:
 
     # ------------------------------------------------------------- predicting
 
+    @over_whole_model(_model_of)
     def functional(
         self,
         x: Inputs | Record,
@@ -879,6 +896,7 @@ class Laplace:
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs, positions)
         return mean, covariances[0, 0]
 
+    @over_whole_model(_model_of)
     def predict_grid(
         self,
         x: Inputs | Record,
@@ -906,6 +924,7 @@ class Laplace:
         state = self._unchanged_state
         return grids.predictives([state], x, [prior_precisions], link, positions)[0]
 
+    @over_whole_model(_model_of)
     def predict(
         self,
         x: Inputs | Record,
@@ -969,6 +988,7 @@ class Laplace:
             draws = self._draws(state, x, method, samples, generator, positions)
             return state.likelihood.mixture(draws)
 
+    @over_whole_model(_model_of)
     def marginals(
         self,
         x: Inputs | Record,
@@ -1055,6 +1075,7 @@ class Laplace:
 
     # ------------------------------------------------- tuning and evaluation
 
+    @over_whole_model(_model_of)
     @together("tune")
     def tune(
         self,
@@ -1162,6 +1183,7 @@ class Laplace:
             check_shared(ranks, loader)
             refuse_misleading(data_size(loader))
 
+    @over_whole_model(_model_of)
     @together("evaluate")
     def evaluate(
         self,
@@ -1229,6 +1251,7 @@ class Laplace:
             num_resamples=num_resamples,
         )
 
+    @over_whole_model(_model_of)
     def uncertainty(
         self,
         x: Inputs | Record,
@@ -1282,6 +1305,7 @@ class Laplace:
 
     # -------------------------------------------------------------- on disk
 
+    @over_whole_model(_model_of)
     @together("save")
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
@@ -1312,6 +1336,7 @@ class Laplace:
         # Nobody goes on before the file is there.
         ranks.exchange(None)
 
+    @over_whole_model(_model_of)
     def export(
         self,
         path: str | Path,
@@ -1362,6 +1387,7 @@ class Laplace:
         export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
+    @over_whole_model(lambda cls, path, model, **_: model)
     def load(
         cls,
         path: str | Path,
@@ -1451,10 +1477,11 @@ class Laplace:
 
 def _plain(model: nn.Module) -> nn.Module:
     """The model without wrappers, found to be one that curvature is defined for."""
-    check_usable(model)
-    plain = unwrapped(model)
-    check_deterministic(plain)
-    check_finite(plain)
+    with on_all_ranks(model):
+        check_usable(model)
+        plain = unwrapped(model)
+        check_deterministic(plain)
+        check_finite(unwrapped(with_own_values(model)))
     return plain
 
 
@@ -1478,6 +1505,7 @@ def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
     return Expected(None)
 
 
+@over_whole_model(lambda posteriors, *_, **__: posteriors[0].model)
 def predict_grids(
     posteriors: Sequence[Laplace],
     x: Inputs | Record,
