@@ -75,7 +75,8 @@ from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.planning import Planned, is_too_large, plan_of, too_large
+from laplace_debias.laplace.planned import Planned
+from laplace_debias.laplace.planning import is_too_large, plan_of, too_large
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import (
     check_num_data,

@@ -188,7 +188,7 @@ def test_folds(folder, skipped, curvature, monkeypatch):
 
 
 def test_rows_that_are_too_many_to_keep(folder, skipped, monkeypatch):
-    monkeypatch.setattr(dense, "_KEPT_ROWS", 20_000)
+    monkeypatch.setattr(dense, "KEPT_ROWS", 20_000)
     batches, options = loader(shuffle=False, size=15), {"curvature": "lowrank", "rank": 2}
     # The eigenvectors begin at random.
     torch.manual_seed(5)

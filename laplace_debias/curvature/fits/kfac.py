@@ -123,10 +123,8 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
     bases = eigenbases(problem, sums, seen.num_examples)
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
-    table = {
-        block: bases[block].pooled(squares / measured.num_examples, problem.dtype)
-        for block, squares in table.items()
-    }
+    for block, squares in table.items():
+        table[block] = bases[block].pooled(squares.div_(measured.num_examples), problem.dtype)
     everything = seen if magnitudes is None else seen + measured
     return CurvatureFit(assemble(problem, bases, table), everything)
 
@@ -170,7 +168,8 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     ones = {block: torch.ones(0) for block in problem.blocks}
     bases = {block: Eigenbasis(None, None, none, none) for block, none in ones.items()}
     table, seen = exact_sums(problem, bases, directions if magnitudes is None else magnitudes, 0)
-    table = {block: squares / seen.num_examples for block, squares in table.items()}
+    for squares in table.values():
+        squares.div_(seen.num_examples)
     return CurvatureFit(assemble(problem, bases, table), seen)
 
 
@@ -190,7 +189,9 @@ def assemble(
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]],
 ) -> BlockDiagonal:
-    """The curvature from directions and magnitudes, in the model's dtype; `bases` is emptied.
+    """The curvature from directions and magnitudes, in the model's dtype.
+
+    Bases and table are emptied on the way, so that no more than one block is there twice.
 
     Args:
         problem: The network and its blocks.
@@ -207,7 +208,8 @@ def assemble(
             blocks[block.name] = Elsewhere(none, block.size, owners[block])
             continue
         basis = bases.pop(block)
-        blocks[block.name] = EigenKronecker(basis.U_G, basis.U_A, table[block]).to(dtype)
+        of_block = EigenKronecker(basis.U_G, basis.U_A, table.pop(block))
+        blocks[block.name] = of_block.to(dtype)
     if problem.is_sharded:
         return ShardedBlocks(blocks, rank=ranks.rank, num_ranks=ranks.size)
     return BlockDiagonal(blocks)

@@ -100,4 +100,5 @@ def sweep_parts(
         extra_bytes=row_bytes,
         held=held,
         along=along,
+        joins_blocks=True,
     )
