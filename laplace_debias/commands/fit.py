@@ -11,7 +11,6 @@ from laplace_debias.commands.network import (
     not_for,
     plain,
     print_notes,
-    refuse_resume,
     save,
 )
 from laplace_debias.laplace import Laplace, Plan
@@ -101,7 +100,6 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     if not settings.plan:
         check_output(output, settings.overwrite)
     if settings.resume is not None:
-        refuse_resume()
         check_folder(settings.resume)
     loaded = load(settings.without_comparison())
     if settings.sigma is not None and loaded.task != "regression":

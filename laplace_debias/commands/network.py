@@ -40,19 +40,6 @@ def not_for(command: str, *names: str) -> dict[str, str]:
     }
 
 
-def refuse_resume() -> None:
-    """Refuse to go on with a fit of several processes, which saves nothing meanwhile.
-
-    Raises:
-        ValueError: If there are several.
-    """
-    if (size := current().size) > 1:
-        raise ValueError(
-            f"resume is for one process, and WORLD_SIZE says {size}: leave out --resume, or start "
-            "the command without torchrun"
-        )
-
-
 def save(la: Laplace, output: Path) -> None:
     """Save a posterior; of several processes the first one does."""
     if current().rank == 0:

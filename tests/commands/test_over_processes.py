@@ -43,7 +43,11 @@ class Bad(TensorDataset):
         self.rank, self.how = rank, how
 
     def __getitem__(self, index):
-        if index >= 10 and os.environ.get("RANK") == str(self.rank):
+        if self.how == "late":
+            # It is not in the first batch, which is looked at before the fit.
+            if index == 25:
+                raise ValueError(f"no image {index}")
+        elif index >= 10 and os.environ.get("RANK") == str(self.rank):
             if self.how == "raise":
                 raise ValueError(f"no image {index}")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -57,6 +61,14 @@ def parts(rank, how):
 
 def broken_on_1():
     return parts(1, "raise")
+
+
+def whole():
+    return parts(-1, "raise")
+
+
+def broken_late():
+    return parts(-1, "late")
 
 
 def broken_on_0():
@@ -228,12 +240,20 @@ def test_what_all_find_wrong_is_told_once_and_of_no_rank(here, processes):
     assert only_line(done) == f"laplace-debias: error: {told}"
     line = only_line(together(processes, 2, here, "predict", *SOURCE, *DATA, "--outptu=x.csv"))
     assert line.startswith("laplace-debias: error: unrecognized")
-    resumed = ["fit", *SOURCE, *DATA, "--output=p.safetensors", "--resume=state"]
-    line = only_line(together(processes, 2, here, *resumed))
-    assert line == (
-        "laplace-debias: error: resume is for one process, and WORLD_SIZE says 2: leave out "
-        "--resume, or start the command without torchrun"
-    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_fit_that_broke_off_goes_on_with_any_number_of_processes(here, processes, num_ranks):
+    fit = ["fit", *SOURCE, "--batch_size=9", "--curvature=ekfac", "--data=nets:broken_late"]
+    only_line(together(processes, 2, here, *fit, "--output=p.safetensors", "--resume=state"))
+    assert len(list((here / "state").iterdir())) == 2
+    whole = [*fit[:-1], "--data=nets:whole", "--output"]
+    assert_once(together(processes, num_ranks, here, *whole, "p.safetensors", "--resume=state"))
+    assert not (here / "state").exists()
+    assert main([*whole, "one.safetensors"]) == 0
+    one, several = (numbers(posterior(here / f"{name}.safetensors")) for name in ("one", "p"))
+    for expected, found in zip(one, several, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
 def test_commands_of_one_process_say_so_at_once(monkeypatch, capsys):
