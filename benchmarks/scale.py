@@ -211,9 +211,15 @@ _END = """## What these figures leave out
 They are counts, not measurements. Operations of attention, of norms and of activations are not in
 them, and neither are embeddings and the language model's head. Only one machine with two cores was
 at hand, so nothing is said about speed-up. Every process holds the factors of all blocks during a
-pass, and the whole posterior after it. A posterior that is split over processes, or a fit in groups
-of blocks, does not exist yet: where the bytes on each are more than a GPU has, take fewer
-parameters (`params=`), or `curvature="diag"`.
+pass, and the whole posterior after it; a posterior that is split over processes does not exist yet.
+
+Where the factors are more than a GPU has, `la.fit(loader, memory_bound=BYTES)` goes through the
+blocks in groups. Of the factors it holds those of one group, and each group takes its own passes:
+with q groups q forward passes over the data, q times the loader's work, and cotangents that go back
+to the group's first layer. `la.plan(loader, memory_bound=BYTES)` tells the groups and their FLOPs.
+With `store=FOLDER` the finished groups lie on disk, the posterior's bytes of the tables above, and
+predictions read block after block from there. Otherwise take fewer parameters (`params=`), or
+`curvature="diag"`.
 """
 
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,14 +62,27 @@ from laplace_debias.laplace.data_size import (
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export.export import export
-from laplace_debias.laplace.files import posterior_file
+from laplace_debias.laplace.files import posterior_file, stored
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
+from laplace_debias.laplace.grouping import (
+    agreed,
+    check_fit_bound,
+    check_rereadable,
+    fit_grouped,
+    grouped,
+    plan_within,
+)
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.planning import Planned, is_too_large, plan_of, too_large
+from laplace_debias.laplace.planning import (
+    Planned,
+    is_too_large,
+    posterior_bytes,
+    too_large,
+)
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import (
     check_num_data,
@@ -89,6 +103,7 @@ from laplace_debias.laplace.schemes import (
 from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
 from laplace_debias.metrics import Report, Uncertainty
+from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.available import check_available
 from laplace_debias.system.randomness import replayed, seeded
 from laplace_debias.system.ranks import current, together
@@ -370,6 +385,8 @@ class Laplace:
         scale: bool = False,
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        memory_bound: SupportsIndex | None = None,
+        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
@@ -400,6 +417,17 @@ class Laplace:
                 bit as a fit that was never broken off. The model, the options, the data and the
                 generator's state must be the same. A fit that ends removes its state. Not in a
                 process group.
+            memory_bound: Bytes that the fit may hold, beyond the model and the data: sums,
+                eigenbases, the posterior, and the working memory of a chunk of a batch (which the
+                constructor's `memory_bound` bounds by itself). Blocks are put into groups that fit,
+                and each group takes passes of its own over the data, which must be re-iterable. The
+                curvature is that of a fit in one go: bit for bit, or to rounding where chunks must
+                be smaller. Bytes are planned, as `plan` does for batches like the first one, with a
+                margin of a fifth. None for one group.
+            store: A folder that the posterior is written to, group by group as it is fitted, and
+                that it is read from block by block ever after: what `save(store, parts=True)` and
+                `load(store, model, mmap=True)` would do. For a model on the CPU, in one process.
+                None to hold it in memory.
 
         Returns:
             The object itself.
@@ -416,14 +444,19 @@ class Laplace:
                 their models differ. With `resume` also in a process group, without a generator
                 where the loader shuffles or labels are drawn, and if the folder holds the state of
                 another fit, with what differs.
-            TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
+                With `memory_bound` if a block by itself does not fit, with what would do. With
+                `store` in a process group, for a model on an accelerator, or with less space left.
+            TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer;
+                for data that can be read only once where there are several groups.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
             RuntimeError: Under autocast.
-            OSError: If the folder of `resume` cannot be written to.
+            OSError: If the folder of `resume` or `store` cannot be written to, or somebody else is
+                writing to that of `store`.
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        kept = {"memory_bound": check_fit_bound(memory_bound), "store": store}
         if isinstance(train_loader, Scheme):
             if mode != "full" or progress or scale or folds is not None:
                 raise ValueError(
@@ -432,7 +465,9 @@ class Laplace:
                 )
             expected = _expected_of(train_loader, num_data)
             self._check_resumable(resume, generator, train_loader)
-            return self._fit(train_loader, expected, generator, train_loader.mode, resume=resume)
+            return self._fit(
+                train_loader, expected, generator, train_loader.mode, resume=resume, **kept
+            )
         if folds is not None and mode != "crossfit":
             raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
         if scale and mode == "full":
@@ -447,7 +482,7 @@ class Laplace:
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode, None, is_shared, resume)
+            return self._fit(scheme, expected, generator, mode, None, is_shared, resume, **kept)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
@@ -459,7 +494,9 @@ class Laplace:
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, scale_data, is_shared, resume)
+        return self._fit(
+            *(scheme, expected, generator, mode, scale_data, is_shared, resume), **kept
+        )
 
     @together("plan")
     def plan(
@@ -470,6 +507,8 @@ class Laplace:
         folds: int | None = None,
         timed: bool = False,
         available: SupportsIndex | None = None,
+        memory_bound: SupportsIndex | None = None,
+        store: bool | str | os.PathLike[str] | None = None,
     ) -> Plan:
         """What `fit` would take: memory, passes, operations, messages, and if asked for seconds.
 
@@ -483,13 +522,16 @@ class Laplace:
             timed: Estimate seconds, too: the time of the first batch, times the number of batches,
                 and that of eigendecompositions of random matrices, scaled by d³ above 512 columns.
             available: Bytes that the fit may take; None for those that the device has left.
+            memory_bound: As `fit` takes it: the plan is that of a fit in groups.
+            store: As `fit` takes it, or whether it is given. Nothing is written.
 
         Returns:
             The plan; `print` shows it as a table, `plan.check()` refuses what does not fit.
 
         Raises:
             ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, fewer than
-                one byte, no batch; as `fit` for the first batch and for what one example needs.
+                one byte, no batch; as `fit` for the first batch, for what one example needs, and
+                for `memory_bound`.
             TypeError: For an iterator, which would lose its first batch.
 
         Example:
@@ -512,7 +554,8 @@ class Laplace:
                 "A plan reads the first batch, which this iterator would lose for the fit: pass a "
                 "DataLoader or a list of batches."
             )
-        bound = None if available is None else check_available(available)
+        limit = None if available is None else check_available(available)
+        bound = check_fit_bound(memory_bound)
         # The loader's order, and labels that a fit draws, are drawn anew by the fit.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
             problem, _, known = self._problem_of(train_loader, None)
@@ -524,7 +567,7 @@ class Laplace:
             size.num_examples if isinstance(size, (Known, Supposed)) else None,
         )
         with torch.inference_mode(False):
-            return plan_of(planned, timed, bound)
+            return plan_within(planned, timed, limit, bound, store not in (None, False))
 
     @together("fit")
     def fit_batches(
@@ -537,6 +580,8 @@ class Laplace:
         generator: torch.Generator | None = None,
         scale: Batches | None = None,
         resume: str | os.PathLike[str] | None = None,
+        memory_bound: SupportsIndex | None = None,
+        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
 
@@ -554,7 +599,9 @@ class Laplace:
                 to that over the examples that the magnitudes were measured on. A few examples
                 rarely hold their share of the hard ones that curve the loss of a confident
                 network. None for no scaling.
-            resume: As `fit` takes it.
+            resume: As `fit` takes it; so are the next two.
+            memory_bound: Bytes that the fit may hold.
+            store: A folder that the posterior is written to.
 
         Returns:
             The object itself.
@@ -570,7 +617,11 @@ class Laplace:
         of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
         is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(scheme, expected, generator, scheme.mode, scale, is_shared, resume)
+        return self._fit(
+            *(scheme, expected, generator, scheme.mode, scale, is_shared, resume),
+            memory_bound=check_fit_bound(memory_bound),
+            store=store,
+        )
 
     def _fit(
         self,
@@ -581,25 +632,44 @@ class Laplace:
         scale: Batches | None = None,
         is_shared: bool = False,
         resume: str | os.PathLike[str] | None = None,
+        memory_bound: int | None = None,
+        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         kind = self._settings.kind
         scheme.check(kind)
+        if memory_bound is not None:
+            check_rereadable(scheme)
         if scale is not None:
             check_scale(scale, scheme.measured[0])
         plain = _plain(self.model)
         check_no_autocast(self._first_parameter.device)
         ranks = current()
         expected = expected.over(ranks)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), ExitStack() as stack:
             problem, parameters, known = self._problem_of(scheme.first_read, generator)
             first = self._checked(known.first)
             shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
-            if is_too_large(problem, kind):
+            if store is None and is_too_large(problem, kind):
                 x = next((x for x, _ in self._on_device(known.first)), None)
                 raise too_large(unwrapped(self.model), problem, kind, x)
+            keep: stored.StoredFit | None = None
+            if store is not None:
+                needed = posterior_bytes(problem, kind)
+                stored.check_store(Path(store), self.likelihood, problem.device, ranks, needed)
+                keep = stack.enter_context(stored.StoredFit(Path(store)))
+            sizes: Sequence[int] = [len(problem.blocks)]
+            if memory_bound is not None:
+                batch = next(iter(self._on_device(shards.first_batch(ranks, known.first))))
+                planned = Planned(
+                    *(plain, problem, self._settings, scheme.mode, scheme.num_folds, batch),
+                    *(None, expected.num_data),
+                )
+                problem, sizes = agreed(grouped(planned, memory_bound, store is not None))
             states = None
             if resume is not None:
                 of_data = {"mode": mode, "num_data": expected.num_data, "folds": scheme.num_folds}
+                if memory_bound is not None:
+                    of_data |= {"memory_bound of the fit": memory_bound, "groups": list(sizes)}
                 states = states_of(
                     resume, problem, self._settings, self.likelihood, plain, **of_data
                 )
@@ -607,11 +677,18 @@ class Laplace:
             scheme = scheme.reading_first(known)
             read = partial(self._read, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
-            found = scheme.fit(kind, problem, read)
-        if scale is not None:
-            found = replace(found, curvature=found.curvature.map(lambda _, b: scaled(b, ratio)))
-            mode = f"{mode}, scaled"
-        self._take(found, parameters, expected.given(found.seen.num_examples), mode)
+
+            def finished(curvature: BlockDiagonal) -> BlockDiagonal:
+                if scale is not None:
+                    curvature = curvature.map(lambda _, block: scaled(block, ratio))
+                return curvature if keep is None else keep.stored(curvature)
+
+            found = fit_grouped(
+                scheme, known, problem, kind, sizes, generator, self._read, finished
+            )
+            mode = mode if scale is None else f"{mode}, scaled"
+            num_data = expected.given(found.seen.num_examples)
+            self._take(found, parameters, num_data, mode, keep)
         if states is not None:
             states.remove()
         return self
@@ -639,7 +716,12 @@ class Laplace:
         return problem, parameters, known
 
     def _take(
-        self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str
+        self,
+        found: CurvatureFit,
+        parameters: BayesianParameters,
+        num_data: int,
+        mode: str,
+        keep: stored.StoredFit | None,
     ) -> None:
         """Make a fit the one that is predicted with; one that is refused leaves the last one."""
         plain = unwrapped(self.model)
@@ -662,8 +744,7 @@ class Laplace:
                 prior_mean,
                 self._temperature,
             )
-            self._parameters, self._prior_mean = parameters, prior_mean
-            self._fitted = Fitted(
+            fitted = Fitted(
                 self.model,
                 self.likelihood,
                 self._settings,
@@ -674,6 +755,9 @@ class Laplace:
                 mode,
                 of_noise,
             )
+            fitted = fitted if keep is None else keep.finish(fitted)
+            self._parameters, self._prior_mean = parameters, prior_mean
+            self._fitted = fitted
 
     def _read(self, generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
         """Batches of a fit, of which at least one target must count.
@@ -1282,7 +1366,7 @@ class Laplace:
     # -------------------------------------------------------------- on disk
 
     @together("save")
-    def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
+    def save(self, path: str | Path, *, own_likelihood: bool = False, parts: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
         Of several processes the first one writes, and the others wait for it.
@@ -1295,6 +1379,9 @@ class Laplace:
             own_likelihood: Whether a likelihood of your own class may be saved by its import path
                 and its `options`. The file holds no code, and `load` imports none: it must be given
                 an instance.
+            parts: Write a folder of that name instead, with a file for each block and an index of
+                them, for `load(..., mmap=True)`. Blocks that are mapped from the same folder are
+                not written again. What was there before is removed once the index is complete.
 
         Raises:
             RuntimeError: Before a fit.
@@ -1302,11 +1389,14 @@ class Laplace:
                 `own_likelihood`; if its `options` are not plain data, or the negative
                 log-likelihood is not finite.
             FileNotFoundError: If the folder does not exist.
-            OSError: If the path is a folder, a device or may not be written; if the disk is full.
-                What was there before is still there.
+            OSError: If the path is a folder (with `parts` a file), a device or may not be written;
+                if the disk is full; if somebody else is writing to the folder. What was there
+                before is still there.
         """
         state, ranks = self._unchanged_state, current()
-        if ranks.rank == 0:
+        if ranks.rank == 0 and parts:
+            stored.save_parts(Path(path), state, own_likelihood)
+        elif ranks.rank == 0:
             posterior_file.save(Path(path), state, own_likelihood)
         # Nobody goes on before the file is there.
         ranks.exchange(None)
@@ -1373,6 +1463,7 @@ class Laplace:
         mc_samples: int = 1,
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
+        mmap: bool = False,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
@@ -1381,7 +1472,7 @@ class Laplace:
         single precision with random vectors, at the cost of a few products with each.
 
         Args:
-            path: The file.
+            path: The file, or the folder that `save(..., parts=True)` wrote.
             model: The model, with the parameters that it had at the fit.
             likelihood: An instance of the class of your own that the file names, with the `options`
                 that the file has; None if the likelihood is one of this package.
@@ -1391,15 +1482,22 @@ class Laplace:
             mc_samples: For another fit.
             memory_bound: As the constructor takes it; likewise the next one.
             batch: How batches are read.
+            mmap: Use the directions and magnitudes as they lie on disk, for a model on the CPU:
+                what computes with a block reads its part of the file, and the system lets go of it
+                when memory is short. Any number of processes share one copy. All is read once here,
+                for the checksum. The file must not be written to; predictions refuse it then.
 
         Raises:
-            ValueError: If the file is damaged, of another format, or does not fit the model; if
-                `likelihood` is missing, superfluous or not that of the fit.
+            ValueError: If the file is damaged, of another format, or does not fit the model; if a
+                part of a folder is damaged, missing or of another save; if `likelihood` is missing,
+                superfluous or not that of the fit; for `mmap` with a model on an accelerator.
             FileNotFoundError: If there is no such file.
-            IsADirectoryError: If it is a folder.
+            IsADirectoryError: If it is a folder without a posterior in parts.
             OSError: If it cannot be read.
         """
-        header, tensors = posterior_file.load(Path(path))
+        if mmap:
+            stored.check_mappable(next(model.parameters()).device, "mmap=True")
+        header, tensors, mapped = stored.load(Path(path), mmap)
         plain = _plain(model)
         posterior_file.check_names(header, dict(plain.named_parameters()))
         posterior_file.check_calls(header, plain)
@@ -1444,6 +1542,7 @@ class Laplace:
             others,
             header.mode,
             None if header.noise is None else Noise(**header.noise),
+            mapped=stored.with_blocks(mapped, posterior),
         )
         return la
 

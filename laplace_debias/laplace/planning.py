@@ -100,6 +100,10 @@ class Planned:
             *(examples, self.batches_read, self.folds or FOLDS, kind.num_directions),
         )
 
+    def of_group(self, blocks: Sequence[Block]) -> "Planned":
+        """The same of some of the blocks."""
+        return replace(self, problem=self.problem.of_group(blocks))
+
     def alternatives(self) -> dict[str, int]:
         """Other choices, and the bytes at most of a fit with each."""
         found = {}
@@ -142,13 +146,11 @@ def plan_of(planned: Planned, timed: bool, available: int | None) -> Plan:
     if problem.ranks.size > 1 and not kind.is_dense:
         dtype = problem.factor_dtype
         messages = message_bytes(problem.blocks, kind.name, mode, folds, dtype)
-    passes = _passes(planned, workings[0])
+    passes = passes_of(planned, workings[0], timed)
     eigh_flops = sum(block.eigh_flops for block in blocks)
     eigh_seconds = 0.0 if eigh_flops == 0 and not kind.is_dense else None
-    if timed:
-        passes = tuple(_timed(planned, of) for of in passes)
-        if eigh_flops:
-            eigh_seconds = _eigh_seconds(problem, folds + 1 if mode == "crossfit" else 1)
+    if timed and eigh_flops:
+        eigh_seconds = _eigh_seconds(problem, folds + 1 if mode == "crossfit" else 1)
     too_much = available is not None and max(of_stages.values()) > available
     size = sum(block.size for block in problem.blocks)
     return Plan(
@@ -232,8 +234,19 @@ def _costs(planned: Planned, working: Working) -> tuple[BlockCosts, ...]:
     )
 
 
+def passes_of(planned: Planned, working: Working, timed: bool) -> tuple[Pass, ...]:
+    """The passes over data of a curvature and a mode.
+
+    Args:
+        planned: What is to be fitted.
+        working: A chunk of a pass for factors or rows.
+        timed: Whether a batch is timed.
+    """
+    passes = _passes(planned, working)
+    return tuple(_timed(planned, of) for of in passes) if timed else passes
+
+
 def _passes(planned: Planned, working: Working) -> tuple[Pass, ...]:
-    """The passes over data of a curvature and a mode."""
     kind, mode = planned.settings.kind, planned.mode
     costs = _costs(planned, working)
     through = (1 + working.columns) * sum(

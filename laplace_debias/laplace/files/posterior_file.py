@@ -68,20 +68,42 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     check_target(path)
     plain = header.as_plain()
     check_header(plain, "The posterior cannot be saved: it")
-    tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
-    if posterior.prior_mean is not None:
-        tensors["prior_mean"] = posterior.prior_mean
+    tensors = of_prior_and_mean(posterior)
     for index, block in enumerate(posterior.curvature.blocks.values()):
-        parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
-        # Directions that are the coordinate axes are None.
-        tensors.update({key: part for key, part in parts.items() if part is not None})
+        tensors.update(of_block(index, block))
     texts = {"format": FORMAT, "header": json.dumps(plain, allow_nan=False)}
     with written_atomically(path, make_folders=False) as temporary:
         write_sealed(temporary, texts, tensors)
 
 
-def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
+def of_prior_and_mean(posterior: GaussianPosterior) -> dict[str, Tensor]:
+    """The tensors that a file holds besides the blocks'."""
+    tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
+    return (
+        tensors if posterior.prior_mean is None else {**tensors, "prior_mean": posterior.prior_mean}
+    )
+
+
+def of_block(index: int, block: LinearOperator) -> dict[str, Tensor]:
+    """The tensors that a file holds of a block; directions that are the axes are not saved."""
+    parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
+    return {key: part for key, part in parts.items() if part is not None}
+
+
+def operator_from(parts: Mapping[str, Tensor]) -> LinearOperator:
+    """A block, from its tensors by their fields."""
+    magnitudes = parts["magnitudes"]
+    if "U" in parts:
+        return LowRankPlusDiagonal(parts["U"], magnitudes, 0.0)
+    return EigenKronecker(parts.get("U_G"), parts.get("U_A"), magnitudes)
+
+
+def load(path: Path, mapped: bool = False) -> tuple[Header, dict[str, Tensor]]:
     """Read a file's header and tensors (on the CPU).
+
+    Args:
+        path: The file.
+        mapped: As `read_sealed` takes it.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -90,7 +112,7 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
         OSError: If it cannot be read.
     """
     try:
-        texts, tensors = read_sealed(path, _HAS_CHECKSUM)
+        texts, tensors = read_sealed(path, _HAS_CHECKSUM, mapped=mapped)
     except UnknownFormatError as error:
         raise ValueError(
             f"{path} is of format {shown(error.args[0])}, expected {FORMAT!r}: it was not written "
@@ -211,12 +233,7 @@ def posterior_from(
         for part, U in parts.items():
             if part != "magnitudes":
                 check_orthonormal(U, f"The directions {part} of {block.name} in the file")
-        magnitudes = parts["magnitudes"]
-        operators[block.name] = (
-            LowRankPlusDiagonal(parts["U"], magnitudes, 0.0)
-            if "U" in parts
-            else EigenKronecker(parts.get("U_G"), parts.get("U_A"), magnitudes)
-        )
+        operators[block.name] = operator_from(parts)
     return GaussianPosterior(
         mean,
         BlockDiagonal(operators),

@@ -1,0 +1,287 @@
+"""Groups of blocks that are fitted one after the other, each within a bound of memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import index
+from typing import SupportsIndex
+
+import torch
+
+from laplace_debias.curvature.fits.costs import posterior_numbers
+from laplace_debias.curvature.fits.groups import Finished, fit_in_groups
+from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.batches import Batches, FirstBatchKnown, Pairs, source_of
+from laplace_debias.laplace.plan import Pass, Plan, refusal
+from laplace_debias.laplace.planning import Planned, passes_of, plan_of
+from laplace_debias.laplace.schemes import Scheme
+from laplace_debias.system.memory import MEMORY_BOUND
+
+# Bytes are planned to within a quarter: so much of a bound is planned for.
+_PLANNED = 0.8
+# Of the bytes a chunk of a batch gets this share at most, before chunks are made smaller.
+_OF_CHUNK = 2
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How a fit goes through its blocks.
+
+    Attributes:
+        planned: The fit, with the working memory of its chunks.
+        sizes: How many blocks each group has, in the blocks' order.
+        stages: Bytes at most in each stage, with what earlier groups leave in memory.
+    """
+
+    planned: Planned
+    sizes: tuple[int, ...]
+    stages: dict[str, int]
+
+    @property
+    def groups(self) -> list[Sequence[Block]]:
+        """The blocks of each group."""
+        blocks, found, start = self.planned.problem.blocks, [], 0
+        for size in self.sizes:
+            found.append(blocks[start : start + size])
+            start += size
+        return found
+
+
+class _TooSmallError(ValueError):
+    """No group of one block fits; the message is none for a user."""
+
+
+def check_fit_bound(bound: SupportsIndex | None) -> int | None:
+    """A positive whole number of bytes, or None.
+
+    Raises:
+        ValueError: If it is below 1.
+    """
+    if bound is not None and index(bound) < 1:
+        raise ValueError(f"memory_bound must be a positive number of bytes, got {bound}.")
+    return None if bound is None else index(bound)
+
+
+def agreed(grouping: Grouping) -> tuple[Problem, Sequence[int]]:
+    """The fit and the sizes of its groups, of several processes those with the smallest groups."""
+    problem = grouping.planned.problem
+    of_ranks = problem.ranks.exchange(list(grouping.sizes))
+    return problem, max(of_ranks, key=len)
+
+
+def check_rereadable(scheme: Scheme) -> None:
+    """Require data that can be read once a group.
+
+    Raises:
+        TypeError: For an iterator.
+    """
+    if any(isinstance(source_of(d), Iterator) for d in (scheme.first_read, scheme.measured[0])):
+        raise TypeError(
+            "A fit under memory_bound reads the data once for every group of blocks, but an "
+            "iterator can be read only once: pass a DataLoader or a list of batches."
+        )
+
+
+def fit_grouped(
+    scheme: Scheme,
+    known: FirstBatchKnown,
+    problem: Problem,
+    kind: CurvatureKind,
+    sizes: Sequence[int],
+    generator: torch.Generator | None,
+    read: Callable[[torch.Generator | None, Batches, str], Pairs],
+    finished: Finished,
+) -> CurvatureFit:
+    """Fit groups of blocks, each of which reads the batches that the first one read.
+
+    Args:
+        scheme: The way to fit.
+        known: The data that it reads first.
+        problem: The network and its blocks.
+        kind: The curvature.
+        sizes: How many blocks each group has.
+        generator: What loaders draw from, as `Laplace.fit` takes it.
+        read: From a generator, batches and what errors call them to the same, checked.
+        finished: As `fit_in_groups` takes it.
+
+    Raises:
+        ValueError: As `fit_in_groups`.
+    """
+    replays = known.replays()
+    state = None if generator is None else generator.get_state()
+
+    def fit(of_group: Problem, number: int) -> CurvatureFit:
+        if number == 0:
+            return scheme.reading_first(known).fit(kind, of_group, partial(read, generator))
+        again = None
+        if generator is not None and state is not None:
+            again = torch.Generator(generator.device).set_state(state)
+        return scheme.reading_first(replays()).fit(kind, of_group, partial(read, again))
+
+    return fit_in_groups(problem, sizes, fit, finished)
+
+
+def grouped(planned: Planned, bound: int, is_stored: bool) -> Grouping:
+    """The fewest groups of consecutive blocks that fit into a bound, each as large as it can be.
+
+    Where a chunk of a batch takes much of the bound, chunks are made smaller.
+
+    Args:
+        planned: What is to be fitted.
+        bound: Bytes that the fit may take beyond the model and the data.
+        is_stored: Whether finished groups are written to files, and not held.
+
+    Raises:
+        ValueError: If a block by itself, with what is held of those before it, does not fit; it
+            names what would do.
+    """
+    most = int(_PLANNED * bound)
+    paced = _paced(planned, most)
+    try:
+        return _grouped(paced, most, is_stored)
+    except _TooSmallError:
+        raise _refusal(paced, bound, is_stored) from None
+
+
+def _paced(planned: Planned, most: int) -> Planned:
+    """The fit with chunks that leave room in the bound, if they can be made so small."""
+    problem = planned.problem
+    bound = min(MEMORY_BOUND, problem.memory_bound or MEMORY_BOUND, most)
+    chunk = max(of.chunk for of in planned.workings())
+    while chunk > most // _OF_CHUNK and bound > 1:
+        bound //= 2
+        halved = replace(planned, problem=replace(problem, memory_bound=bound))
+        try:
+            chunk = max(of.chunk for of in halved.workings())
+        except ValueError:  # One cotangent of one example takes more.
+            break
+        planned = halved
+    return planned
+
+
+def _grouped(planned: Planned, most: int, is_stored: bool) -> Grouping:
+    blocks = planned.problem.blocks
+    sizes: list[int] = []
+    stages: dict[str, int] = {}
+    start = 0
+    if planned.settings.kind.is_dense:
+        stages = planned.stages(planned.workings())
+        if max(stages.values()) > most:
+            raise _TooSmallError
+        return Grouping(planned, (len(blocks),), stages)
+    while start < len(blocks):
+        held = 0 if is_stored else _kept(planned, blocks[:start])
+        # As many as fit: between the last number that does and the first that does not.
+        stop, beyond, found = start, len(blocks) + 1, dict[str, int]()
+        tried = len(blocks)
+        while beyond - stop > 1:
+            of_group = _stages(planned, blocks[start:tried], held)
+            if max(of_group.values()) <= most:
+                stop, found = tried, of_group
+            else:
+                beyond = tried
+            tried = (stop + beyond) // 2
+        if stop == start:
+            raise _TooSmallError
+        sizes.append(stop - start)
+        for name, value in found.items():
+            stages[name] = max(value, stages.get(name, 0))
+        start = stop
+    return Grouping(planned, tuple(sizes), stages)
+
+
+def _stages(planned: Planned, blocks: Sequence[Block], held: int) -> dict[str, int]:
+    of_group = planned.of_group(blocks)
+    stages = of_group.stages(of_group.workings())
+    return {name: held + value for name, value in stages.items()}
+
+
+def _kept(planned: Planned, blocks: Sequence[Block]) -> int:
+    """Bytes of a finished group's posterior."""
+    kind = planned.settings.kind
+    return planned.problem.dtype.itemsize * posterior_numbers(blocks, kind.name)
+
+
+def _refusal(planned: Planned, bound: int, is_stored: bool) -> ValueError:
+    """What is raised where no groups fit: it names what would do."""
+    kind, blocks = planned.settings.kind, planned.problem.blocks
+    if kind.is_dense:
+        needed = _bound_for(max(planned.stages(planned.workings()).values()))
+        what = f"curvature={kind.name!r}, which is one block of all parameters, takes"
+        message = refusal(what, needed, bound, planned.alternatives())
+        return ValueError(f"memory_bound: {message} Nothing was fitted.")
+    held, needed, in_files, largest = 0, 0, 0, blocks[0]
+    for block in blocks:
+        of_block = max(_stages(planned, [block], 0).values())
+        in_files = max(in_files, of_block)
+        if held + of_block > needed:
+            needed, largest = held + of_block, block
+        held += 0 if is_stored else _kept(planned, [block])
+    alternatives = {} if is_stored else {"fit(store=folder)": _bound_for(in_files)}
+    alternatives |= planned.alternatives()
+    what = f"A fit of one block at a time, with {largest.name} and what is kept before it, takes"
+    message = refusal(what, _bound_for(needed), bound, alternatives)
+    return ValueError(f"memory_bound: {message} Nothing was fitted.")
+
+
+def plan_within(
+    planned: Planned, timed: bool, available: int | None, bound: int | None, is_stored: bool
+) -> Plan:
+    """The plan of a fit that may go through its blocks in groups.
+
+    Args:
+        planned: What is to be fitted.
+        timed: As `plan_of` takes it.
+        available: As `plan_of` takes it.
+        bound: Bytes that the fit may take, which make the groups; None for one group. Where that
+            is too large, the groups that would fit are among the alternatives.
+        is_stored: As `grouped` takes it.
+
+    Raises:
+        ValueError: As `grouped`.
+    """
+    if bound is None:
+        plan = replace(plan_of(planned, timed, available), groups=(_names(planned.problem.blocks),))
+        if not plan.alternatives or plan.available is None or planned.settings.kind.is_dense:
+            return plan
+        return replace(plan, alternatives={**plan.alternatives, **_groups_instead(plan, planned)})
+    grouping = grouped(planned, bound, is_stored)
+    plan = plan_of(grouping.planned, timed, available)
+    passes: list[Pass] = []
+    for number, blocks in enumerate(grouping.groups, start=1):
+        of_group = grouping.planned.of_group(blocks)
+        found = passes_of(of_group, of_group.workings()[0], timed)
+        where = f", group {number}" if len(grouping.sizes) > 1 else ""
+        passes += [replace(of, what=of.what + where) for of in found]
+    fits = plan.available is None or max(grouping.stages.values()) <= plan.available
+    return replace(
+        plan,
+        stages=grouping.stages,
+        passes=tuple(passes),
+        alternatives={} if fits else plan.alternatives,
+        memory_bound=bound,
+        groups=tuple(_names(blocks) for blocks in grouping.groups),
+    )
+
+
+def _names(blocks: Sequence[Block]) -> tuple[str, ...]:
+    return tuple(block.name for block in blocks)
+
+
+def _groups_instead(plan: Plan, planned: Planned) -> dict[str, int]:
+    """The fit in groups that would fit where one in one go does not."""
+    assert plan.available is not None
+    for is_stored, store in ((False, ""), (True, ", store=folder")):
+        try:
+            stages = grouped(planned, plan.available, is_stored).stages
+        except ValueError:
+            continue
+        return {f"fit(memory_bound={plan.available}{store})": max(stages.values())}
+    return {}
+
+
+def _bound_for(planned: int) -> int:
+    """The least bound that a number of planned bytes is let pass with."""
+    return -(-planned * 5 // 4) + 1
