@@ -12,17 +12,21 @@ from laplace_debias.curvature.fits.costs import posterior_numbers
 from laplace_debias.curvature.fits.groups import Finished, fit_in_groups
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.working import Working
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches, FirstBatchKnown, Pairs, source_of
 from laplace_debias.laplace.plan import Pass, Plan, refusal
 from laplace_debias.laplace.planning import Planned, passes_of, plan_of
+from laplace_debias.laplace.posterior_range import CHECKED_AT_ONCE
 from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.system.memory import MEMORY_BOUND
 
 # Bytes are planned to within a quarter: so much of a bound is planned for.
 _PLANNED = 0.8
 # Of the bytes a chunk of a batch gets this share at most, before chunks are made smaller.
-_OF_CHUNK = 2
+_OF_CHUNK = 4
+# Of a chunk's bound its output gradients take this share.
+_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -147,55 +151,68 @@ def grouped(planned: Planned, bound: int, is_stored: bool) -> Grouping:
 
 def _paced(planned: Planned, most: int) -> Planned:
     """The fit with chunks that leave room in the bound, if they can be made so small."""
-    problem = planned.problem
-    bound = min(MEMORY_BOUND, problem.memory_bound or MEMORY_BOUND, most)
-    chunk = max(of.chunk for of in planned.workings())
-    while chunk > most // _OF_CHUNK and bound > 1:
-        bound //= 2
-        halved = replace(planned, problem=replace(problem, memory_bound=bound))
-        try:
-            chunk = max(of.chunk for of in halved.workings())
-        except ValueError:  # One cotangent of one example takes more.
-            break
-        planned = halved
-    return planned
+    room = most // _OF_CHUNK
+    working = max(planned.workings(), key=lambda of: of.chunk)
+    if working.chunk <= room:
+        return planned
+    # A chunk is proportional to its examples and to the cotangents that go back at once.
+    at_once = working.examples * working.at_once
+    fewer = max(1, at_once * room // working.chunk)
+    bound = max(1, working.output_gradients // at_once) * fewer
+    bound *= _SHARE if fewer >= working.at_once else 1
+    bound = min(bound, planned.problem.memory_bound or MEMORY_BOUND)
+    smaller = replace(planned, problem=replace(planned.problem, memory_bound=bound))
+    try:
+        smaller.workings()
+    except ValueError:  # One cotangent of one example takes more.
+        return planned
+    return smaller
 
 
 def _grouped(planned: Planned, most: int, is_stored: bool) -> Grouping:
-    blocks = planned.problem.blocks
+    blocks, workings = planned.problem.blocks, planned.workings()
     sizes: list[int] = []
     stages: dict[str, int] = {}
     start = 0
     if planned.settings.kind.is_dense:
-        stages = planned.stages(planned.workings())
+        stages = planned.stages(workings)
         if max(stages.values()) > most:
             raise _TooSmallError
         return Grouping(planned, (len(blocks),), stages)
     while start < len(blocks):
         held = 0 if is_stored else _kept(planned, blocks[:start])
-        # As many as fit: between the last number that does and the first that does not.
-        stop, beyond, found = start, len(blocks) + 1, dict[str, int]()
-        tried = len(blocks)
-        while beyond - stop > 1:
-            of_group = _stages(planned, blocks[start:tried], held)
-            if max(of_group.values()) <= most:
-                stop, found = tried, of_group
-            else:
-                beyond = tried
-            tried = (stop + beyond) // 2
+        stop, found = start, dict[str, int]()
+        while stop < len(blocks):
+            of_group = _stages(planned, workings, blocks[start : stop + 1], held)
+            if max(of_group.values()) > most:
+                break
+            stop, found = stop + 1, of_group
         if stop == start:
             raise _TooSmallError
         sizes.append(stop - start)
         for name, value in found.items():
             stages[name] = max(value, stages.get(name, 0))
         start = stop
+    stages["check"] = _at_end(planned, is_stored)
+    if stages["check"] > most:
+        raise _TooSmallError
     return Grouping(planned, tuple(sizes), stages)
 
 
-def _stages(planned: Planned, blocks: Sequence[Block], held: int) -> dict[str, int]:
-    of_group = planned.of_group(blocks)
-    stages = of_group.stages(of_group.workings())
+def _stages(
+    planned: Planned, workings: tuple[Working, Working], blocks: Sequence[Block], held: int
+) -> dict[str, int]:
+    first, second = (of.of_group(blocks) for of in workings)
+    stages = planned.of_group(blocks).stages((first, second))
     return {name: held + value for name, value in stages.items()}
+
+
+def _at_end(planned: Planned, is_stored: bool) -> int:
+    """Bytes when all groups are finished: what is kept, the mean, and its squares."""
+    blocks = planned.problem.blocks
+    size = sum(block.size for block in blocks)
+    kept = 0 if is_stored else _kept(planned, blocks)
+    return kept + planned.problem.dtype.itemsize * size + 16 * min(size, CHECKED_AT_ONCE)
 
 
 def _kept(planned: Planned, blocks: Sequence[Block]) -> int:
@@ -207,14 +224,16 @@ def _kept(planned: Planned, blocks: Sequence[Block]) -> int:
 def _refusal(planned: Planned, bound: int, is_stored: bool) -> ValueError:
     """What is raised where no groups fit: it names what would do."""
     kind, blocks = planned.settings.kind, planned.problem.blocks
+    workings = planned.workings()
     if kind.is_dense:
-        needed = _bound_for(max(planned.stages(planned.workings()).values()))
+        needed = _bound_for(max(planned.stages(workings).values()))
         what = f"curvature={kind.name!r}, which is one block of all parameters, takes"
         message = refusal(what, needed, bound, planned.alternatives())
         return ValueError(f"memory_bound: {message} Nothing was fitted.")
-    held, needed, in_files, largest = 0, 0, 0, blocks[0]
+    at_end, in_files = _at_end(planned, is_stored), _at_end(planned, True)
+    held, needed, largest = 0, 0, blocks[0]
     for block in blocks:
-        of_block = max(_stages(planned, [block], 0).values())
+        of_block = max(_stages(planned, workings, [block], 0).values())
         in_files = max(in_files, of_block)
         if held + of_block > needed:
             needed, largest = held + of_block, block
@@ -222,7 +241,7 @@ def _refusal(planned: Planned, bound: int, is_stored: bool) -> ValueError:
     alternatives = {} if is_stored else {"fit(store=folder)": _bound_for(in_files)}
     alternatives |= planned.alternatives()
     what = f"A fit of one block at a time, with {largest.name} and what is kept before it, takes"
-    message = refusal(what, _bound_for(needed), bound, alternatives)
+    message = refusal(what, _bound_for(max(needed, at_end)), bound, alternatives)
     return ValueError(f"memory_bound: {message} Nothing was fitted.")
 
 
@@ -249,10 +268,11 @@ def plan_within(
         return replace(plan, alternatives={**plan.alternatives, **_groups_instead(plan, planned)})
     grouping = grouped(planned, bound, is_stored)
     plan = plan_of(grouping.planned, timed, available)
+    working = grouping.planned.workings()[0]
     passes: list[Pass] = []
     for number, blocks in enumerate(grouping.groups, start=1):
         of_group = grouping.planned.of_group(blocks)
-        found = passes_of(of_group, of_group.workings()[0], timed)
+        found = passes_of(of_group, working.of_group(blocks), timed)
         where = f", group {number}" if len(grouping.sizes) > 1 else ""
         passes += [replace(of, what=of.what + where) for of in found]
     fits = plan.available is None or max(grouping.stages.values()) <= plan.available

@@ -249,9 +249,11 @@ def passes_of(planned: Planned, working: Working, timed: bool) -> tuple[Pass, ..
 def _passes(planned: Planned, working: Working) -> tuple[Pass, ...]:
     kind, mode = planned.settings.kind, planned.mode
     costs = _costs(planned, working)
-    through = (1 + working.columns) * sum(
-        network_flops(block, positions) for block, positions in working.positions.items()
-    )
+    of_network = {b: network_flops(b, positions) for b, positions in working.positions.items()}
+    # Cotangents go back to the first layer that is measured.
+    reached = list(of_network)[list(of_network).index(planned.problem.blocks[0]) :]
+    back = working.columns * sum(of_network[block] for block in reached)
+    through = sum(of_network.values()) + back
     size = sum(block.size for block in planned.problem.blocks)
     read = planned.batches_read, planned.examples_read
     of_factors = Pass("factors", *read, through + sum(b.factor_flops for b in costs))

@@ -20,6 +20,8 @@ from laplace_debias.operators import (
     LowRankPlusDiagonal,
 )
 
+CHECKED_AT_ONCE = 2**24
+"""Parameters that are looked at together."""
 MAX_NUM_DATA = 2**53
 """The largest N: double precision holds every whole number up to here."""
 
@@ -78,7 +80,9 @@ def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
     Raises:
         ValueError: If a parameter or the norm is not.
     """
-    square = mean.double().square().sum().item()
+    # Not all at once: in double precision that would be several times the mean.
+    parts = [part.double().square().sum() for part in mean.split(CHECKED_AT_ONCE)]
+    square = torch.stack(parts).sum().item()
     if not math.isfinite(square):
         raise ValueError(
             "The posterior's mean holds NaN or Inf, or its square overflows: the model has "

@@ -308,7 +308,6 @@ def test_writing_to_mapped_tensors_does_not_change_the_file(tmp_path):
 class Own(Categorical):
     """A likelihood whose options are no plain data."""
 
-    @property
     def options(self):
         return {"what": object()}
 

@@ -1,6 +1,7 @@
 """Working memory of a chunk of a pass over data, found by running one and two examples."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,8 @@ class Working:
         kept_before: Those of the batch's other chunks.
         joined: Bytes of the largest copy of one layer's inputs, if a batch has several chunks.
         positions: T of every block.
+        inputs: Bytes of the inputs of one example that A needs, by the layers' paths.
+        batch: Examples of a batch.
     """
 
     examples: int
@@ -44,6 +47,24 @@ class Working:
     kept_before: int
     joined: int
     positions: dict[Block, int]
+    inputs: dict[str, int]
+    batch: int
+
+    def of_group(self, blocks: Sequence[Block]) -> "Working":
+        """The same, at most, where some of the blocks are measured alone."""
+        weights = {block.layer for block in blocks if not block.is_exact}
+        inputs = {layer: size for layer, size in self.inputs.items() if layer in weights}
+        return replace(self, **_of_inputs(inputs, self.batch, self.examples), inputs=inputs)
+
+
+def _of_inputs(inputs: Mapping[str, int], batch: int, examples: int) -> dict[str, int]:
+    """What is kept of the layers' inputs, as `Working` has it."""
+    size = sum(inputs.values())
+    return {
+        "kept": min(batch * size, MOST_KEPT + examples * size),
+        "kept_before": min((batch - examples) * size, MOST_KEPT),
+        "joined": batch * max(inputs.values(), default=0) if batch > examples else 0,
+    }
 
 
 def working_memory(
@@ -82,10 +103,10 @@ def working_memory(
         activations,
         peak,
         measured,
-        min(batch * one.input_bytes, MOST_KEPT + examples * one.input_bytes),
-        min((batch - examples) * one.input_bytes, MOST_KEPT),
-        batch * one.largest if batch > examples else 0,
-        one.positions,
+        **_of_inputs(one.inputs, batch, examples),
+        positions=one.positions,
+        inputs=one.inputs,
+        batch=batch,
     )
 
 
@@ -94,8 +115,7 @@ class _Run:
     bytes: tuple[int, int, int]
     columns: int
     output_bytes: int
-    input_bytes: int
-    largest: int
+    inputs: dict[str, int]
     positions: dict[Block, int]
 
 
@@ -118,21 +138,20 @@ def _of(problem: Problem, x: Inputs, y: Tensor, count: int, at_once: int) -> _Ru
     return _Run((memory.peak, activations, held or 0), columns, *found)
 
 
-def _sizes(problem: Problem, tap: Tap, count: int) -> tuple[int, int, int, dict[Block, int]]:
-    """Bytes of outputs, of the inputs that A needs, of the largest of these; T of every block."""
+def _sizes(problem: Problem, tap: Tap, count: int) -> tuple[int, dict[str, int], dict[Block, int]]:
+    """Bytes of outputs, of the inputs that A needs by layer; T of every block."""
     weights = {block.layer for block in problem.blocks if not block.is_exact}
-    inputs, largest, of_layers = 0, 0, dict[str, int]()
+    inputs, of_layers = dict[str, int](), dict[str, int]()
     for use in tap.uses:
         size = use.z.numel() // count
         of_layers[use.layer] = of_layers.get(use.layer, 0) + size
         if use.layer in weights:
-            inputs += _num_bytes(use.x) // count
-            largest = max(largest, _num_bytes(use.x) // count)
+            inputs[use.layer] = inputs.get(use.layer, 0) + _num_bytes(use.x) // count
     positions = {}
     for block in problem.blocks:
         layer = tap.network.get_submodule(block.layer)
         positions[block] = max(1, of_layers.get(block.layer, 0) // _width(layer, block))
-    return tap.output_bytes(), inputs, largest, positions
+    return tap.output_bytes(), inputs, positions
 
 
 def _width(layer: Any, block: Block) -> int:
