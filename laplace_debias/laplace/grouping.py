@@ -146,7 +146,7 @@ def grouped(planned: Planned, bound: int, is_stored: bool) -> Grouping:
     try:
         return _grouped(paced, most, is_stored)
     except _TooSmallError:
-        raise _refusal(paced, bound, is_stored) from None
+        raise _refusal(paced, bound, is_stored, planned.alternatives()) from None
 
 
 def _paced(planned: Planned, most: int) -> Planned:
@@ -221,14 +221,16 @@ def _kept(planned: Planned, blocks: Sequence[Block]) -> int:
     return planned.problem.dtype.itemsize * posterior_numbers(blocks, kind.name)
 
 
-def _refusal(planned: Planned, bound: int, is_stored: bool) -> ValueError:
-    """What is raised where no groups fit: it names what would do."""
+def _refusal(
+    planned: Planned, bound: int, is_stored: bool, others: dict[str, int]
+) -> ValueError:
+    """What is raised where no groups fit: it names what would do, `others` besides."""
     kind, blocks = planned.settings.kind, planned.problem.blocks
     workings = planned.workings()
     if kind.is_dense:
         needed = _bound_for(max(planned.stages(workings).values()))
         what = f"curvature={kind.name!r}, which is one block of all parameters, takes"
-        message = refusal(what, needed, bound, planned.alternatives())
+        message = refusal(what, needed, bound, others)
         return ValueError(f"memory_bound: {message} Nothing was fitted.")
     at_end, in_files = _at_end(planned, is_stored), _at_end(planned, True)
     held, needed, largest = 0, 0, blocks[0]
@@ -239,7 +241,7 @@ def _refusal(planned: Planned, bound: int, is_stored: bool) -> ValueError:
             needed, largest = held + of_block, block
         held += 0 if is_stored else _kept(planned, [block])
     alternatives = {} if is_stored else {"fit(store=folder)": _bound_for(in_files)}
-    alternatives |= planned.alternatives()
+    alternatives |= others
     what = f"A fit of one block at a time, with {largest.name} and what is kept before it, takes"
     message = refusal(what, _bound_for(max(needed, at_end)), bound, alternatives)
     return ValueError(f"memory_bound: {message} Nothing was fitted.")

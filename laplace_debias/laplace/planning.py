@@ -108,7 +108,10 @@ class Planned:
         """Other choices, and the bytes at most of a fit with each."""
         found = {}
         for name, other in self._others():
-            found[name] = max(other.stages(other.workings()).values())
+            try:
+                found[name] = max(other.stages(other.workings()).values())
+            except ValueError:  # One example alone takes more than the chunk's bound.
+                continue
         return found
 
     def _others(self) -> list[tuple[str, "Planned"]]:
