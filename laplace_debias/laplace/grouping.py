@@ -17,7 +17,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches, FirstBatchKnown, Pairs, source_of
 from laplace_debias.laplace.plan import Pass, Plan, refusal
 from laplace_debias.laplace.planning import Planned, passes_of, plan_of
-from laplace_debias.laplace.posterior_range import CHECKED_AT_ONCE
+from laplace_debias.laplace.posterior_range import checked_at_once
 from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.system.memory import MEMORY_BOUND
 
@@ -212,7 +212,7 @@ def _at_end(planned: Planned, is_stored: bool) -> int:
     blocks = planned.problem.blocks
     size = sum(block.size for block in blocks)
     kept = 0 if is_stored else _kept(planned, blocks)
-    return kept + planned.problem.dtype.itemsize * size + 16 * min(size, CHECKED_AT_ONCE)
+    return kept + planned.problem.dtype.itemsize * size + 16 * checked_at_once(size)
 
 
 def _kept(planned: Planned, blocks: Sequence[Block]) -> int:
@@ -221,9 +221,7 @@ def _kept(planned: Planned, blocks: Sequence[Block]) -> int:
     return planned.problem.dtype.itemsize * posterior_numbers(blocks, kind.name)
 
 
-def _refusal(
-    planned: Planned, bound: int, is_stored: bool, others: dict[str, int]
-) -> ValueError:
+def _refusal(planned: Planned, bound: int, is_stored: bool, others: dict[str, int]) -> ValueError:
     """What is raised where no groups fit: it names what would do, `others` besides."""
     kind, blocks = planned.settings.kind, planned.problem.blocks
     workings = planned.workings()

@@ -20,8 +20,6 @@ from laplace_debias.operators import (
     LowRankPlusDiagonal,
 )
 
-CHECKED_AT_ONCE = 2**24
-"""Parameters that are looked at together."""
 MAX_NUM_DATA = 2**53
 """The largest N: double precision holds every whole number up to here."""
 
@@ -74,6 +72,11 @@ def check_temperature(temperature: Any) -> float:
     return float(temperature)
 
 
+def checked_at_once(num_parameters: int) -> int:
+    """How many of the mean's entries `squared_norm` looks at together."""
+    return max(2**12, num_parameters // 256)
+
+
 def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
     """The squared norm of parameters (less the prior's mean), which must be finite.
 
@@ -81,7 +84,7 @@ def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
         ValueError: If a parameter or the norm is not.
     """
     # Not all at once: in double precision that would be several times the mean.
-    parts = [part.double().square().sum() for part in mean.split(CHECKED_AT_ONCE)]
+    parts = [part.double().square().sum() for part in mean.split(checked_at_once(len(mean)))]
     square = torch.stack(parts).sum().item()
     if not math.isfinite(square):
         raise ValueError(

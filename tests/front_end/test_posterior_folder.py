@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.fits import groups
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.laplace import grouping
 from laplace_debias.laplace.files import folder as folder_file
 from laplace_debias.laplace.files.folder import FolderWriter
 from laplace_debias.system import atomic
@@ -40,6 +42,14 @@ def seeded():
     return torch.Generator().manual_seed(1)
 
 
+def blocks_of(la):
+    """All tensors of the curvature."""
+    parts = ("U_G", "U_A", "U", "magnitudes")
+    blocks = la.posterior.curvature.blocks.values()
+    found = [getattr(block, part, None) for block in blocks for part in parts]
+    return [tensor for tensor in found if tensor is not None]
+
+
 def assert_same(one, other, x):
     """The same bits of all that is asked of a posterior."""
     assert torch.equal(one.mean, other.mean)
@@ -59,17 +69,25 @@ def assert_same(one, other, x):
 @pytest.mark.parametrize("mmap", [False, True])
 def test_parts_give_the_bits_that_were_saved(curvature, mmap, tmp_path):
     la = fitted(curvature, prior_mean=0.1, temperature=0.5)
+    la.save(tmp_path / "one.safetensors")
     la.save(tmp_path / "new" / "posterior", parts=True)
     loaded = Laplace.load(tmp_path / "new" / "posterior", la.model, mmap=mmap)
     assert (loaded._fitted.mapped is not None) == mmap
-    assert_same(la, loaded, torch.randn(3, 2, 5, 5))
+    # In memory eigenvectors lie in another order than in files, which rounds in another way.
+    whole = Laplace.load(tmp_path / "one.safetensors", la.model)
+    assert_same(whole, loaded, torch.randn(3, 2, 5, 5))
+    for one, other in zip(blocks_of(la), blocks_of(loaded), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_single_file_is_mapped_too(tmp_path):
     la = fitted()
     la.save(tmp_path / "posterior.safetensors")
-    loaded = Laplace.load(tmp_path / "posterior.safetensors", la.model, mmap=True)
-    assert_same(la, loaded, torch.randn(3, 2, 5, 5))
+    whole, loaded = (
+        Laplace.load(tmp_path / "posterior.safetensors", la.model, mmap=mmap)
+        for mmap in (False, True)
+    )
+    assert_same(whole, loaded, torch.randn(3, 2, 5, 5))
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "diag", "lowrank"])
@@ -78,21 +96,30 @@ def test_a_fit_that_stores_its_posterior_gives_the_same_bits(curvature, tmp_path
     stored = Laplace(la.model, curvature=curvature)
     stored.fit(batches(), store=tmp_path / "p")
     assert stored._fitted.mapped is not None
-    loaded = Laplace.load(tmp_path / "p", la.model, mmap=True)
-    x = torch.randn(3, 2, 5, 5)
-    assert_same(stored, loaded, x)
-    stored.prior_precision = 1.0
-    assert_same(la, stored, x)
+    for one, other in zip(blocks_of(la), blocks_of(stored), strict=True):
+        assert torch.equal(one, other)
+    loaded = Laplace.load(tmp_path / "p", la.model)
+    assert_same(stored, loaded, torch.randn(3, 2, 5, 5))
 
 
-def test_groups_are_stored_one_after_the_other(tmp_path):
+def test_groups_are_stored_one_after_the_other(tmp_path, monkeypatch):
     la = fitted("ekfac")
-    bound = la.plan(batches(), store=True, memory_bound=2**40).peak
     stored = Laplace(la.model, curvature="ekfac")
-    stored.fit(batches(), memory_bound=bound, store=tmp_path / "p")
-    assert len(stored.plan(batches(), memory_bound=bound, store=tmp_path / "p").groups) > 1
-    assert len(list((tmp_path / "p").glob("block-*"))) == len(la.block_names)
-    assert_same(la, stored, torch.randn(3, 2, 5, 5))
+    there = []
+
+    def fit_one(*arguments):
+        there.append(len(list(tmp_path.glob("block-*"))))
+        return original(*arguments)
+
+    original = groups._fit_one
+    monkeypatch.setattr(groups, "_fit_one", fit_one)
+    monkeypatch.setattr(
+        grouping, "_grouped", lambda planned, *_: grouping.Grouping(planned, (1, 2, 1), {})
+    )
+    stored.fit(batches(), memory_bound=2**30, store=tmp_path)
+    assert there == [0, 1, 3]
+    for one, other in zip(blocks_of(la), blocks_of(stored), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_tuned_posterior_is_saved_without_its_blocks_once_more(tmp_path):
@@ -342,15 +369,11 @@ model = nn.Sequential(*layers, nn.Linear(400, 3)).eval()
 data = [(torch.randn(4, 400), torch.tensor([0, 1, 2, 0]))]
 
 def anonymous():
-    torch.randn(10).sum()
     ctypes.CDLL(None).malloc_trim(0)
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
-if sys.argv[2] == "fit":
-    la = Laplace(model, params="weights", fisher="mc", factor_dtype=torch.float32)
-    la.fit(data).save(sys.argv[1], parts=True)
-else:
+if __name__ == "__main__":
     model(data[0][0])
     before = anonymous()
     la = Laplace.load(sys.argv[1], model, mmap=sys.argv[2] == "mmap")
@@ -362,16 +385,21 @@ else:
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_mapped_posterior_takes_little_memory_of_its_own(tmp_path):
     """Anonymous memory: pages of mapped files are the system's, shared by all processes."""
+    names = {"__name__": "here"}
+    exec(_MEASURE, names)
+    la = Laplace(names["model"], params="weights", fisher="mc", factor_dtype=torch.float32)
+    la.fit(names["data"]).save(tmp_path / "p", parts=True)
+    size = sum(path.stat().st_size for path in (tmp_path / "p").glob("block-*"))
 
     def run(what):
         command = [sys.executable, "-c", _MEASURE, str(tmp_path / "p"), what]
         found = subprocess.run(command, check=True, capture_output=True, text=True)
         return [int(word) for word in found.stdout.split()]
 
-    run("fit")
-    size = sum(path.stat().st_size for path in (tmp_path / "p").glob("block-*"))
     whole, mapped = run("whole"), run("mmap")
-    assert min(whole) > 0.9 * size
-    assert max(mapped) < 0.35 * size
+    assert mapped[0] < 0.1 * size < 0.9 * size < whole[0]
+    # A first prediction imports what it needs, whichever it is.
+    assert whole[1] - mapped[1] > 0.9 * size
