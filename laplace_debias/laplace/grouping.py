@@ -1,9 +1,11 @@
 """Groups of blocks that are fitted one after the other, each within a bound of memory."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
+from pathlib import Path
 from typing import SupportsIndex
 
 import torch
@@ -27,6 +29,28 @@ _PLANNED = 0.8
 _OF_CHUNK = 4
 # Of a chunk's bound its output gradients take this share.
 _SHARE = 4
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a fit's posterior and all that it works with shall find room.
+
+    Attributes:
+        memory_bound: Bytes of memory at most; None for no bound.
+        store: A folder for finished blocks; None for memory.
+    """
+
+    memory_bound: int | None
+    store: Path | None
+
+    @classmethod
+    def of(cls, memory_bound: SupportsIndex | None, store: str | os.PathLike[str] | None) -> "Room":
+        """As `Laplace.fit` takes it.
+
+        Raises:
+            ValueError: As `check_fit_bound`.
+        """
+        return cls(check_fit_bound(memory_bound), None if store is None else Path(store))
 
 
 @dataclass(frozen=True)

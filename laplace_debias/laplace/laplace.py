@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -68,6 +68,7 @@ from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.grouping import (
+    Room,
     agreed,
     check_fit_bound,
     check_rereadable,
@@ -456,7 +457,7 @@ class Laplace:
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
-        kept = {"memory_bound": check_fit_bound(memory_bound), "store": store}
+        room = Room.of(memory_bound, store)
         if isinstance(train_loader, Scheme):
             if mode != "full" or progress or scale or folds is not None:
                 raise ValueError(
@@ -466,7 +467,7 @@ class Laplace:
             expected = _expected_of(train_loader, num_data)
             self._check_resumable(resume, generator, train_loader)
             return self._fit(
-                train_loader, expected, generator, train_loader.mode, resume=resume, **kept
+                train_loader, expected, generator, train_loader.mode, room, resume=resume
             )
         if folds is not None and mode != "crossfit":
             raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
@@ -482,7 +483,7 @@ class Laplace:
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode, None, is_shared, resume, **kept)
+            return self._fit(scheme, expected, generator, mode, room, None, is_shared, resume)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
@@ -494,9 +495,7 @@ class Laplace:
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(
-            *(scheme, expected, generator, mode, scale_data, is_shared, resume), **kept
-        )
+        return self._fit(scheme, expected, generator, mode, room, scale_data, is_shared, resume)
 
     @together("plan")
     def plan(
@@ -617,11 +616,8 @@ class Laplace:
         of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
         is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(
-            *(scheme, expected, generator, scheme.mode, scale, is_shared, resume),
-            memory_bound=check_fit_bound(memory_bound),
-            store=store,
-        )
+        room = Room.of(memory_bound, store)
+        return self._fit(scheme, expected, generator, scheme.mode, room, scale, is_shared, resume)
 
     def _fit(
         self,
@@ -629,13 +625,12 @@ class Laplace:
         expected: Expected,
         generator: torch.Generator | None,
         mode: str,
+        room: Room,
         scale: Batches | None = None,
         is_shared: bool = False,
         resume: str | os.PathLike[str] | None = None,
-        memory_bound: int | None = None,
-        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        kind = self._settings.kind
+        kind, memory_bound, store = self._settings.kind, room.memory_bound, room.store
         scheme.check(kind)
         if memory_bound is not None:
             check_rereadable(scheme)
@@ -655,8 +650,8 @@ class Laplace:
             keep: stored.StoredFit | None = None
             if store is not None:
                 needed = posterior_bytes(problem, kind)
-                stored.check_store(Path(store), self.likelihood, problem.device, ranks, needed)
-                keep = stack.enter_context(stored.StoredFit(Path(store)))
+                stored.check_store(store, self.likelihood, problem.device, ranks, needed)
+                keep = stack.enter_context(stored.StoredFit(store))
             sizes: Sequence[int] = [len(problem.blocks)]
             if memory_bound is not None:
                 batch = next(iter(self._on_device(shards.first_batch(ranks, known.first))))
@@ -667,7 +662,11 @@ class Laplace:
                 problem, sizes = agreed(grouped(planned, memory_bound, store is not None))
             states = None
             if resume is not None:
-                of_data = {"mode": mode, "num_data": expected.num_data, "folds": scheme.num_folds}
+                of_data: dict[str, Any] = {
+                    "mode": mode,
+                    "num_data": expected.num_data,
+                    "folds": scheme.num_folds,
+                }
                 if memory_bound is not None:
                     of_data |= {"memory_bound of the fit": memory_bound, "groups": list(sizes)}
                 states = states_of(

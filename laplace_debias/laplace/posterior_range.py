@@ -74,7 +74,7 @@ def check_temperature(temperature: Any) -> float:
 
 def checked_at_once(num_parameters: int) -> int:
     """How many of the mean's entries `squared_norm` looks at together."""
-    return max(2**12, num_parameters // 256)
+    return max(2**10, num_parameters // 256)
 
 
 def squared_norm(mean: Float[Tensor, " parameters"]) -> float:

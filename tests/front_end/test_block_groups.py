@@ -38,6 +38,11 @@ def deep():
     return nn.Sequential(*layers, nn.Linear(WIDTH, 4)).eval()
 
 
+def wide():
+    layers = [m for _ in range(6) for m in (nn.Linear(48, 48), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(48, 4)).eval()
+
+
 def convolutions():
     layers = [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.ReLU(), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(24, 5)).eval()
@@ -60,6 +65,7 @@ def of_tokens():
 
 CASES = {
     "deep": (deep, of_vectors),
+    "wide": (wide, lambda: (torch.randn(45, 48), torch.randint(4, (45,)))),
     "convolutions": (convolutions, of_images),
     "tokens": (lambda: Padded().eval(), of_tokens),
 }
@@ -169,7 +175,7 @@ def test_a_scale_and_two_loaders_are_those_of_a_fit_in_one_go(monkeypatch):
 
 @pytest.mark.parametrize(
     ("curvature", "mode"),
-    [("kfac", "full"), ("ekfac", "crossfit"), ("kfac", "debiased"), ("diag", "full")],
+    [("kfac", "full"), ("ekfac", "crossfit"), ("kfac", "debiased")],
 )
 def test_the_peak_of_a_fit_falls_under_its_bound(curvature, mode):
     torch.manual_seed(0)
@@ -187,8 +193,9 @@ def test_the_peak_of_a_fit_falls_under_its_bound(curvature, mode):
 
     whole, without = peak()
     # What is kept, and a share of what a fit in one go holds beyond it.
-    kept = whole.plan(data, mode).posterior
-    bound = kept + (without - kept) * 6 // 10
+    plan = whole.plan(data, mode)
+    kept = plan.posterior
+    bound = kept + (min(without, plan.peak) - kept) * 6 // 10
     la, within = peak(memory_bound=bound)
     plan = la.plan(data, mode, memory_bound=bound)
     assert len(plan.groups) > 1
@@ -265,8 +272,8 @@ def test_a_dense_curvature_is_one_group_or_refused():
 
 
 def test_a_plan_names_the_groups_their_passes_and_the_way_out(monkeypatch):
-    model, data = case("deep")
-    la = Laplace(model, curvature="ekfac")
+    model, data = case("wide")
+    la = Laplace(model, curvature="ekfac", memory_bound=2**14)
     whole = la.plan(loader(data))
     assert whole.groups == (tuple(la.block_names),)
     bound = whole.posterior + (whole.peak - whole.posterior) * 8 // 10
@@ -348,8 +355,8 @@ def test_data_of_another_length_in_a_later_pass_is_refused(monkeypatch):
 
 def test_a_fit_in_groups_that_was_broken_off_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(passes, "EVERY", 0.0)
-    model, data = case("deep")
-    options = {"curvature": "ekfac", "memory_bound": 2**12}
+    model, data = case("wide")
+    options = {"curvature": "ekfac", "memory_bound": 2**14}
     expected = Laplace(model, **options).fit(loader(data), generator=seeded())
     bound = Laplace(model, **options).plan(loader(data)).peak
     folder = tmp_path / "state"

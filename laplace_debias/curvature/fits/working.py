@@ -54,7 +54,8 @@ class Working:
         """The same, at most, where some of the blocks are measured alone."""
         weights = {block.layer for block in blocks if not block.is_exact}
         inputs = {layer: size for layer, size in self.inputs.items() if layer in weights}
-        return replace(self, **_of_inputs(inputs, self.batch, self.examples), inputs=inputs)
+        of_inputs: dict[str, Any] = _of_inputs(inputs, self.batch, self.examples)
+        return replace(self, **of_inputs, inputs=inputs)
 
 
 def _of_inputs(inputs: Mapping[str, int], batch: int, examples: int) -> dict[str, int]:
