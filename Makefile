@@ -70,14 +70,17 @@ $(call targets,$(CONFIGS)): experiment-%: .venv/.installed
 	$(BIN)/laplace-debias experiment $(or $(NAME_$*),$*) --config configs/experiments/$*.yaml \
 	  $(if $(filter comparison,$*),,--resume) $(SOURCE)
 
-# `make test` leaves out what is marked slow; CI and `make test-all` run everything.
+# `make test` leaves out what is marked slow. CI and `make test-all` run everything, with the shapes
+# and types of every call checked in the tests that are not slow: that takes three times as long.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+CHECKED := "--jaxtyping-packages=laplace_debias,beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 
 test: .venv/.installed
 	$(PYTEST) -m "not slow"
 
 test-all: .venv/.installed
-	$(PYTEST)
+	$(PYTEST) -m "not slow" $(CHECKED)
+	$(PYTEST) -m slow
 
 # The tests of `make test` under other arithmetic, a line per setting: 45 minutes on two cores.
 test-arithmetic: .venv/.installed

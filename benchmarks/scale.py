@@ -210,8 +210,11 @@ _END = """## What these figures leave out
 
 They are counts, not measurements. Operations of attention, of norms and of activations are not in
 them, and neither are embeddings and the language model's head. Only one machine with two cores was
-at hand, so nothing is said about speed-up. Every process holds the factors of all blocks during a
-pass, and the whole posterior after it; a posterior that is split over processes does not exist yet.
+at hand, so nothing is said about speed-up. A model that `fully_shard` has split is whole on each of
+W processes while a call computes with it: P parameters of b bytes take Pb there beside the shards
+of Pb/W, each process receives Pb(W − 1)/W once a call, and no message is sent for a batch. Every
+process holds the factors of all blocks during a pass, and the whole posterior after it. A posterior
+that is split over processes does not exist yet.
 
 Where the factors are more than a GPU has, `la.fit(loader, memory_bound=BYTES)` goes through the
 blocks in groups. Of the factors it holds those of one group, and each group takes its own passes:

@@ -8,6 +8,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
     MultiLabel,
 )
+from laplace_debias.curvature.network.gathered import gathered
 from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.laplace import CrossFit, Full, Laplace, Plan, Split
@@ -30,4 +31,5 @@ __all__ = [
     "ShardedBatches",
     "Split",
     "alone",
+    "gathered",
 ]

@@ -1,6 +1,8 @@
 """What the commands `report` and `evaluate` share: what makes a run, and what they print."""
 
 import dataclasses
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,20 @@ def tell(folder: RunFolder, console: Printer) -> None:
     run, found = folder.read_run(), read_json(folder.path / "metrics.json")
     assert run is not None
     test = next(part for part in run["sets"] if part["role"] == "test")
+    rows = rows_to_print(run, found)
     title = f"{test['num_examples']:,} test {run['input_name']}s, 95 % intervals"
-    print_table(rows_to_print(run, found), title)
+    if _width(rows) > shutil.get_terminal_size().columns:
+        rows = rows_to_print(run, found, with_intervals=False)
+        title += " on the page or in a wider terminal"
+    print_table(rows, title)
     for sentence in [*run["conclusion"], *run["notes"]]:
         console.print(sentence)
+
+
+def _width(rows: Sequence[Mapping[str, str]]) -> int:
+    """Columns of a terminal that a table of one line a row takes."""
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        for name, text in row.items():
+            texts.setdefault(name, name.split("\n")).append(text)
+    return 2 + sum(2 + max(map(len, column)) for column in texts.values())

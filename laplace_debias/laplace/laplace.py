@@ -34,6 +34,11 @@ from laplace_debias.curvature.network.batches import (
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
+from laplace_debias.curvature.network.gathered import (
+    on_all_ranks,
+    over_whole_model,
+    with_own_values,
+)
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
 from laplace_debias.curvature.network.outputs import explaining_unbatched
@@ -114,8 +119,14 @@ PriorPrecision = float | Tensor
 
 METHODS = ("glm", "glm-mc", "nn", "map")
 _DEFAULT_SAMPLES = 100
+
 # Held for the moment in which a fit or a prior precision takes the place of another.
 _EXCHANGE = Lock()
+
+
+def _model_of(la: "Laplace", *_: object, **__: object) -> nn.Module:
+    """The model that a method of `Laplace` computes with."""
+    return la.model
 
 
 class Laplace:
@@ -133,7 +144,9 @@ class Laplace:
     In a process group of `torch.distributed` the processes fit together: each reads its part of the
     data (`ShardedBatches`), and each has the posterior of all of it. `fit`, `fit_batches`, `tune`,
     `evaluate` and `save` are called on all of them, in the same order; see `alone` for one process
-    on its own. `predict` and the rest work on each alone.
+    on its own. `predict` and the rest work on each alone. A model that `fully_shard` has split over
+    them is made whole on each while a method computes with it, which is then called on all of them,
+    `predict` and the constructor too; see `gathered`.
 
     Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
     a function of it and of the data, the order of a shuffling loader included, and torch's global
@@ -374,6 +387,7 @@ class Laplace:
 
     # ---------------------------------------------------------------- fitting
 
+    @over_whole_model(_model_of)
     @together("fit")
     def fit(
         self,
@@ -497,6 +511,7 @@ class Laplace:
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
         return self._fit(scheme, expected, generator, mode, room, scale_data, is_shared, resume)
 
+    @over_whole_model(_model_of)
     @together("plan")
     def plan(
         self,
@@ -568,6 +583,7 @@ class Laplace:
         with torch.inference_mode(False):
             return plan_within(planned, timed, limit, bound, store not in (None, False))
 
+    @over_whole_model(_model_of)
     @together("fit")
     def fit_batches(
         self,
@@ -913,6 +929,7 @@ class Laplace:
 
     # ------------------------------------------------------------- predicting
 
+    @over_whole_model(_model_of)
     def functional(
         self,
         x: Inputs | Record,
@@ -961,6 +978,7 @@ class Laplace:
         mean, covariances = grids.moments([state], x, deltas, diagonal, outputs, positions)
         return mean, covariances[0, 0]
 
+    @over_whole_model(_model_of)
     def predict_grid(
         self,
         x: Inputs | Record,
@@ -988,6 +1006,7 @@ class Laplace:
         state = self._unchanged_state
         return grids.predictives([state], x, [prior_precisions], link, positions)[0]
 
+    @over_whole_model(_model_of)
     def predict(
         self,
         x: Inputs | Record,
@@ -1051,6 +1070,7 @@ class Laplace:
             draws = self._draws(state, x, method, samples, generator, positions)
             return state.likelihood.mixture(draws)
 
+    @over_whole_model(_model_of)
     def marginals(
         self,
         x: Inputs | Record,
@@ -1137,6 +1157,7 @@ class Laplace:
 
     # ------------------------------------------------- tuning and evaluation
 
+    @over_whole_model(_model_of)
     @together("tune")
     def tune(
         self,
@@ -1244,6 +1265,7 @@ class Laplace:
             check_shared(ranks, loader)
             refuse_misleading(data_size(loader))
 
+    @over_whole_model(_model_of)
     @together("evaluate")
     def evaluate(
         self,
@@ -1311,6 +1333,7 @@ class Laplace:
             num_resamples=num_resamples,
         )
 
+    @over_whole_model(_model_of)
     def uncertainty(
         self,
         x: Inputs | Record,
@@ -1364,6 +1387,7 @@ class Laplace:
 
     # -------------------------------------------------------------- on disk
 
+    @over_whole_model(_model_of)
     @together("save")
     def save(self, path: str | Path, *, own_likelihood: bool = False, parts: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
@@ -1400,6 +1424,7 @@ class Laplace:
         # Nobody goes on before the file is there.
         ranks.exchange(None)
 
+    @over_whole_model(_model_of)
     def export(
         self,
         path: str | Path,
@@ -1450,6 +1475,7 @@ class Laplace:
         export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
+    @over_whole_model(lambda cls, path, model, **_: model)
     def load(
         cls,
         path: str | Path,
@@ -1548,10 +1574,11 @@ class Laplace:
 
 def _plain(model: nn.Module) -> nn.Module:
     """The model without wrappers, found to be one that curvature is defined for."""
-    check_usable(model)
-    plain = unwrapped(model)
-    check_deterministic(plain)
-    check_finite(plain)
+    with on_all_ranks(model):
+        check_usable(model)
+        plain = unwrapped(model)
+        check_deterministic(plain)
+        check_finite(unwrapped(with_own_values(model)))
     return plain
 
 
@@ -1575,6 +1602,7 @@ def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
     return Expected(None)
 
 
+@over_whole_model(lambda posteriors, *_, **__: posteriors[0].model)
 def predict_grids(
     posteriors: Sequence[Laplace],
     x: Inputs | Record,

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.split_model import is_shard
+
 # One number, one per Bayesian parameter [D], or tensors by the parameters' names.
 PriorMean = float | Tensor | Mapping[str, Tensor]
 
@@ -61,6 +63,12 @@ def _named(value: Mapping[str, Any], name: str, parameter: Tensor) -> Tensor:
         raise ValueError(
             f"prior_mean lacks {name}: give a tensor for every Bayesian parameter (param_names), "
             "zeros for a new layer, say."
+        )
+    if isinstance(found, Tensor) and is_shard(found):
+        raise ValueError(
+            f"prior_mean has {name} split over processes: give whole tensors, "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), taken before the fine-tuning."
         )
     if not isinstance(found, Tensor) or found.shape != parameter.shape:
         came = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__

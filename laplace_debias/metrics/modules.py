@@ -75,39 +75,31 @@ class _Mean(Metric):
 
 
 class _MeanOfProbs(_Mean):
+    _of: Callable[..., Tensor]
+    higher_is_better = False
+
     def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
         """Adds a batch of probabilities `[n, classes]` (or `[n]`) and class indices `[n]`."""
-        self._add(self._values(probs, labels))
-
-    def _values(self, probs: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
+        self._add(self._of(probs, labels, reduction="none"))
 
 
 class Accuracy(_MeanOfProbs):
     """`metrics.accuracy` over batches."""
 
+    _of = staticmethod(classification.accuracy)
     higher_is_better = True
-
-    def _values(self, probs: Tensor, labels: Tensor) -> Tensor:
-        return classification.accuracy(probs, labels, reduction="none")
 
 
 class NLL(_MeanOfProbs):
     """`metrics.nll` over batches, in nats."""
 
-    higher_is_better = False
-
-    def _values(self, probs: Tensor, labels: Tensor) -> Tensor:
-        return classification.nll(probs, labels, reduction="none")
+    _of = staticmethod(classification.nll)
 
 
 class Brier(_MeanOfProbs):
     """`metrics.brier` over batches."""
 
-    higher_is_better = False
-
-    def _values(self, probs: Tensor, labels: Tensor) -> Tensor:
-        return classification.brier(probs, labels, reduction="none")
+    _of = staticmethod(classification.brier)
 
 
 class _Kept(Metric):
@@ -136,6 +128,7 @@ class _Kept(Metric):
 
 
 class _KeptProbs(_Kept):
+    _of: Callable[..., Tensor]
     higher_is_better = False
 
     def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
@@ -148,12 +141,10 @@ class _KeptProbs(_Kept):
         return self._function(*self._all())
 
     def _function(self, probs: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self._of(probs, labels)
 
 
 class _Binned(_KeptProbs):
-    _of: Callable[..., Tensor]
-
     def __init__(self, num_bins: int = 15, **options: Any) -> None:
         super().__init__(**options)
         classification.check_num_bins(num_bins)
@@ -190,15 +181,13 @@ class ClasswiseECE(_Binned):
 class SmoothECE(_KeptProbs):
     """`metrics.smooth_ece` over batches."""
 
-    def _function(self, probs: Tensor, labels: Tensor) -> Tensor:
-        return smoothing.smooth_ece(probs, labels)
+    _of = staticmethod(smoothing.smooth_ece)
 
 
 class AURC(_KeptProbs):
     """`metrics.aurc` over batches."""
 
-    def _function(self, probs: Tensor, labels: Tensor) -> Tensor:
-        return selective.aurc(probs, labels)
+    _of = staticmethod(selective.aurc)
 
 
 class _KeptScores(_Kept):
@@ -247,6 +236,7 @@ class FPR95(_KeptScores):
 
 
 class _MeanOfGaussian(_Mean):
+    _of: Callable[..., Tensor]
     higher_is_better: bool | None = False
 
     def update(
@@ -259,21 +249,19 @@ class _MeanOfGaussian(_Mean):
         self._add(self._values(mean, standard_deviation, targets))
 
     def _values(self, mean: Tensor, standard_deviation: Tensor, targets: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self._of(mean, standard_deviation, targets, reduction="none")
 
 
 class GaussianNLL(_MeanOfGaussian):
     """`metrics.gaussian_nll` over batches, in nats."""
 
-    def _values(self, mean: Tensor, standard_deviation: Tensor, targets: Tensor) -> Tensor:
-        return regression.gaussian_nll(mean, standard_deviation, targets, reduction="none")
+    _of = staticmethod(regression.gaussian_nll)
 
 
 class CRPS(_MeanOfGaussian):
     """`metrics.crps` over batches, in the units of the targets."""
 
-    def _values(self, mean: Tensor, standard_deviation: Tensor, targets: Tensor) -> Tensor:
-        return regression.crps(mean, standard_deviation, targets, reduction="none")
+    _of = staticmethod(regression.crps)
 
 
 class _OfInterval(_MeanOfGaussian):

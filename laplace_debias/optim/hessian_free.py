@@ -133,6 +133,7 @@ class DebiasedHessianFree(Optimizer):
         Raises:
             ValueError: If the weight decay is negative or not finite, or another option differs
                 from the other groups'.
+            NotImplementedError: If parameters are split over processes.
         """
         first = self.param_groups[0] if self.param_groups else self.defaults
         # The present damping, not that of the start.
@@ -147,6 +148,11 @@ class DebiasedHessianFree(Optimizer):
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
         super().add_param_group({**shared, **param_group})
+        if any(hasattr(p, "full_tensor") for p in self.param_groups[-1]["params"]):
+            raise NotImplementedError(
+                "Parameters are split over processes (fully_shard, tensor parallelism), whose "
+                "quadratic this optimizer does not see: train the plain model on one process."
+            )
 
     def step(self, first: Closure, second: Closure | None = None) -> Tensor:  # type: ignore[override]
         """Take one step.

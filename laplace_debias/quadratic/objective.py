@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.gathered import over_whole_model
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
 from laplace_debias.curvature.network.reader import BatchHook
@@ -42,6 +43,7 @@ class Objective:
     decayed: Bool[Tensor, " dim"]
 
 
+@over_whole_model(lambda model, *_, **__: model)
 @together("a quadratic")
 def objective(
     model: nn.Module,

@@ -85,13 +85,16 @@ def print_table(
         ValueError: There are no rows, no row has one of the `columns`, or `digits` < 0.
     """
     # Here, as CSV and Markdown do without it.
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     columns = _checked_columns(rows, columns)
     body = _cells(rows, columns, digits)
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(
+        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for column in columns:
         table.add_column(Text(column), justify="right" if _is_numeric(rows, column) else "left")
     for line in body:

@@ -115,9 +115,19 @@ class Agreement:
         Raises:
             RankError: If a rank is gone meanwhile.
         """
-        try:
+        with self.explained():
             self._wait(work.is_completed)
             work.wait()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """An error of a collective within becomes one that names the rank that is gone.
+
+        Raises:
+            RankError: In place of that error.
+        """
+        try:
+            yield
         except RuntimeError as error:
             # A closed connection does not say whose it was: the pulse does, a little later.
             end = time.monotonic() + SILENCE + 5 * PULSE

@@ -9,7 +9,7 @@ Sums are over all ranks, in the tensors' dtype, and the same bits on each of the
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -112,6 +112,10 @@ class Ranks:
         """What one rank has, pickled; raises as `exchange`."""
         return value
 
+    def explained(self) -> AbstractContextManager[None]:
+        """Collectives of other libraries are within: an error in them says which rank is gone."""
+        return nullcontext()
+
 
 ALONE = Ranks()
 
@@ -210,6 +214,10 @@ class Group(Ranks):
         dist.broadcast_object_list(box, rank)
         return box[0]
 
+    def explained(self) -> AbstractContextManager[None]:
+        """As `Ranks.explained`."""
+        return self.agreement.explained()
+
     def _finish(self, work: Any) -> None:
         """Wait for a collective, as long as all ranks are there."""
         self.agreement.finish(work)
@@ -241,6 +249,16 @@ def alone() -> Iterator[None]:
         _IS_ALONE.reset(token)
 
 
+def all_within(what: str) -> AbstractContextManager[None]:
+    """All ranks are within: an error on one of them is raised on all.
+
+    Args:
+        what: What messages call it.
+    """
+    ranks = current()
+    return ranks.agreement.over(what) if isinstance(ranks, Group) else nullcontext()
+
+
 def together(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """A function that all ranks call: an error on one of them is raised on all.
 
@@ -251,10 +269,7 @@ def together(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-            ranks = current()
-            if not isinstance(ranks, Group):
-                return function(*args, **kwargs)
-            with ranks.agreement.over(what):
+            with all_within(what):
                 return function(*args, **kwargs)
 
         return called

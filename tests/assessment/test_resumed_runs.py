@@ -95,8 +95,8 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
         raise AssertionError("predicted again")
 
     before = contents(unbroken)
-    monkeypatch.setattr("laplace_debias.assessment.run.predict_set", refuse)
-    monkeypatch.setattr("laplace_debias.assessment.run.fitted", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.predict_stage.predict_set", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.fit_stage.fitted", refuse)
     again = run(loaded, unbroken.path, title="Another title")
     assert json.dumps(contents(again)) == json.dumps(before)
     assert again.read_run()["title"] == "Another title"

@@ -12,10 +12,10 @@ import torch
 import yaml
 from PIL import Image
 from rich.console import Console
+from small_cifar import GRID, SETTINGS, train_arguments, write_image_folder
 
 from laplace_debias.cli import main
 from laplace_debias.commands import demo
-from laplace_debias.experiments.posteriors.comparison import ComparisonSettings
 from laplace_debias.experiments.posteriors.comparison_report import (
     distance_table,
     findings,
@@ -31,23 +31,10 @@ from laplace_debias.problems import (
     get_problem,
     random_split,
 )
-from laplace_debias.problems.data import CIFAR10_CLASSES
 from laplace_debias.problems.storage import read_tensors
 from laplace_debias.report.tables import read_csv
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-GRID = (0.1, 3.0, 1000.0)
-SETTINGS = ComparisonSettings(
-    batch_size=4,
-    draws=2,
-    prior_precisions=GRID,
-    full_examples=40,
-    validation_examples=30,
-    test_examples=40,
-    ood_examples=25,
-    severities=(2, 5),
-    eval_batch_size=16,
-)
 
 
 # --- the demo ------------------------------------------------------------------------------------
@@ -140,16 +127,7 @@ def test_demo_with_clean_and_corrupted_images_differs(tmp_path):
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("cifar")
-    generator = np.random.default_rng(0)
-    for split, number in (("train", 4), ("test", 2)):
-        for label, name in enumerate(CIFAR10_CLASSES):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for n in range(number):
-                pixels = generator.integers(20 * label + 40, size=(32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{n:04d}.png")
-    return root
+    return write_image_folder(tmp_path_factory.mktemp("cifar"))
 
 
 @pytest.fixture(scope="module")
@@ -157,19 +135,6 @@ def checkpoint(image_folder) -> Path:
     path = image_folder / "net.safetensors"
     assert main(train_arguments(image_folder, path)) == 0
     return path
-
-
-def train_arguments(image_folder: Path, output: Path) -> list[str]:
-    return [
-        "train",
-        f"--data={image_folder}",
-        f"--output={output}",
-        f"--cache={image_folder / 'cache'}",
-        "--validation_examples=10",
-        "--recipe.cycles=[[1, 0.01]]",
-        "--device=cpu",
-        "--progress=false",
-    ]
 
 
 def test_train_saves_a_checkpoint_with_its_split(image_folder, checkpoint):

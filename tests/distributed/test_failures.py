@@ -66,7 +66,6 @@ def test_a_process_that_is_killed_is_named(processes):
         (tasks.another_model, "ValueError", ["head.bias", "broadcast"]),
         (tasks.another_num_data, "ValueError", ["num_data differs", "[37, 38]"]),
         (tasks.different_calls, "RankError", ["rank 0 in fit", "rank 1 in save"]),
-        (tasks.fully_sharded, "NotImplementedError", ["fully_shard", "full_state_dict=True"]),
         (tasks.a_shard_alone, "ValueError", ["ShardedBatches splits", "2 processes, of which 1"]),
     ],
 )

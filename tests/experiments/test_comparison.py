@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_cifar import GRID, SETTINGS
 from torch import nn
 
 from laplace_debias import Laplace, metrics
-from laplace_debias.experiments.posteriors.comparison import METHODS, ComparisonSettings, compare
+from laplace_debias.experiments.posteriors.comparison import METHODS, compare
 from laplace_debias.experiments.posteriors.comparison_report import (
     findings,
 )
@@ -22,18 +23,6 @@ from laplace_debias.problems import (
 
 SPLIT = digits()
 TRAIN = SPLIT.train.subset(range(80))
-GRID = (0.1, 3.0, 1000.0)
-SETTINGS = ComparisonSettings(
-    batch_size=4,
-    draws=2,
-    prior_precisions=GRID,
-    full_examples=40,
-    validation_examples=30,
-    test_examples=40,
-    ood_examples=25,
-    severities=(2, 5),
-    eval_batch_size=16,
-)
 
 
 def small_net() -> nn.Sequential:

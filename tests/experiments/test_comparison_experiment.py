@@ -3,14 +3,12 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
+from small_cifar import train_arguments, write_image_folder
 
 from laplace_debias.cli import main
 from laplace_debias.experiments.posteriors.comparison import METHODS
 from laplace_debias.experiments.shared.methods import FULL
-from laplace_debias.problems.data import CIFAR10_CLASSES
 from laplace_debias.problems.storage import read_tensors, write_tensors
 from laplace_debias.report.tables import read_csv
 
@@ -38,16 +36,7 @@ def config_in(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("cifar")
-    generator = np.random.default_rng(0)
-    for split, number in (("train", 4), ("test", 2)):
-        for label, name in enumerate(CIFAR10_CLASSES):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for n in range(number):
-                pixels = generator.integers(20 * label + 40, size=(32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{n:04d}.png")
-    return root
+    return write_image_folder(tmp_path_factory.mktemp("cifar"))
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +44,6 @@ def checkpoint(image_folder) -> Path:
     path = image_folder / "net.safetensors"
     assert main(train_arguments(image_folder, path)) == 0
     return path
-
-
-def train_arguments(image_folder: Path, output: Path) -> list[str]:
-    return [
-        "train",
-        f"--data={image_folder}",
-        f"--output={output}",
-        f"--cache={image_folder / 'cache'}",
-        "--validation_examples=10",
-        "--recipe.cycles=[[1, 0.01]]",
-        "--device=cpu",
-        "--progress=false",
-    ]
 
 
 def arguments_of(image_folder: Path, checkpoint: Path, output: Path) -> list[str]:

@@ -305,3 +305,17 @@ def test_numbers_as_people_read_them():
     ]
     assert [duration(x) for x in (0.5, 75, 3700)] == ["0.50 s", "1 min 15 s", "1 h 1 min"]
     assert [size(x) for x in (8, 72_020, 2.1e9)] == ["8 B", "72.0 kB", "2.10 GB"]
+
+
+def test_the_end_of_a_difference_keeps_its_sign(tmp_path):
+    run = table_of(
+        tmp_path,
+        [(m, "test", "nll", 0.4, 0.38, 0.42) for m in ("network", "temperature", "laplace")],
+        [
+            ("temperature", "test", "nll", -0.21, -0.23, -0.19, "network"),
+            ("laplace", "test", "nll", 0.003, -0.0003, 0.006, "network"),
+        ],
+    )
+    (table,) = difference_tables(run)
+    assert cells(table, "NLL")["laplace"].interval == "−0.0003 … 0.0060"
+    assert cells(table, "NLL")["temperature"].value == "−0.2100"

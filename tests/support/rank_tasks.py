@@ -11,8 +11,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace_debias import Laplace, Quadratic, ShardedBatches, alone
@@ -336,11 +334,6 @@ def another_num_data(rank):
 def different_calls(rank):
     la = laplace().fit(loader())
     return numbers(la.fit(loader())) if rank == 0 else la.save("nowhere")
-
-
-def fully_sharded(rank):
-    model = fully_shard(network(), mesh=init_device_mesh("cpu", (2,)))
-    return numbers(Laplace(model).fit(loader()))
 
 
 def a_shard_alone(rank):

@@ -1,10 +1,18 @@
 """A stand-in for the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+
+from laplace_debias.curvature.network.computed import computed, drop_caches
+from laplace_debias.curvature.network.split_model import (
+    PLAIN_INSTEAD,
+    check_gatherable,
+    is_shard,
+    is_split,
+)
+from laplace_debias.system.ranks import current
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _DROPOUT = nn.modules.dropout._DropoutNd
@@ -30,7 +38,7 @@ def shadow(model: nn.Module) -> nn.Module:
         TypeError: If the module tree cannot be copied.
     """
     memo: dict[int, Tensor] = {}
-    for value in _computed(model):
+    for value in computed(model):
         memo[id(value)] = value.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
@@ -47,26 +55,10 @@ def shadow(model: nn.Module) -> nn.Module:
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
     for original, module in zip(model.modules(), twin.modules(), strict=False):
-        for name, kept in vars(original).items():
-            # What is cached from one pass to the next is computed anew.
-            is_cache = type(kept) is dict and not name.startswith("_")
-            if is_cache and any(map(_is_computed, kept.values())):
-                vars(module)[name] = {k: v for k, v in kept.items() if not _is_computed(v)}
+        drop_caches(original, module)
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
     return twin.eval()
-
-
-def _is_computed(value: object) -> bool:
-    return isinstance(value, Tensor) and not value.is_leaf
-
-
-def _computed(model: nn.Module) -> Iterator[Tensor]:
-    """What a forward pass computed and left in attributes, such as the weight of a weight norm."""
-    for module in model.modules():
-        for kept in vars(module).values():
-            values = kept.values() if type(kept) is dict else (kept,)
-            yield from (value for value in values if _is_computed(value))
 
 
 def check_usable(model: nn.Module) -> None:
@@ -75,7 +67,8 @@ def check_usable(model: nn.Module) -> None:
     Raises:
         TypeError: For anything but a `torch.nn.Module`, and for TorchScript.
         ValueError: If parameters or buffers lie on the device `meta`, where they have no values.
-        NotImplementedError: If the parameters are split over processes, as FSDP does.
+        NotImplementedError: If the parameters are split over processes in another way than
+            `fully_shard` over one mesh of all of them (see `gathered`).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -87,15 +80,17 @@ def check_usable(model: nn.Module) -> None:
                 "the same state_dict."
             )
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    # By their attributes: to import the classes takes a second.
-    split = [name for name, tensor in tensors if hasattr(tensor, "full_tensor")]
-    if split or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
-        raise NotImplementedError(
-            f"{split[0] if split else 'The model'} is split over processes (fully_shard, FSDP), "
-            "and curvature needs whole parameters on each: build the plain model and load the full "
-            "state into it, torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True)). The data may be shared by processes."
-        )
+    if is_split(model):
+        check_gatherable(model, current().size)
+    else:
+        # By their attributes: to import the classes takes a second.
+        split = [name for name, tensor in tensors if is_shard(tensor)]
+        if split or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+            raise NotImplementedError(
+                f"{split[0] if split else 'The model'} is split over processes, and not by "
+                "torch.distributed.fsdp.fully_shard, while curvature needs whole parameters on "
+                f"each: use fully_shard; or {PLAIN_INSTEAD}. The data may be shared by processes."
+            )
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:
         raise ValueError(

@@ -1,11 +1,12 @@
-"""Models inside wrappers: DataParallel, DistributedDataParallel, torch.compile."""
+"""Models inside wrappers: DataParallel, DistributedDataParallel, fully_shard, torch.compile."""
 
 import copy
 from collections.abc import Sequence
 
 from torch import nn
 
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+from laplace_debias.curvature.network.gathered import with_own_parameters, without_split
+from laplace_debias.curvature.network.inner_module import inner
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -23,10 +24,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
         are wrapped, a copy of the modules around these. The copy does not see the modes that are
         set later: ask for it where it is needed, and do not keep it.
 
+    Of a model that `fully_shard` has split its parameters are whole copies while it is `gathered`,
+    and NaN otherwise.
+
     Raises:
         ValueError: If a wrapper has forward hooks of its own.
     """
-    return _plain(model, {})
+    return _plain(without_split(model), {})
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -36,18 +40,19 @@ def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
         model: The user's model, wrapped or not.
         names: Names in either form; one that the model does not have comes back as it is.
     """
-    plain = {id(p): name for name, p in unwrapped(model).named_parameters()}
+    inside = _plain(with_own_parameters(model), {})
+    plain = {id(p): name for name, p in inside.named_parameters()}
     known = set(plain.values())
     wrapped = {n: plain[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return [name if name in known else wrapped.get(name, name) for name in names]
 
 
 def _plain(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
-    while (inner := _inside(module)) is not None:
-        module = inner
+    while (inside := inner(module)) is not None:
+        module = inside
     if id(module) in seen:
         return seen[id(module)]
-    if all(_inside(part) is None for part in module.modules()):
+    if all(inner(part) is None for part in module.modules()):
         seen[id(module)] = module
         return module
     twin = seen[id(module)] = copy.copy(module)
@@ -56,16 +61,3 @@ def _plain(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
         for name, child in module._modules.items()
     }
     return twin
-
-
-def _inside(module: nn.Module) -> nn.Module | None:
-    """The module in a wrapper; None for anything else."""
-    # A compiled module by its attribute: to import torch's compiler for its class takes a second.
-    key = "module" if isinstance(module, _PARALLEL) else "_orig_mod"
-    inner = module._modules.get(key)
-    if inner is not None and (module._forward_hooks or module._forward_pre_hooks):
-        raise ValueError(
-            f"The {type(module).__name__} around {type(inner).__name__} has forward hooks, which "
-            "would be lost with it: register them on the module inside."
-        )
-    return inner

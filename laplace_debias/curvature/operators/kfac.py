@@ -15,6 +15,7 @@ from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.known import BinaryCrossEntropy
 from laplace_debias.curvature.network.batches import Batches, Pairs
+from laplace_debias.curvature.network.gathered import over_whole_model
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.reader import BatchHook
@@ -113,6 +114,7 @@ class KFAC(Permuted):
 
     num_data: int = 0
 
+    @over_whole_model(lambda self, model, *_, **__: model)
     @together("K-FAC")
     def __init__(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import Loss, OutputMap, Uniforms, output_loss
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.gathered import over_whole_model
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -56,6 +57,7 @@ class CurvatureOperator(NetworkOperator):
             none.
     """
 
+    @over_whole_model(lambda self, model, *_, **__: model)
     @together("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(

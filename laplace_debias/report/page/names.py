@@ -13,6 +13,8 @@ SCORES = {
 }
 """What tells familiar examples from strange ones."""
 
+MOST_DECIMALS = 5
+
 
 def metric_name(metric: str) -> Description:
     """How the page speaks of a metric; of an unknown one by its own name."""
@@ -33,7 +35,7 @@ def decimals(low: float, high: float, value: float) -> int:
     size = half / 10 if half > 0 and math.isfinite(half) else abs(value) / 100
     if not size > 0 or not math.isfinite(size):
         return 2
-    return min(max(0, -math.floor(math.log10(size))), 5)
+    return min(max(0, -math.floor(math.log10(size))), MOST_DECIMALS)
 
 
 def number(value: float | None, places: int) -> str:

@@ -1,5 +1,6 @@
 """The tables of the page: metrics by method, and differences between methods."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import pandas as pd
 from laplace_debias.metrics.descriptions import Description
 from laplace_debias.report.page.charts.ood import main_score
 from laplace_debias.report.page.names import (
+    MOST_DECIMALS,
     SCORES,
     decimals,
     known_first,
@@ -159,6 +161,10 @@ def _cells(
             [decimals(row.low, row.high, row.value) for row in shown.itertuples(index=False)]
         ).median()
     )
+    if is_difference:  # its sign is what is looked for: no end of an interval becomes 0.000
+        smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
+        while places < MOST_DECIMALS and smallest < 0.5 * 10.0**-places:
+            places += 1
     best = _best(rows, name)
     cells = []
     for method in methods:

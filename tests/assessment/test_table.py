@@ -1,0 +1,45 @@
+"""The table on the terminal: intervals where they fit, values alone where they do not."""
+
+import json
+
+import pytest
+
+from laplace_debias.assessment import RunFolder
+from laplace_debias.commands.compared import tell
+from laplace_debias.system.console import Lines
+
+
+@pytest.fixture
+def folder(tmp_path):
+    methods = [{"key": key, "label": key.title()} for key in ("network", "laplace")]
+    sets = [
+        {"name": "test", "role": "test", "num_examples": 50},
+        {"name": "digits", "role": "ood", "kind": "far", "num_examples": 20},
+    ]
+    run = {"format": 1, "task": "classification", "input_name": "image", "methods": methods}
+    run |= {"sets": sets, "conclusion": ["It helps."], "notes": []}
+    rows = [
+        {"method": m["key"], "set": name, "metric": metric, "value": 0.5, "low": 0.4, "high": 0.6}
+        | {"num_examples": 50, "score": score}
+        for m in methods
+        for name, metric, score in (
+            *(("test", metric, None) for metric in ("accuracy", "nll", "brier", "smooth_ece")),
+            ("digits", "auroc", "entropy"),
+        )
+    ]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    (tmp_path / "metrics.json").write_text(json.dumps({"rows": rows, "differences": []}))
+    return RunFolder(tmp_path)
+
+
+@pytest.mark.parametrize(("columns", "has_intervals"), [(80, False), (160, True)])
+def test_every_word_and_value_is_whole(folder, columns, has_intervals, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    tell(folder, Lines())
+    told = capsys.readouterr().out
+    assert "…" not in told
+    assert all(len(line) <= columns for line in told.splitlines())
+    assert told.count("0.500") == 10
+    assert ("0.400–0.600" in told) == has_intervals
+    assert ("on the page" in told) != has_intervals
+    assert "It helps." in told
