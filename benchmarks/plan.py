@@ -1,32 +1,88 @@
-"""The memory that a plan tells of, beside what fits take: `python -m benchmarks.plan`.
+"""The memory and seconds that a plan tells of, beside what fits take: `python -m benchmarks.plan`.
 
-Each fit is measured in a process of its own, twice. What torch's allocator on the CPU has given out
-at most is summed from the profiler's record of every allocation; working space that oneDNN and MKL
-take by themselves is not in it. The growth of the resident set at most is what the system sees; in
-small networks it is mostly libraries that are loaded late, and pages that are not given back.
+The fits of a problem are measured in a process of their own. What torch's allocator on the CPU has
+given out at most is summed from the profiler's record of every allocation; working space that
+oneDNN and MKL take by themselves is not in it. The growth of the resident set at most, in a second
+fit, is what the system sees.
+
+`--docs` measures a fixed list (of `--only` some problems) and keeps it in `benchmarks/plan.json`,
+from which `python -m benchmarks.scale` makes the table in docs/scale.md.
 """
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_debias import Laplace
-from laplace_debias.problems import PROBLEMS, get_problem
+from laplace_debias.laplace import plan_seconds
+from laplace_debias.problems import PROBLEMS, get_problem, load_checkpoint
 
 WITHIN = 0.25
+RESULTS = Path(__file__).parent / "plan.json"
 _CLASSES = {"cifar100": 100, "imagenet": 1000}
 _CURVATURES = ("kfac", "ekfac", "diag")
+_MODES = ("full", "mini", "debiased", "crossfit")
 # Fits that would take more are planned and not run.
-_LIMIT = 6 * 2**30
-_SECONDS = 60.0
+_LIMIT = 2**31
+_LARGE = ("allcnnc-cifar100", "vit-little-imagenet")
+CHECKPOINT = "LAPLACE_DEBIAS_CHECKPOINT"
+"""Names weights of All-CNN-C on CIFAR-10, for the problem that has them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fit.
+
+    Attributes:
+        problem: A test problem's name.
+        curvature: As `Laplace` takes it.
+        mode: As `Laplace.fit` takes it.
+        fisher: As `Laplace` takes it.
+        batch: Examples in each of two batches.
+    """
+
+    problem: str
+    curvature: str = "kfac"
+    mode: str = "full"
+    fisher: str = "exact"
+    batch: int = 16
+
+
+def documented() -> list[Case]:
+    """The fits of the documentation: every problem; modes, curvatures and Fishers on some."""
+    small = {"allcnn-digits", "convnet-digits"}
+    cases = []
+    for problem in PROBLEMS:
+        name = problem.name
+        fisher = "exact" if _classes_of(name) == 10 else "mc"
+        curvatures = _CURVATURES if problem.is_reduced or name in _LARGE else ("kfac",)
+        cases += [Case(name, curvature, fisher=fisher) for curvature in curvatures]
+        if name in small:
+            modes = itertools.product(_MODES[1:], _CURVATURES)
+            cases += [Case(name, curvature, mode) for mode, curvature in modes]
+            cases += [Case(name, "lowrank", mode) for mode in _MODES]
+        if name in (*small, "vit-cifar10"):
+            cases += [Case(name, fisher=kind) for kind in ("mc", "empirical")]
+        if name == "allcnnc-cifar10":
+            cases += [
+                Case(name, curvature, mode, "mc", 96)
+                for curvature, mode in (
+                    *(("kfac", "full"), ("kfac", "crossfit"), ("ekfac", "debiased")),
+                )
+            ]
+    return cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,75 +97,134 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", nargs="*", default=["full"])
     parser.add_argument("--fisher", default="exact")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--worker", nargs=3, metavar=("WHAT", "CURVATURE", "MODE"))
+    parser.add_argument("--docs", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--missing", action="store_true", help="with --docs: what is not there")
+    parser.add_argument("--worker", metavar="CASES")
     options = parser.parse_args(arguments)
     if options.worker:
-        what, curvature, mode = options.worker
-        print(json.dumps(measured(options.only[0], what, curvature, mode, options)))
+        for case in json.loads(options.worker):
+            print(json.dumps(measured(Case(**case))), flush=True)
         return 0
-    print("| problem | fit | planned MB | allocated MB | planned / allocated | resident MB |")
-    print("|---|---|---|---|---|---|")
-    missed = 0
-    for name in options.only:
-        for curvature in options.curvature:
-            for mode in options.mode:
-                missed += not row(name, curvature, mode, options)
-    return min(missed, 1)
+    cases = [
+        Case(name, curvature, mode, options.fisher, options.batch)
+        for name in options.only
+        for curvature in options.curvature
+        for mode in options.mode
+    ]
+    kept: list[dict[str, Any]] = []
+    if options.docs:
+        cases = [case for case in documented() if case.problem in options.only]
+        if RESULTS.exists():
+            known = json.loads(RESULTS.read_text(encoding="utf-8"))
+            if options.missing:
+                there = [_case_of(row) for row in known if "plan" in row]
+                cases = [case for case in cases if case not in there]
+            kept = [row for row in known if _case_of(row) not in cases]
+    print(table_head())
+    found = []
+    for case, of_case in in_processes(cases):
+        found.append(asdict(case) | of_case)
+        print(table_row(found[-1]), flush=True)
+        if options.docs:
+            places = {of: place for place, of in enumerate(documented())}
+            rows = [row for row in [*kept, *found] if _case_of(row) in places]
+            rows.sort(key=lambda row: places[_case_of(row)])
+            RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return int(any(is_missed(row) for row in found))
 
 
-def row(name: str, curvature: str, mode: str, options: argparse.Namespace) -> bool:
-    """One line of the table; whether the plan is near enough."""
-    found: dict[str, int] = {}
-    for what in ("allocated", "resident"):
-        command = [sys.executable, "-m", "benchmarks.plan", "--only", name]
-        command += ["--batch", str(options.batch), "--fisher", options.fisher]
-        command += ["--worker", what, curvature, mode]
+def _case_of(row: dict[str, Any]) -> Case:
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
+
+
+def table_head() -> str:
+    """The first two lines of the table."""
+    names = ["problem", "fit", "batch", "planned MB", "allocated MB", "planned / allocated"]
+    names += ["resident MB", "planned s", "fit s"]
+    return f"| {' | '.join(names)} |\n|---|---|{'---:|' * (len(names) - 2)}"
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    fit = f"{row['curvature']}, {row['mode']}, {row['fisher']}"
+    cells = [row["problem"], fit, str(row["batch"])]
+    if "plan" not in row:
+        return f"| {' | '.join([*cells, row['why']])} |"
+    cells.append(f"{row['plan'] / 1e6:,.1f}")
+    if "allocated" not in row:
+        return f"| {' | '.join([*cells, 'not run'])} | | | | |"
+    ratio = f"{row['plan'] / row['allocated']:.2f}{' (missed)' * is_missed(row)}"
+    cells += [f"{row['allocated'] / 1e6:,.1f}", ratio, f"{row['resident'] / 1e6:,.1f}"]
+    return f"| {' | '.join([*cells, *(_seconds(row[k]) for k in ('plan_s', 'fit_s'))])} |"
+
+
+def is_missed(row: dict[str, Any]) -> bool:
+    """Whether a plan is off by more than a quarter."""
+    return "allocated" in row and abs(row["plan"] / row["allocated"] - 1) > WITHIN
+
+
+def _seconds(number: float | None) -> str:
+    if number is None:
+        return "–"
+    return f"{number:.2f}" if number < 10 else f"{number:.0f}"
+
+
+def in_processes(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """What is found for the cases; those of one problem share a process that did nothing before."""
+    for _, group in itertools.groupby(cases, key=lambda case: case.problem):
+        of_problem = list(group)
+        command = [sys.executable, "-m", "benchmarks.plan", "--worker"]
+        command.append(json.dumps([asdict(case) for case in of_problem]))
         # What is freed goes back to the system.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        try:
-            run = subprocess.run(
-                command,
-                check=True,
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=_SECONDS,
-            )
-        except subprocess.SubprocessError as error:
-            print(f"| {name} | {curvature}, {mode} | not measured: {type(error).__name__} |")
-            return True
-        found |= json.loads(run.stdout)
-        if found["plan"] > _LIMIT:
-            print(f"| {name} | {curvature}, {mode} | {found['plan'] / 1e6:,.1f} | too large |")
-            return True
-    ratio = found["plan"] / found["allocated"]
-    near = abs(ratio - 1) <= WITHIN
-    mark = "" if near else " (missed)"
-    cells = [f"{found[key] / 1e6:,.1f}" for key in ("plan", "allocated")]
-    cells += [f"{ratio:.2f}{mark}", f"{found['resident'] / 1e6:,.1f}"]
-    print(f"| {name} | {curvature}, {mode} | {' | '.join(cells)} |", flush=True)
-    return near
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            lines = (line for line in run.stdout if line.startswith("{"))
+            for case in of_problem:
+                line = next(lines, None)
+                yield case, {"why": "not measured"} if line is None else json.loads(line)
 
 
-def measured(
-    name: str, what: str, curvature: str, mode: str, options: argparse.Namespace
-) -> dict[str, int]:
-    """Bytes that are planned, allocated or resident."""
-    problem = get_problem(name)
-    model = problem.initial_model(0).eval()
+def measured(case: Case) -> dict[str, float | None]:
+    """Bytes that are planned, allocated and resident; seconds that are planned, and taken."""
+    model = model_of(case.problem)
     warm_up()
-    x = inputs(problem.name, options.batch)
-    classes = next((n for key, n in _CLASSES.items() if key in name), 10)
+    x = inputs(case.problem, case.batch)
+    classes = _classes_of(case.problem)
     data = [(x + step, torch.arange(len(x)) % classes) for step in range(2)]
-    la = Laplace(model, curvature=curvature, fisher=options.fisher)
-    plan = la.plan(data, mode).peak
-    if plan > _LIMIT:
-        return {"plan": plan}
+    la = Laplace(model, curvature=case.curvature, fisher=case.fisher)
+    plan = la.plan(data, case.mode)
+    if plan.peak > _LIMIT:
+        return {"plan": plan.peak}
+    # Seconds of the processor, which other work on the machine does not change.
+    plan_seconds.perf_counter = time.process_time
+    plan = la.plan(data, case.mode, timed=True)
+    num_data = None if case.mode == "full" else 2 * case.batch
 
     def fit() -> None:
-        la.fit(data, mode, num_data=None if mode == "full" else 2 * options.batch)
+        Laplace(model, curvature=case.curvature, fisher=case.fisher).fit(
+            data, case.mode, num_data=num_data
+        )
 
-    return {"plan": plan, what: allocated(fit) if what == "allocated" else resident(fit)}
+    found: dict[str, float | None] = {"plan": plan.peak, "allocated": allocated(fit)}
+    start = time.process_time()
+    found["resident"] = resident(fit)
+    seconds = time.process_time() - start
+    # Of eigendecompositions of all parameters in one nothing is told.
+    return found | {"plan_s": plan.seconds, "fit_s": seconds}
+
+
+def model_of(name: str) -> nn.Module:
+    """A test problem's network; with trained weights where a path to them is given."""
+    model = get_problem(name).initial_model(0)
+    path = os.environ.get(CHECKPOINT)
+    if path and name == "allcnnc-cifar10":
+        load_checkpoint(model, path)
+    return model.eval()
+
+
+def _classes_of(name: str) -> int:
+    return next((n for key, n in _CLASSES.items() if key in name), 10)
 
 
 def warm_up() -> None:

@@ -9,20 +9,31 @@ import dataclasses
 import difflib
 import importlib
 import json
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from laplace_debias.commands import COMMANDS
+from laplace_debias.commands import COMMANDS, OF_ONE_PROCESS
+from laplace_debias.commands.launched import Launched, launched_by
+from laplace_debias.commands.processes import Ended, Stream, run_together
+from laplace_debias.commands.unused import print_unused, unused_options
+from laplace_debias.system.agreement import RankError
+from laplace_debias.system.workers import LostWorkerError, telling_of_lost_workers
 
 _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
 _EXTRAS |= {"pandas", "pyarrow", "jinja2"}
 _HINT = "pip install 'laplace-debias[cli]'"
 _TRACEBACK = "--traceback"
+# What torch says of an error of a data set in a worker; another rank's is told of before.
+_IN_WORKER = re.compile(r"(Rank \d+ failed with \w+: )?Caught \w+ in DataLoader worker process")
 # Errors whose text is meant for the user.
-_SAID = (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError)
+_SAID = (
+    *(ValueError, TypeError, NotImplementedError, ArithmeticError, OSError),
+    *(RankError, LostWorkerError),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,18 +47,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     rest = [argument for argument in given if argument != _TRACEBACK]
+    stderr = sys.stderr
+
+    def ended(error: BaseException) -> Ended:
+        if len(rest) < len(given) and isinstance(error, Exception):
+            traceback.print_exception(error, file=stderr)
+        return _ended_by(error)
+
     try:
-        return _run(rest)
-    except KeyboardInterrupt:
-        return _stopped("it has not begun; give the same command again")
-    except Exception as error:
-        if len(rest) < len(given):
-            traceback.print_exc()
-        return _fail(_told(error))
+        launched = launched_by(os.environ)
+        if launched is None:
+            return _run(rest)
+        if rest[:1] and rest[0] in OF_ONE_PROCESS:
+            return _refused(rest[0], launched, stderr)
+        return run_together(launched, lambda: _run(rest), ended, stderr)
+    except (KeyboardInterrupt, Exception) as error:
+        found = ended(error)
+        print(found.line, file=stderr)
+        return found.status
+
+
+def _refused(command: str, launched: Launched, stderr: Stream) -> int:
+    """Tell once that a command does not share its work with other processes."""
+    if launched.rank == 0:
+        print(
+            f"laplace-debias: error: {command} runs in one process, and WORLD_SIZE says "
+            f"{launched.size}: start it without torchrun, or unset WORLD_SIZE",
+            file=stderr,
+        )
+    return 2
+
+
+def _ended_by(error: BaseException) -> Ended:
+    """The exit status and the line of an error."""
+    if isinstance(error, KeyboardInterrupt):
+        how = str(error) or "it has not begun; give the same command again"
+        # On a line of its own: the terminal shows ^C, or a progress bar.
+        return Ended(130, f"\nlaplace-debias: stopped: {how}")
+    if not isinstance(error, Exception):
+        raise error
+    return Ended(2, f"laplace-debias: error: {' '.join(_told(error).split())}")
 
 
 def _told(error: Exception) -> str:
     """What an error says in one line."""
+    if (in_worker := _IN_WORKER.match(str(error))) is not None:
+        # The rest is the traceback in the process.
+        last = str(error).strip().splitlines()[-1]
+        return (
+            f"{in_worker[1] or ''}the data set failed in a process that reads it: {last}; "
+            f"--workers=0 with {_TRACEBACK} shows where"
+        )
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         if error.name.partition(".")[0] in _EXTRAS:
             return f"this command needs {error.name}, which is not installed: {_HINT}"
@@ -186,26 +236,33 @@ def _execute(
     chosen = instantiate(parsed)
     del chosen["config"]
     options = settings(**vars(chosen))
+    unused = unused_options(options, given)
     try:
-        if as_json is None or not options.json:
-            run(options)
-        else:
+        with telling_of_lost_workers():
+            if as_json is None or not options.json:
+                print_unused(unused)
+                run(options)
+                return 0
             # What libraries and the user's own modules print goes elsewhere.
             with contextlib.redirect_stdout(sys.stderr):
+                print_unused(unused)
                 found = as_json(options, run(options))
-            print(json.dumps(found, allow_nan=False))
-    except KeyboardInterrupt:
-        if getattr(options, "goes_on", False):
-            return _stopped("give the same command again, and it goes on from what is stored")
-        if not hasattr(options, "resume"):
-            return _stopped("nothing is kept of it; give the same command again")
-        if options.resume is None:
-            return _stopped(
-                "nothing is kept of it; give the same command again, with --resume FOLDER"
-            )
-        resume = "" if options.resume else " with --resume"
-        return _stopped(f"give the same command again{resume}, and it goes on from what is stored")
+        print(json.dumps(found, allow_nan=False))
+    except KeyboardInterrupt as stopped:
+        raise KeyboardInterrupt(_how_to_go_on(options)) from stopped
     return 0
+
+
+def _how_to_go_on(options: Any) -> str:
+    """What to do after Ctrl-C."""
+    if getattr(options, "goes_on", False):
+        return "give the same command again, and it goes on from what is stored"
+    if not hasattr(options, "resume"):
+        return "nothing is kept of it; give the same command again"
+    if options.resume is None:
+        return "nothing is kept of it; give the same command again, with --resume FOLDER"
+    resume = "" if options.resume else " with --resume"
+    return f"give the same command again{resume}, and it goes on from what is stored"
 
 
 def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
@@ -263,14 +320,3 @@ def _explained(message: str, options: Iterable[str], also: Sequence[str] = ()) -
         unknown = [f"{key[1]}.{key[2]}"]
     near = [close for name in unknown for close in difflib.get_close_matches(name, known, n=1)]
     return f"{message}; did you mean {' '.join(near)}?" if near else message
-
-
-def _stopped(how_to_go_on: str) -> int:
-    # On a line of its own: the terminal shows ^C, or a progress bar.
-    print(f"\nlaplace-debias: stopped: {how_to_go_on}", file=sys.stderr)
-    return 130
-
-
-def _fail(message: str) -> int:
-    print(f"laplace-debias: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2

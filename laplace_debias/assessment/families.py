@@ -12,14 +12,17 @@ from laplace_debias.assessment.predictions import (
     Chosen,
     Predicted,
     entropy,
-    joined,
+    in_order,
     network_outputs,
     of_laplace,
     of_network,
 )
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace import Laplace
 from laplace_debias.sources.loaded import Loaded
+from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class SetPredicted:
         predicted: The predictions, without a temperature.
         targets: Labels or targets, `[n]` or `[n, C]`.
         index: Positions in the set, `[n]`.
-        seconds: Wall time of the predictions, without reading data.
+        seconds: Wall time of the predictions, without reading data; of several processes that of
+            the slowest.
         network_seconds: What the network alone would have taken, by its time for the first batch.
     """
 
@@ -100,6 +104,7 @@ def predict_set(
     positions: Tensor | None,
     sigma: float | None,
     seed: int,
+    passes: Passes = NOT_SAVED,
 ) -> SetPredicted:
     """Predict a set with a posterior, or with the network itself.
 
@@ -110,32 +115,92 @@ def predict_set(
         positions: Which examples; None for all.
         sigma: Noise of a regression's network.
         seed: Of the draws for the mutual information.
+        passes: The pass over the set, which may be saved as it goes.
 
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    parts, targets, seconds, of_network_alone = [], [], 0.0, 0.0
+    if current().size > 1:
+        return _predict_dealt(loaded, batches, la, positions, sigma, seed)
+    # Tensors, so that they can be saved.
+    columns: dict[str, list[Tensor]] = {}
+    targets: dict[str, list[Tensor]] = {"targets": []}
+    none = torch.zeros((), dtype=torch.float64)
+    seconds = {"all": none, "network, an example": none}
     num_outputs: int | None = None
-    for x, y in Chosen(loaded.model, batches, positions):
+    num_read = 0
+    with passes.begin([columns, targets, seconds], {}, lambda: None) as one_pass:
+        for all_x, all_y in one_pass.batches(Chosen(loaded.model, batches, positions)):
+            left = one_pass.left(all_x, all_y, num_read)
+            num_read += len(all_y)
+            for part in left:
+                x, start = take(all_x, part), time.perf_counter()
+                if la is None or num_outputs is None:
+                    outputs = network_outputs(loaded.model, x)
+                    num_outputs = outputs.shape[1]
+                    alone = (time.perf_counter() - start) / len(outputs)
+                    seconds["network, an example"] = none + alone
+                if la is None:
+                    predicted = of_network(outputs, loaded.task, sigma)
+                else:
+                    start = time.perf_counter()
+                    predicted = of_laplace(la, x, loaded.task, num_outputs, seed)
+                seconds["all"] = seconds["all"] + (time.perf_counter() - start)
+                for name, column in predicted.columns().items():
+                    columns.setdefault(name, []).append(column)
+                targets["targets"].append(all_y[part].detach().cpu())
+            if left:
+                one_pass.done(num_read, 0.0, 0)
+    if not columns:
+        raise ValueError("a set holds no example: give it some, or leave it out")
+    predicted = Predicted(**{name: torch.cat(parts) for name, parts in columns.items()})
+    index = torch.arange(len(predicted)) if positions is None else positions
+    return SetPredicted(
+        predicted,
+        torch.cat(targets["targets"]),
+        index,
+        float(seconds["all"]),
+        float(seconds["network, an example"]) * len(predicted),
+    )
+
+
+def _predict_dealt(
+    loaded: Loaded,
+    batches: Batches,
+    la: Laplace | None,
+    positions: Tensor | None,
+    sigma: float | None,
+    seed: int,
+) -> SetPredicted:
+    """As `predict_set`, every process with some of the batches; nothing is saved before the end."""
+    parts: list[tuple[int, Predicted, Tensor]] = []
+    seconds, of_network_alone = 0.0, 0.0
+    num_outputs: int | None = None
+    for number, x, y in Chosen(loaded.model, batches, positions).numbered():
         start = time.perf_counter()
         if la is None or num_outputs is None:
             outputs = network_outputs(loaded.model, x)
             num_outputs = outputs.shape[1]
             of_network_alone = (time.perf_counter() - start) / len(outputs)
         if la is None:
-            parts.append(of_network(outputs, loaded.task, sigma))
+            found = of_network(outputs, loaded.task, sigma)
             seconds += time.perf_counter() - start
         else:
             start = time.perf_counter()
-            parts.append(of_laplace(la, x, loaded.task, num_outputs, seed))
+            found = of_laplace(la, x, loaded.task, num_outputs, seed)
             seconds += time.perf_counter() - start
-        targets.append(y.detach().cpu())
+        parts.append((number, found, y.detach().cpu()))
+    parts = in_order(parts)
     if not parts:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    predicted = joined(parts)
+    spent = current().exchange([seconds, of_network_alone])
+    seconds, of_network_alone = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
+    columns = [found.columns() for _, found, _ in parts]
+    predicted = Predicted(**{name: torch.cat([c[name] for c in columns]) for name in columns[0]})
     index = torch.arange(len(predicted)) if positions is None else positions
     of_network_alone *= len(predicted)
-    return SetPredicted(predicted, torch.cat(targets), index, seconds, of_network_alone)
+    targets = torch.cat([y for _, _, y in parts])
+    return SetPredicted(predicted, targets, index, seconds, of_network_alone)
 
 
 def columns_of(

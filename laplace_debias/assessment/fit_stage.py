@@ -6,14 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_debias.assessment import time_ahead
 from laplace_debias.assessment.families import Family, chosen_positions, predict_set
 from laplace_debias.assessment.fitting import fitted, noise_of, tuned
-from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network
+from laplace_debias.assessment.predictions import Chosen, in_order, network_outputs, of_network
 from laplace_debias.assessment.run_folder import write_json
 from laplace_debias.assessment.run_state import Run
 from laplace_debias.assessment.spectra import spectrum_of
 from laplace_debias.assessment.temperature import fit_temperature, kind_of
 from laplace_debias.laplace import Laplace
+from laplace_debias.system.ranks import current
 
 
 class FitStage:
@@ -47,14 +49,16 @@ class FitStage:
         if self._validation is None:
             loaded = self.run.loaded
             data = loaded.train if loaded.validation is None else loaded.validation
-            outputs, targets = [], []
-            for x, y in Chosen(loaded.model, data):
-                outputs.append(network_outputs(loaded.model, x))
-                targets.append(y.cpu())
-            if not outputs:
+            parts = [
+                (number, network_outputs(loaded.model, x), y.cpu())
+                for number, x, y in Chosen(loaded.model, data).numbered()
+            ]
+            parts = in_order(parts)
+            if not parts:
                 raise ValueError(
                     "the validation set holds no example: give it some, or leave it out"
                 )
+            _, outputs, targets = zip(*parts, strict=True)
             self._validation = torch.cat(outputs), torch.cat(targets)
         return self._validation
 
@@ -65,25 +69,25 @@ class FitStage:
 
     def _posterior(self, family: Family) -> None:
         """Fit, tune and save a posterior, or read the saved one."""
-        assert family.posterior is not None
         path, loaded = self.run.folder.posterior(family.key), self.run.loaded
-        if not path.exists():
-            self.run.say(f"Fitting {family.methods[0].label}")
-            start = time.perf_counter()
-            la = fitted(loaded, family.posterior, self.run.said["sigma"], self.run.seed)
-            fit_seconds = time.perf_counter() - start
+        if not current().from_rank(path.exists(), 0):
+            la = self._fitted(family)
+            self._tell_time(la, family)
             start = time.perf_counter()
             sweep = self._tune(la, family)
-            tune_seconds = time.perf_counter() - start
             write_json(self.run.folder.sweep(family.key), sweep)
             write_json(self.run.folder.spectrum(family.key), spectrum_of(la))
-            for method in family.methods:
-                self.run.entry(method.key)["seconds"] |= {"fit": fit_seconds, "tune": tune_seconds}
-            self.run.write()
+            self._took(family, "tune", start)
             # The last of its files: where it is, they are.
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if current().rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
             la.save(path)
         # Read back also by the run that wrote it, so that one that goes on gives the same numbers.
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path}, which rank 0 has written, is not seen by rank {current().rank}: give a "
+                "folder that all machines share"
+            )
         la = Laplace.load(path, loaded.model)
         self.posteriors[family.key] = la
         found = la.prior_precision
@@ -91,6 +95,47 @@ class FitStage:
             entry = self.run.entry(method.key)
             entry["prior_precision"] = found.tolist()
             entry["bytes"] = path.stat().st_size
+
+    def _tell_time(self, la: Laplace, family: Family) -> None:
+        """Print how long the predictions of a posterior will take, where that is long."""
+        assert family.posterior is not None
+        seconds = time_ahead.seconds_an_example(la, self.run.loaded, self.run.seed)
+        passes = time_ahead.passes_of_tuning(
+            family.posterior.path is None, any(method.has_temperature for method in family.methods)
+        )
+        number = time_ahead.predictions_ahead(
+            [part.batches for part in self.run.sets],
+            self.run.loaded.validation,
+            family.examples,
+            passes,
+        )
+        line = time_ahead.told(family.methods[0].label, seconds, number, family.examples)
+        if line is not None:
+            self.run.say(line)
+
+    def _fitted(self, family: Family) -> Laplace:
+        """A posterior that is not tuned yet: a search that is broken off needs no other fit."""
+        assert family.posterior is not None
+        loaded, folder = self.run.loaded, self.run.folder
+        untuned = folder.state(f"{family.key}.untuned.safetensors")
+        if not current().from_rank(untuned.exists(), 0):
+            self.run.say(f"Fitting {family.methods[0].label}")
+            start, resume = time.perf_counter(), folder.state(f"{family.key}.fit")
+            la = fitted(loaded, family.posterior, self.run.said["sigma"], self.run.seed, resume)
+            self._took(family, "fit", start)
+            if family.posterior.path is not None:
+                return la
+            if current().rank == 0:
+                untuned.parent.mkdir(parents=True, exist_ok=True)
+            la.save(untuned)
+        # Read back also by the run that wrote it.
+        return Laplace.load(untuned, loaded.model)
+
+    def _took(self, family: Family, what: str, start: float) -> None:
+        seconds = time.perf_counter() - start
+        for method in family.methods:
+            self.run.entry(method.key)["seconds"][what] = seconds
+        self.run.write()
 
     def _tune(self, la: Laplace, family: Family) -> dict[str, Any]:
         assert family.posterior is not None
@@ -101,7 +146,10 @@ class FitStage:
                 self.run.loaded.validation,
                 self._validation_positions(family),
             )
-        sweep, notes = tuned(la, family.posterior, validation)
+        # Several processes have batches of their own, whose scores are not saved.
+        is_alone = current().size == 1
+        resume = self.run.folder.state(f"{family.key}.tune") if is_alone else None
+        sweep, notes = tuned(la, family.posterior, validation, resume)
         for note in notes:
             self.run.note(f"{family.methods[0].label}: {note}")
         return sweep
@@ -124,14 +172,16 @@ class FitStage:
             log_probs = of_network(outputs, task, None).log_probs
         else:
             assert self.run.loaded.validation is not None
-            found = predict_set(
-                self.run.loaded,
-                self.run.loaded.validation,
-                self.posteriors[family.key],
-                self._validation_positions(family),
-                self.run.said["sigma"],
-                self.run.seed,
-            )
+            with self.run.saved(f"{family.key}.temperature") as passes:
+                found = predict_set(
+                    self.run.loaded,
+                    self.run.loaded.validation,
+                    self.posteriors[family.key],
+                    self._validation_positions(family),
+                    self.run.said["sigma"],
+                    self.run.seed,
+                    passes,
+                )
             log_probs, targets = found.predicted.log_probs, found.targets
         assert log_probs is not None
         best = fit_temperature(log_probs, targets, kind_of(task))

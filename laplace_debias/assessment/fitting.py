@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.shares import share
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
 _LEVEL = 1.959963984540054
@@ -23,7 +25,9 @@ _BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
 """How many batches a way to fit that sees few of them takes."""
 
 
-def fitted(loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: int) -> Laplace:
+def fitted(
+    loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: int, resume: Path
+) -> Laplace:
     """A posterior fitted to the training examples, or read from its file; not tuned.
 
     Args:
@@ -31,6 +35,7 @@ def fitted(loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: i
         choice: Which posterior.
         sigma: Standard deviation of a regression's noise.
         seed: Of the labels that `fisher="mc"` draws.
+        resume: The folder of a long fit's state, as `Laplace.fit` takes it.
 
     Raises:
         ValueError: If there are fewer training examples than it is to be fitted to; as
@@ -56,7 +61,15 @@ def fitted(loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: i
         times = _BATCHES.get(choice.mode)
         batches = _first(loaded, choice.fit_examples, times, choice.or_fewer)
     generator = torch.Generator().manual_seed(seed)
-    return la.fit(batches, choice.mode, num_data=loaded.num_train, generator=generator)
+    batches = share(batches, loaded.model)
+    # Each process predicts for batches of its own, so each has the whole posterior.
+    return la.fit(
+        *(batches, choice.mode),
+        num_data=loaded.num_train,
+        generator=generator,
+        resume=resume,
+        replicate=True,
+    )
 
 
 def _first(loaded: Loaded, number: int, times: int | None, or_fewer: bool) -> Batches:
@@ -99,7 +112,7 @@ def _joined(pairs: Sequence[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
 
 
 def tuned(
-    la: Laplace, choice: PosteriorChoice, validation: Batches | None
+    la: Laplace, choice: PosteriorChoice, validation: Batches | None, resume: Path | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Tune a posterior's prior precision, and a regression's noise with it.
 
@@ -110,6 +123,7 @@ def tuned(
         la: The posterior, which is changed.
         choice: What it is.
         validation: Batches; None if there are none.
+        resume: The folder of a long search's state, as `Laplace.tune` takes it; None for none.
 
     Returns:
         As `sweeps/METHOD.json` has it; and what a reader should know of the search.
@@ -123,7 +137,7 @@ def tuned(
     if validation is not None:
         # Of the empirical Fisher the best noise has no closed form: it stays the network's.
         with_noise = is_regression and choice.fisher != "empirical"
-        found = la.tune(validation, sigma=with_noise)
+        found = la.tune(validation, sigma=with_noise, resume=resume)
         return _sweep_of(found), found.notes
     try:
         found = la.tune(method="marglik", sigma=is_regression)

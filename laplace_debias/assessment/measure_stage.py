@@ -42,3 +42,4 @@ def measure(run: Run) -> None:
     run.said["conclusion"] = conclude(run.said, read_json(run.folder.path / "metrics.json"))
     run.said["status"] = "complete"
     run.write()
+    run.folder.remove_states()

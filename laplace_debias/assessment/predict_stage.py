@@ -12,9 +12,10 @@ from laplace_debias.assessment.families import (
     predict_set,
 )
 from laplace_debias.assessment.methods import Method
-from laplace_debias.assessment.run_folder import table_says, write_table
+from laplace_debias.assessment.run_folder import write_table
 from laplace_debias.assessment.run_state import Run
 from laplace_debias.assessment.sets import DataSet
+from laplace_debias.curvature.fits.passes import Passes
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.laplace import Laplace
 
@@ -43,9 +44,11 @@ class PredictStage:
                         entry["num_examples"] = num_examples
 
     def _missing(self, family: Family, part: DataSet) -> list[Method]:
-        paths = {method: self.run.path(method, part) for method in family.methods}
-        told = {method: table_says(path) for method, path in paths.items()}
-        return [m for m in family.methods if (told[m] or {}).get("digest") != self.run.digest]
+        return [
+            method
+            for method in family.methods
+            if self.run.told(method, part).get("digest") != self.run.digest
+        ]
 
     def _predict_network(self, part: DataSet) -> None:
         """Write what the network predicts together with the first posterior that predicts all.
@@ -58,13 +61,14 @@ class PredictStage:
         if not missing or not shared:
             return
         self.run.say(f"Predicting {part.name}: {_labels([*network.methods, *shared[0].methods])}")
-        found = self._predicted(shared[0], part.batches, None)
-        for method in missing:
-            self._write(
-                method, part, found.of_network(self.run.loaded.task, self.run.said["sigma"])
-            )
-        for method in self._missing(shared[0], part):
-            self._write(method, part, found)
+        with self.run.saved(f"{shared[0].key}.{part.name}") as passes:
+            found = self._predicted(shared[0], part.batches, None, passes)
+            for method in missing:
+                self._write(
+                    method, part, found.of_network(self.run.loaded.task, self.run.said["sigma"])
+                )
+            for method in self._missing(shared[0], part):
+                self._write(method, part, found)
 
     def _predict(self, family: Family, part: DataSet) -> None:
         missing = self._missing(family, part)
@@ -76,17 +80,16 @@ class PredictStage:
             # The network comes first and predicts all: its table knows how many there are.
             size = self.run.told(self.run.methods[0], part)["num_examples"]
             positions = chosen_positions(size, family.examples, self.run.seed)
-        found = self._predicted(family, part.batches, positions)
-        for method in missing:
-            self._write(method, part, found)
+        with self.run.saved(f"{family.key}.{part.name}") as passes:
+            found = self._predicted(family, part.batches, positions, passes)
+            for method in missing:
+                self._write(method, part, found)
 
     def _predicted(
-        self, family: Family, batches: Batches, positions: Tensor | None
+        self, family: Family, batches: Batches, positions: Tensor | None, passes: Passes
     ) -> SetPredicted:
-        la = self.posteriors.get(family.key)
-        return predict_set(
-            self.run.loaded, batches, la, positions, self.run.said["sigma"], self.run.seed
-        )
+        la, sigma = self.posteriors.get(family.key), self.run.said["sigma"]
+        return predict_set(self.run.loaded, batches, la, positions, sigma, self.run.seed, passes)
 
     def _write(self, method: Method, part: DataSet, found: SetPredicted) -> None:
         entry, predicted = self.run.entry(method.key), found.predicted

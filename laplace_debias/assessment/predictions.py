@@ -1,8 +1,10 @@
 """What a method predicts for a batch: probabilities or a mean, and how uncertain they are."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -14,6 +16,8 @@ from laplace_debias.curvature.network.inputs import Inputs, call, move, num_exam
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators.eigh import eigh
+from laplace_debias.sources.shares import dealt
+from laplace_debias.system.ranks import current
 
 NUM_DRAWS = 256
 """Draws of the logits that the mutual information is the mean of."""
@@ -53,6 +57,11 @@ class Predicted:
         assert values is not None
         return len(values)
 
+    def columns(self) -> dict[str, Tensor]:
+        """What there is, by the attributes' names."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: values for name, values in found.items() if values is not None}
+
     def probs(self, task: str) -> Float[Tensor, "n classes"]:
         """Probabilities `[n, C]`; of a binary task of both classes, `[n, 2]`."""
         assert self.log_probs is not None
@@ -68,15 +77,6 @@ class Predicted:
         return Predicted(tempered(self.log_probs, temperature, kind_of(task)))
 
 
-def joined(parts: list[Predicted]) -> Predicted:
-    """The predictions of several batches in one."""
-    columns = {}
-    for field in fields(Predicted):
-        values = [getattr(part, field.name) for part in parts]
-        columns[field.name] = None if values[0] is None else torch.cat(values)
-    return Predicted(**columns)
-
-
 def entropy(probs: Float[Tensor, "*some classes"], task: str) -> Float[Tensor, "*some"]:
     """Entropy in nats; of several labels the sum over them."""
     total = torch.special.entr(probs)
@@ -88,6 +88,8 @@ def entropy(probs: Float[Tensor, "*some classes"], task: str) -> Float[Tensor, "
 class Chosen:
     """Batches of inputs and targets on the model's device, of all examples or of some.
 
+    Several processes have every n-th batch each.
+
     Args:
         model: What takes the inputs.
         batches: The source, which can be read again.
@@ -98,17 +100,32 @@ class Chosen:
         self._model, self._batches, self._chosen = model, batches, chosen
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        read, start = BatchReader(self._model), 0
+        for _, x, y in self.numbered():
+            yield x, y
+
+    def numbered(self) -> Iterator[tuple[int, Inputs, Tensor]]:
+        """The batches with their numbers among those of all processes."""
         device = next(self._model.parameters()).device
-        for batch in self._batches:
-            x, y = read(batch)
-            first, start = start, start + num_examples(x)
+        for number, first, x, y in dealt(self._batches, BatchReader(self._model)):
             if self._chosen is not None:
-                some = self._chosen[(self._chosen >= first) & (self._chosen < start)] - first
+                end = first + num_examples(x)
+                some = self._chosen[(self._chosen >= first) & (self._chosen < end)] - first
                 if not len(some):
                     continue
                 x, y = take(x, some), y[some]
-            yield move(x, device, None), y
+            yield number, move(x, device, None), y
+
+
+Part = TypeVar("Part", bound=tuple[Any, ...])
+
+
+def in_order(parts: list[Part]) -> list[Part]:
+    """What all processes have made of their batches, in the order of the batches.
+
+    Args:
+        parts: Those of this process; each begins with the number of its batch.
+    """
+    return sorted(itertools.chain.from_iterable(current().gather(parts)), key=itemgetter(0))
 
 
 @torch.no_grad()

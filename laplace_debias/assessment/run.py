@@ -19,6 +19,7 @@ from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
+from laplace_debias.system.ranks import alone, current
 
 
 def assess(
@@ -36,6 +37,9 @@ def assess(
     console: Printer | None = None,
 ) -> RunFolder:
     """Compare methods on a network's data and write what was found into a run folder.
+
+    In a process group the processes share the work: all of them call it with the same arguments and
+    whole data, and see the folder, to which the first one writes.
 
     Every posterior is fitted to the training examples and tuned on the validation examples; without
     these by the marginal likelihood. A run that was broken off goes on with what is complete and
@@ -78,15 +82,20 @@ def assess(
         "num_train": loaded.num_train,
         "num_resamples": num_resamples,
     }
-    folder = RunFolder(Path(output))
+    folder, ranks = RunFolder(Path(output)), current()
     with telling_how_to_go_on():
-        earlier = folder.open(identity, overwrite)
+        # Of several processes the first one looks at the folder, and writes to it.
+        earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
+        earlier = ranks.from_rank(earlier, 0)
         if earlier is None:
             write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
         run = Run(loaded, folder, methods, sets, identity, seed, console)
         run.begin(earlier, title, seconds or {})
         PredictStage(run, FitStage(run).fit()).predict()
-        measure(run)
+        if ranks.rank == 0:
+            with alone():
+                measure(run)
+        ranks.exchange(None)
     return folder
 
 

@@ -16,12 +16,13 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.ranks import current
 
 FORMAT = 1
 _METADATA = b"laplace_debias"
 _OURS = (
     *("run.json", "config.yaml", "metrics.json", "examples.json", "report.html"),
-    *("predictions", "posteriors", "sweeps", "spectra", "examples", "pictures"),
+    *("predictions", "posteriors", "sweeps", "spectra", "examples", "pictures", "state"),
 )
 
 
@@ -50,6 +51,14 @@ class RunFolder:
     def spectrum(self, method: str) -> Path:
         """The spectrum of a method's posterior."""
         return self.path / "spectra" / f"{method}.json"
+
+    def state(self, name: str) -> Path:
+        """What is kept of work that is under way."""
+        return self.path / "state" / name
+
+    def remove_states(self) -> None:
+        """Remove what was kept of work that is done."""
+        shutil.rmtree(self.path / "state", ignore_errors=True)
 
     def read_run(self) -> dict[str, Any] | None:
         """`run.json`; None if there is none.
@@ -141,9 +150,15 @@ def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; raises as `written_atomically`."""
-    with written_atomically(path) as temporary:
-        temporary.write_bytes(data)
+    """Write a file whole or not at all; raises as `written_atomically`.
+
+    Of several processes the first one writes, and the others wait for it.
+    """
+    ranks = current()
+    if ranks.rank == 0:
+        with written_atomically(path) as temporary:
+            temporary.write_bytes(data)
+    ranks.exchange(None)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -15,8 +15,12 @@ from laplace_debias.assessment.families import Family, families_of
 from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.run_folder import FORMAT, RunFolder, digest, table_says, write_json
 from laplace_debias.assessment.sets import DataSet
+from laplace_debias.curvature.fits.passes import Passes
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
+from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
+from laplace_debias.system.ranks import current
 
 
 class Run:
@@ -108,13 +112,33 @@ class Run:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
         self.write()
 
+    @contextmanager
+    def saved(self, name: str) -> Iterator[Passes]:
+        """A pass over a set that is saved as it goes, until the block ends well.
+
+        Several processes save whole sets alone.
+
+        Args:
+            name: Its own among those of the run.
+        """
+        if current().size > 1:
+            yield NOT_SAVED
+            return
+        what = "set of predictions"
+        states = FitStates(self.folder.state(name), {"run": self.digest, "of": name}, what=what)
+        states.check()
+        yield SavedPasses(states, torch.device("cpu"), what=what)
+        states.remove()
+
     def path(self, method: Method, part: DataSet) -> Path:
         """Where a method's predictions for a set are written."""
         return self.folder.predictions(method.key, part.name)
 
     def told(self, method: Method, part: DataSet) -> dict[str, Any]:
         """What a table of predictions that is complete says of itself; empty if there is none."""
-        return table_says(self.path(method, part)) or {}
+        ranks = current()
+        found = table_says(self.path(method, part)) if ranks.rank == 0 else None
+        return ranks.from_rank(found, 0) or {}
 
     def say(self, what: str) -> None:
         """Print a line for the person who waits."""

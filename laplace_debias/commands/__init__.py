@@ -16,3 +16,6 @@ COMMANDS = {
     "train": "Train a test problem's network.",
 }
 """What each of them does, in one line; none is imported before it is chosen."""
+
+OF_ONE_PROCESS = ("demo", "train", "experiment")
+"""Those that do not share their work with other processes."""

@@ -15,6 +15,7 @@ from laplace_debias.experiments.posteriors.comparison_report import report_compa
 from laplace_debias.experiments.shared.checks import check_at_least
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.problems import ImageDataset, Recipe, corrupt, digits, train, wide_digits_net
+from laplace_debias.system.atomic import check_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ def run(settings: Settings, console: Console | None = None) -> ComparisonResult:
         OSError: If the results cannot be written.
     """
     console = console or plain_console()
+    check_target(settings.output / "sweep.csv", make_folders=True)
     settings.output.mkdir(parents=True, exist_ok=True)
     split = digits(settings.comparison.seed)
     training = split.train.subset(range(settings.train_examples))

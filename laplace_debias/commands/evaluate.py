@@ -17,6 +17,7 @@ from laplace_debias.laplace.files import posterior_file
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,12 @@ class Settings(SourceSettings):
                 f"posterior has two files of one name, {', '.join(names)}: rename one of them"
             )
 
+    def without_effect(self) -> dict[str, str]:
+        """As `SourceSettings.without_effect`."""
+        if self.posterior:
+            return {}
+        return dict.fromkeys(("with_temperature", "examples"), "there is no --posterior")
+
 
 def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
     """Compare, and print the table and what it shows; nothing is written.
@@ -77,15 +84,19 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="laplace-debias-") as folder:
         found = assess(
             loaded,
-            Path(folder) / "run",
+            Path(current().from_rank(folder, 0)) / "run",
             methods,
             settings=identity_of(settings),
             seed=settings.seed,
             num_resamples=settings.num_resamples,
             console=console,
         )
-        tell(found, console)
-        return found_in(found)
+        if current().rank == 0:
+            tell(found, console)
+        result = found_in(found)
+        # The folder goes with the first process.
+        current().exchange(None)
+        return result
 
 
 def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,18 @@ from typing import Any, Literal
 
 import torch
 
-from laplace_debias.commands.network import check_output, plain, print_notes
+from laplace_debias.commands.network import (
+    check_output,
+    not_for,
+    plain,
+    print_notes,
+    refuse_resume,
+    save,
+)
 from laplace_debias.laplace import Laplace, Plan
+from laplace_debias.laplace.files.fit_state import check_folder
 from laplace_debias.sources import SourceSettings, load
+from laplace_debias.sources.shares import share
 from laplace_debias.system.console import Lines, Printer
 
 
@@ -72,6 +81,15 @@ class Settings(SourceSettings):
                 f"memory_bound is {self.memory_bound}, expected a positive number of bytes"
             )
 
+    def without_effect(self) -> dict[str, str]:
+        """As `SourceSettings.without_effect`."""
+        found = not_for("fit", "validation_examples", "test_examples")
+        if self.plan:
+            found |= dict.fromkeys(("resume", "overwrite", "scale"), "`plan` fits nothing")
+        if self.curvature in ("diag", "lowrank", "full"):
+            found["sharing"] = f"curvature={self.curvature} has no Kronecker factors"
+        return found
+
 
 def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     """Fit a posterior to the training examples and save it.
@@ -89,7 +107,10 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     output = settings.output
     if not settings.plan:
         check_output(output, settings.overwrite)
-    loaded = load(settings)
+    if settings.resume is not None:
+        refuse_resume()
+        check_folder(settings.resume)
+    loaded = load(settings.without_comparison())
     if settings.sigma is not None and loaded.task != "regression":
         raise ValueError(f"sigma is the noise of a regression; the task is {loaded.task}")
     print_notes(loaded, console)
@@ -104,9 +125,10 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         sharing=settings.sharing,
         sigma=settings.sigma,
     )
+    train = share(loaded.train, loaded.model)
     if settings.plan:
         plan = la.plan(
-            *(loaded.train, settings.mode),
+            *(train, settings.mode),
             folds=settings.folds,
             timed=True,
             memory_bound=settings.memory_bound,
@@ -115,15 +137,14 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         plan.check()
         return plan
     la.fit(
-        *(loaded.train, settings.mode, loaded.num_train),
+        *(train, settings.mode, loaded.num_train),
         *(torch.Generator().manual_seed(settings.seed), settings.progress),
         scale=settings.scale,
         folds=settings.folds,
         resume=settings.resume,
         memory_bound=settings.memory_bound,
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    la.save(output)
+    save(la, output)
     console.print(
         f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
         f"{len(la.block_names)} blocks, N = {la.num_data:,}, prior precision "

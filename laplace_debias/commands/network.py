@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from laplace_debias.laplace import Laplace
 from laplace_debias.sources import Loaded
+from laplace_debias.sources.settings import OF_COMPARISONS
 from laplace_debias.system.atomic import check_target
 from laplace_debias.system.console import Printer
+from laplace_debias.system.ranks import current
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -22,6 +25,39 @@ def check_output(path: Path, overwrite: bool) -> None:
     check_target(path, make_folders=True)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; choose another --output, or give --overwrite")
+
+
+def not_for(command: str, *names: str) -> dict[str, str]:
+    """Options that a command on one posterior has no use for, and why.
+
+    Args:
+        command: The command.
+        names: Options besides those of comparisons.
+    """
+    return {
+        **dict.fromkeys(OF_COMPARISONS, "for `report` and `evaluate`"),
+        **dict.fromkeys(names, f"`{command}` does not read these examples"),
+    }
+
+
+def refuse_resume() -> None:
+    """Refuse to go on with a fit of several processes, which saves nothing meanwhile.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    if (size := current().size) > 1:
+        raise ValueError(
+            f"resume is for one process, and WORLD_SIZE says {size}: leave out --resume, or start "
+            "the command without torchrun"
+        )
+
+
+def save(la: Laplace, output: Path) -> None:
+    """Save a posterior; of several processes the first one does."""
+    if current().rank == 0:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    la.save(output)
 
 
 def print_notes(loaded: Loaded, console: Printer) -> None:

@@ -1,7 +1,10 @@
 """`laplace-debias predict`: predictions of a fitted posterior, as a table."""
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,15 +12,19 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
-from laplace_debias.commands.network import check_output, print_notes
+from laplace_debias.commands.network import check_output, not_for, print_notes
 from laplace_debias.curvature.network.batches import Batches, with_progress
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
 from laplace_debias.sources.parts import batches_of
+from laplace_debias.sources.shares import dealt
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.ranks import alone, current
 
 _SUFFIXES = (".parquet", ".csv")
 
@@ -56,6 +63,11 @@ class Settings(SourceSettings):
         if self.samples is not None and self.method == "map":
             raise ValueError("samples is given with method=map, which draws none: leave it out")
 
+    def without_effect(self) -> dict[str, str]:
+        """As `SourceSettings.without_effect`."""
+        of_test = () if self.inputs is None else ("test_examples",)
+        return not_for("predict", "train_examples", "validation_examples", *of_test)
+
 
 def run(settings: Settings, console: Printer | None = None) -> Any:
     """Predict and write the table.
@@ -84,7 +96,7 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
         )
     check_output(settings.output, settings.overwrite)
     posterior_file.load(settings.posterior)
-    loaded, reader = load_with_reader(settings)
+    loaded, reader = load_with_reader(settings.without_comparison())
     print_notes(loaded, console)
     batches, names = _inputs(settings, loaded, reader, console)
     la = Laplace.load(settings.posterior, loaded.model)
@@ -93,9 +105,12 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     def predictive(x: Any) -> Distribution:
         return la.predict(x, settings.method, settings.samples, generator)
 
-    columns = _columns(predictive, batches, loaded, settings)
+    draws = settings.method in ("glm-mc", "nn") or settings.samples is not None
+    columns = _columns(predictive, batches, loaded, settings, draws)
     first = {"row": range(len(next(iter(columns.values()))))} if names is None else {"name": names}
     table = pandas.DataFrame({**first, **columns})
+    if current().rank > 0:
+        return table
     with written_atomically(settings.output) as temporary:
         if settings.output.suffix == ".csv":
             table.to_csv(temporary, index=False)
@@ -128,21 +143,48 @@ def _inputs(
 
 
 def _columns(
-    predictive: Callable[[Any], Distribution], batches: Batches, loaded: Loaded, settings: Settings
+    predictive: Callable[[Any], Distribution],
+    batches: Batches,
+    loaded: Loaded,
+    settings: Settings,
+    draws: bool,
 ) -> dict[str, Any]:
-    """The table's columns, by name."""
-    found: dict[str, list[Tensor]] = {}
-    targets: list[Tensor] = []
-    for x, y in with_progress(batches, settings.progress, "predicting"):
-        for name, values in _of_batch(predictive(x), loaded).items():
-            found.setdefault(name, []).append(values.detach().cpu())
-        targets.append(y)
-    columns: dict[str, Any] = {name: torch.cat(parts).numpy() for name, parts in found.items()}
+    """The table's columns, by name, on all processes."""
+    parts: list[tuple[int, dict[str, Tensor], Tensor]] = []
+    ranks = current()
+    # Draws follow the order of all batches, so the first process makes them all.
+    with alone() if draws else contextlib.nullcontext():
+        own = _Own(batches, loaded) if ranks.rank == 0 or not draws else ()
+        for number, x, y in with_progress(own, settings.progress, "predicting"):
+            of_batch = _of_batch(predictive(x), loaded)
+            parts.append((number, {name: v.detach().cpu() for name, v in of_batch.items()}, y))
+    of_all = sorted(itertools.chain.from_iterable(ranks.gather(parts)), key=itemgetter(0))
+    if not of_all:
+        raise ValueError("there is no input to predict: give at least one")
+    columns: dict[str, Any] = {
+        name: torch.cat([part[name] for _, part, _ in of_all]).numpy() for name in of_all[0][1]
+    }
+    targets = [y for _, _, y in of_all]
     if "prediction" in columns and loaded.classes is not None:
         columns["prediction"] = [loaded.classes[label] for label in columns["prediction"]]
     if settings.inputs is not None:
         return columns
     return {**_target_columns(torch.cat(targets), loaded), **columns}
+
+
+class _Own:
+    """The batches that this process predicts, with their numbers: all of them, or every n-th."""
+
+    def __init__(self, batches: Batches, loaded: Loaded) -> None:
+        self._batches, self._read = batches, BatchReader(loaded.model)
+
+    def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
+        for number, _, x, y in dealt(self._batches, self._read):
+            yield number, x, y
+
+    def __len__(self) -> int:
+        size, rank = current().size, current().rank
+        return len(range(rank, len(self._batches), size))  # type: ignore[arg-type]
 
 
 def _of_batch(found: Distribution, loaded: Loaded) -> dict[str, Tensor]:

@@ -1,18 +1,19 @@
 """`laplace-debias report`: is a network's uncertainty any good, in one page."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from laplace_debias.assessment import PosteriorChoice, RunFolder, assess
-from laplace_debias.assessment.methods import chosen_methods
+from laplace_debias.assessment.methods import LAPLACE, chosen_methods
 from laplace_debias.commands.compared import config_of, found_in, identity_of, run_in, tell
 from laplace_debias.report.page import write_page
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.atomic import check_target
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,19 @@ class Settings(SourceSettings):
             super().__post_init__()
         check_at_least(self, 2, "examples", "num_resamples")
 
+    def without_effect(self) -> dict[str, str]:
+        """As `SourceSettings.without_effect`."""
+        if self.from_run is not None:
+            names = (field.name for field in fields(self))
+            why = "`--from` draws the page of a run as it is"
+            return {name: why for name in names if name not in ("from_run", "json")}
+        if self.posteriors:
+            return {}
+        found = {"with_temperature": "for `posteriors`, and there are none"}
+        if self.methods is not None and LAPLACE.key not in self.methods:
+            found["examples"] = "no posterior over more than the last layer is compared"
+        return found
+
 
 def run(settings: Settings, console: Printer | None = None) -> Path:
     """Compare methods, write the run folder and its page, print table and conclusion.
@@ -74,9 +88,13 @@ def run(settings: Settings, console: Printer | None = None) -> Path:
     console = console or Lines()
     if settings.from_run is not None:
         folder = run_in(settings.from_run)
+        check_target(folder.path / "report.html")
     else:
         folder = _assessed(settings, console)
-    page = write_page(folder.path)
+    page = folder.path / "report.html"
+    if current().rank > 0:
+        return page
+    write_page(folder.path)
     tell(folder, console)
     console.print(f"Page: {page}", soft_wrap=True)
     return page

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from laplace_debias.commands.network import plain, print_notes
+from laplace_debias.commands.network import not_for, plain, print_notes
 from laplace_debias.curvature import GGN, Hessian
 from laplace_debias.experiments.bias.curvature_spectrum import (
     SpectrumBudget,
@@ -24,8 +24,12 @@ from laplace_debias.problems import get_problem, train
 from laplace_debias.report.style import save
 from laplace_debias.report.tables import write_csv
 from laplace_debias.sources import SourceSettings, Task, load
+from laplace_debias.sources.shares import share
+from laplace_debias.system.atomic import check_target
 from laplace_debias.system.device import device_from
+from laplace_debias.system.ranks import current
 
+_OF_LANCZOS = ("tolerance", "max_matvecs", "trace_matvecs", "density_probes", "density_steps")
 _LOSSES: dict[Task, tuple[str, nn.Module]] = {
     "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
     "binary": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
@@ -64,6 +68,14 @@ class Settings(SpectrumBudget, SourceSettings):
         if self.method == "rows" and self.matrix != "ggn":
             raise ValueError(f"method rows is for the GGN, not for {self.matrix}: use lanczos")
 
+    def without_effect(self) -> dict[str, str]:
+        """As `SourceSettings.without_effect`."""
+        of_other = _OF_LANCZOS if self.method == "rows" else ("left_out",)
+        return {
+            **not_for("spectrum", "validation_examples", "test_examples"),
+            **dict.fromkeys(of_other, f"not for method={self.method}"),
+        }
+
 
 def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
     """Load, multiply, print what was found and write tables and the picture.
@@ -77,8 +89,14 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
     """
     console = console or plain_console()
     began = time.perf_counter()
+    ranks = current()
+    if settings.method == "rows" and ranks.size > 1:
+        raise ValueError(
+            f"method=rows is for one process, and WORLD_SIZE says {ranks.size}: give "
+            "--method=lanczos, or start the command without torchrun"
+        )
+    check_target(settings.output / "eigenvalues.csv", make_folders=True)
     model, batches, task = _trained(settings, console)
-    settings.output.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
     name, loss = _LOSSES[task]
     if task == "binary":
@@ -103,9 +121,12 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
     if settings.method == "rows":
         result = decompose(model, batches, settings, loading, loss)
     else:
+        batches = list(share(batches, model))
         A = kind(model, loss, batches, memory_bound=settings.memory_bound)
         result = measure(A, settings, loading)
     _print(result, console)
+    if ranks.rank > 0:
+        return result
     _write(result, settings)
     picture = settings.output / "spectrum.png"
     save(draw(result, kind.__name__), picture)
@@ -135,13 +156,16 @@ def _trained(
         data = problem.data(seed=settings.seed).train
         _check_number(settings, len(data))
         model = problem.initial_model(settings.seed)
-        generator = torch.Generator().manual_seed(settings.seed)
-        train(model, data, problem.recipe, generator=generator, progress=settings.progress)
+        ranks = current()
+        if ranks.rank == 0:
+            generator = torch.Generator().manual_seed(settings.seed)
+            train(model, data, problem.recipe, generator=generator, progress=settings.progress)
+        model.load_state_dict(ranks.from_rank(model.state_dict(), 0))
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(settings.seed))
         chosen = order[: settings.examples].split(settings.batch_size or settings.examples)
         model = model.eval().to(device_from(settings.device))
         return model, [data.batch(some) for some in chosen], "classification"
-    loaded = load(settings)
+    loaded = load(settings.without_comparison())
     print_notes(loaded, console)
     batches: list[tuple[Tensor, Tensor]] = []
     left = settings.examples

@@ -1,6 +1,8 @@
 """`laplace-debias tune`: the prior precision of a saved posterior."""
 
+import itertools
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,8 +10,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from laplace_debias.commands.network import check_output, plain, print_notes
+from laplace_debias.commands.network import check_output, not_for, plain, print_notes, save
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.experiments.shared.held_out import check_held_out
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.laplace import Laplace
@@ -17,6 +20,8 @@ from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import Loaded, SourceSettings, load
+from laplace_debias.sources.shares import dealt, share
+from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,8 @@ class Settings(SourceSettings):
         extend: Whether the search goes on from the end of the grid and refines it; if None, from
             the default grid alone.
         sigma: Whether the noise of a regression is tuned, too; if None, where it was never given.
+        resume: A folder in which a search on validation examples saves their scores, every minute
+            and at Ctrl-C; the same command goes on from there. It is emptied when the search ends.
         per: With `method=marglik` one prior precision for each `kind` of layer or each `block`; one
             for all if None.
 
@@ -48,20 +55,29 @@ class Settings(SourceSettings):
     prior_precisions: tuple[float, ...] | None = None
     extend: bool | None = None
     sigma: bool | None = None
+    resume: Path | None = None
     per: Literal["kind", "block"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_grid = (self.prior_precisions, self.extend, self.validation_examples)
-        if self.method == "marglik" and (of_grid != (None, None, None) or self.metric != "nll"):
+        of_grid = (self.prior_precisions, self.extend, self.validation_examples, self.resume)
+        is_given = any(one is not None for one in of_grid)
+        if self.method == "marglik" and (is_given or self.metric != "nll"):
             raise ValueError(
-                "method=marglik needs no data: leave out metric, prior_precisions, extend and "
-                "validation_examples"
+                "method=marglik needs no data: leave out metric, prior_precisions, extend, "
+                "resume and validation_examples"
             )
         if self.method == "grid" and self.per is not None:
             raise ValueError(
                 f"per is {self.per} with method=grid; give it with method=marglik alone"
             )
+
+    def without_effect(self) -> dict[str, str]:
+        """As `SourceSettings.without_effect`."""
+        found = not_for("tune", "train_examples")
+        if self.method == "marglik":
+            found["test_examples"] = "method=marglik reads no data"
+        return found
 
 
 def run(settings: Settings, console: Console | None = None) -> Tuning:
@@ -87,15 +103,14 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
     check_output(output, overwrite=settings.overwrite or settings.output is None)
     # Reading data can take minutes, so a damaged posterior is refused before.
     posterior_file.load(settings.posterior)
-    loaded = load(settings)
+    loaded = load(settings.without_comparison())
     print_notes(loaded, console)
     la = Laplace.load(settings.posterior, loaded.model)
     if settings.method == "marglik":
         found = la.tune(method="marglik", sigma=settings.sigma, per=settings.per)
     else:
         found = _tune_on_grid(la, loaded, settings, console)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    la.save(output)
+    save(la, output)
     console.print(found.message, soft_wrap=True)
     console.print(f"Posterior: {output}", soft_wrap=True)
     return found
@@ -127,10 +142,11 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
         # Tuned on examples that the network was trained on, the posterior would be over-confident.
         check_held_out(_hits(loaded, loaded.test, len(of_validation)), of_validation)
     found = la.tune(
-        *(loaded.validation, settings.metric, settings.prior_precisions),
+        *(share(loaded.validation, loaded.model), settings.metric, settings.prior_precisions),
         progress=settings.progress,
         extend=settings.extend,
         sigma=settings.sigma,
+        resume=settings.resume,
     )
     print_table(found.table, "Validation data", console=console)
     return found
@@ -140,12 +156,13 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
 def _hits(loaded: Loaded, batches: Batches, most: int | None = None) -> Tensor:
     """Whether the network's first choice is the label, float64 `[N]`, of at most so many."""
     device = next(loaded.model.parameters()).device
-    hits: list[Tensor] = []
-    for x, y in batches:
-        if not isinstance(x, Tensor) or (most is not None and sum(map(len, hits)) >= most):
+    hits: list[tuple[int, Tensor]] = []
+    for number, first, x, y in dealt(batches, BatchReader(loaded.model)):
+        if not isinstance(x, Tensor) or (most is not None and first >= most):
             break
         outputs = loaded.model(x.to(device))
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             break
-        hits.append(outputs.argmax(1).cpu() == y)
-    return torch.cat(hits).double()[:most] if hits else torch.ones(0)
+        hits.append((number, outputs.argmax(1).cpu() == y))
+    of_all = sorted(itertools.chain.from_iterable(current().gather(hits)), key=itemgetter(0))
+    return torch.cat([some for _, some in of_all]).double()[:most] if of_all else torch.ones(0)

@@ -27,6 +27,7 @@ class Described:
         temperature: T, told unless it is 1.
         mode: How it was fitted; None before a fit, or if it is not known.
         num_data: N; None before a fit.
+        num_ranks: How many processes share out the posterior's blocks; 1 of a whole one.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Described:
     temperature: float
     mode: str | None
     num_data: int | None
+    num_ranks: int = 1
 
     def __str__(self) -> str:
         """A few lines, none of which holds a weight or grows with the model."""
@@ -66,7 +68,9 @@ class Described:
     def _fit(self) -> str:
         if self.num_data is None:
             return "none yet"
-        return f"N = {self.num_data:,}" + ("" if self.mode is None else f", {self.mode}")
+        mode = "" if self.mode is None else f", {self.mode}"
+        sharded = f", sharded over {self.num_ranks} processes" if self.num_ranks > 1 else ""
+        return f"N = {self.num_data:,}{mode}{sharded}"
 
 
 def _likelihood(likelihood: Likelihood) -> str:

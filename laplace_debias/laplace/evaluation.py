@@ -14,6 +14,7 @@ from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.laplace.sharded_calls import predicted
 from laplace_debias.metrics.evaluation import nll_of_log_probs
 from laplace_debias.metrics.regression_evaluation import rmse_statistic
 from laplace_debias.metrics.report import report_of
@@ -85,6 +86,7 @@ def evaluate_predictions(
     intervals: bool = True,
     level: float = 0.95,
     num_resamples: int = 500,
+    in_turn: bool = False,
 ) -> metrics.Report:
     """Metrics of a predictive on labelled data, and of its uncertainty on OOD data.
 
@@ -97,6 +99,7 @@ def evaluate_predictions(
         intervals: As `metrics.evaluate`.
         level: As `metrics.evaluate`.
         num_resamples: As `metrics.evaluate`.
+        in_turn: As `predicted` takes it.
 
     Returns:
         For class probabilities what `metrics.evaluate` gives; for several labels what
@@ -110,8 +113,7 @@ def evaluate_predictions(
     # Before the predictions, which may take long.
     how = Sampling(level, num_resamples)
     parts, has_probabilities, is_multilabel = [], False, False
-    for x, y in batches:
-        predictive = predict(x)
+    for predictive, y in predicted(batches, predict, in_turn):
         is_multilabel = _is_multilabel(predictive)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         parts.append(score(likelihood, predictive, y, class_dim))
@@ -121,8 +123,9 @@ def evaluate_predictions(
     kinds = ranks.exchange([is_multilabel, has_probabilities])
     is_multilabel, has_probabilities = (any(of) for of in zip(*kinds, strict=True))
     if not has_probabilities:
-        return _of_regression(scored, predict, ood, how, intervals)
-    ood_probs = {name: _over(data, name, _probs_of(predict)) for name, data in ood.items()}
+        return _of_regression(scored, predict, ood, how, intervals, in_turn)
+    of_inputs = _probs_of(predict)
+    ood_probs = {name: _over(data, name, of_inputs, in_turn) for name, data in ood.items()}
     # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
     log_probs = scored.log_probs if is_multilabel or scored.values.ndim == 1 else None
     make, classified = metrics.evaluate, scored.classified
@@ -144,6 +147,7 @@ def _of_regression(
     ood: Mapping[str, Batches],
     how: Sampling,
     intervals: bool,
+    in_turn: bool,
 ) -> metrics.Report:
     targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
     if scored.deviations is None:
@@ -158,11 +162,12 @@ def _of_regression(
             "rmse": rmse_statistic(scored.values, targets),
         }
         return report_of(statistics, targets, how if intervals else None)
+    of_inputs = _deviations_of(predict)
     return metrics.evaluate_regression(
         scored.values,
         scored.deviations,
         targets,
-        {name: _over(data, name, _deviations_of(predict)) for name, data in ood.items()},
+        {name: _over(data, name, of_inputs, in_turn) for name, data in ood.items()},
         log_probs=scored.log_probs,
         intervals=intervals,
         level=how.level,
@@ -170,10 +175,10 @@ def _of_regression(
     )
 
 
-def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:
+def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor], in_turn: bool) -> Tensor:
     """What is predicted on an OOD set, of all processes."""
-    predicted = [of_inputs(x) for x, _ in data]
-    of_all = current().on_all([torch.cat(predicted)] if predicted else None)
+    found = [of_batch for of_batch, _ in predicted(data, of_inputs, in_turn)]
+    of_all = current().on_all([torch.cat(found)] if found else None)
     if of_all is None:
         raise ValueError(f"The OOD loader {name!r} holds no batch.")
     return of_all[0]

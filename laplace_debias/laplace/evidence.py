@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.fits.sharded_blocks import Elsewhere
 from laplace_debias.laplace.block_groups import Group, groups_of, spread
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -79,28 +80,33 @@ class GroupEvidence:
         precisions: h = N Λ along the directions that have curvature, float64.
         num_parameters: D; along those without a precision h is zero.
         square: S, the squared distance of the parameters from the prior's mean.
+        posterior: The posterior; of a sharded one the precisions are those of this process.
     """
 
     precisions: Float[Tensor, " directions"]
     num_parameters: int
     square: float
+    posterior: GaussianPosterior
 
     @classmethod
     def of(cls, posterior: GaussianPosterior, group: Group) -> "GroupEvidence":
         """That of a posterior's blocks, at its σ."""
         blocks = list(posterior.curvature.blocks.values())
-        found, size = [], 0
+        found, size = [posterior.mean.new_zeros(0, dtype=torch.float64)], 0
         for index in group.blocks:
             block = blocks[index]
+            size += block.shape[0]
+            if isinstance(block, Elsewhere):
+                continue
             assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
             found.append(posterior.data_weight * block.magnitudes.double().flatten())
-            size += block.shape[0]
         squares = posterior.squared_distances()[list(group.blocks)]
-        return cls(torch.cat(found), size, float(squares.sum()))
+        return cls(torch.cat(found), size, float(squares.sum()), posterior)
 
     def num_determined(self, delta: float) -> float:
         """γ = Σ h / (h + δ), how many parameters the data determine."""
-        return float((self.precisions / (self.precisions + delta)).sum())
+        of_process = (self.precisions / (self.precisions + delta)).sum()
+        return float(self.posterior.summed(of_process))
 
     def best(self, low: float, high: float, share: float = 1.0) -> float:
         """The root of Σ h / (h + δ) − share · δ S, or the end of the range that it lies beyond.

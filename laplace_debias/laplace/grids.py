@@ -16,6 +16,7 @@ from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 from laplace_debias.laplace.functional.through_head import can_go_through, moments_through_head
+from laplace_debias.laplace.sharded_calls import Share
 
 # One δ per grid point, [P], or one for each block, [P, blocks].
 Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
@@ -96,25 +97,32 @@ def moments(
             fitted.posterior.check_prior_precision(point)
     num_blocks = len(first.parameters.block_names)
     grids = [grid.reshape(len(grid), -1).expand(-1, num_blocks) for grid in prior_precisions]
+    deltas = torch.stack(grids).to(first.posterior.mean)
+    posteriors = [fitted.posterior for fitted in fits]
+    share = Share.of(posteriors, first.parameters.blocks)
     with torch.inference_mode(False):
         x, network = first.moved(x), first.network
         with explaining_unbatched(network, x):
-            posterior, blocks = first.posterior, first.parameters.blocks
             asked = Asked.of(
-                network, x, positions, lambda head: can_go_through(network, head, blocks, posterior)
+                network,
+                x,
+                positions,
+                lambda head: can_go_through(network, head, share.blocks, first.posterior),
             )
             chosen = asked.chosen(outputs)
+            share.check_same(asked.x, [deltas, chosen], diagonal)
             arguments = (
-                first.parameters.blocks,
-                [fitted.posterior for fitted in fits],
+                share.blocks,
+                posteriors,
                 asked.x,
-                torch.stack(grids).to(first.posterior.mean),
+                deltas[:, :, share.at],
                 OutputRequest(diagonal, chosen, first.settings.memory_bound),
             )
             if asked.head is None:
                 mean, covariances = functional_moments(asked.network, *arguments)
             else:
                 mean, covariances = moments_through_head(asked.network, asked.head, *arguments)
+            covariances = share.summed(covariances)
     num_chosen = None if chosen is None else chosen.shape[1]
     covariances = asked.shaped(covariances, num_chosen) if diagonal else covariances
     return asked.shaped(mean, num_chosen), covariances
@@ -138,17 +146,21 @@ def joint(
         ValueError: As `joint_moments`.
     """
     posterior, num_blocks = fitted.posterior, len(fitted.parameters.block_names)
+    share = Share.of([posterior], fitted.parameters.blocks)
+    deltas = posterior.prior_precision.expand(num_blocks).to(posterior.mean)
     with torch.inference_mode(False):
         x, network = fitted.moved(x), fitted.network
         with explaining_unbatched(network, x):
             asked = Asked.of(network, x, positions, lambda _: False)
             chosen = asked.chosen(outputs)
+            share.check_same(asked.x, [deltas, chosen], False)
             mean, covariance = joint_moments(
                 asked.network,
-                fitted.parameters.blocks,
+                share.blocks,
                 posterior,
                 asked.x,
-                posterior.prior_precision.expand(num_blocks).to(posterior.mean),
+                deltas[share.at],
                 OutputRequest(False, chosen, fitted.settings.memory_bound),
             )
+            covariance = share.summed(covariance)
     return asked.shaped(mean, None if chosen is None else chosen.shape[1]), covariance

@@ -10,7 +10,6 @@ from typing import SupportsIndex
 
 import torch
 
-from laplace_debias.curvature.fits.costs import posterior_numbers
 from laplace_debias.curvature.fits.groups import Finished, fit_in_groups
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
@@ -18,7 +17,8 @@ from laplace_debias.curvature.fits.working import Working
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches, FirstBatchKnown, Pairs, source_of
 from laplace_debias.laplace.plan import Pass, Plan, refusal
-from laplace_debias.laplace.planning import Planned, passes_of, plan_of
+from laplace_debias.laplace.planned import Planned
+from laplace_debias.laplace.planning import passes_of, plan_of, posterior_bytes
 from laplace_debias.laplace.posterior_range import checked_at_once
 from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.system.memory import MEMORY_BOUND
@@ -38,19 +38,27 @@ class Room:
     Attributes:
         memory_bound: Bytes of memory at most; None for no bound.
         store: A folder for finished blocks; None for memory.
+        replicate: Whether each of several processes keeps all finished blocks.
     """
 
     memory_bound: int | None
     store: Path | None
+    replicate: bool
 
     @classmethod
-    def of(cls, memory_bound: SupportsIndex | None, store: str | os.PathLike[str] | None) -> "Room":
+    def of(
+        cls,
+        memory_bound: SupportsIndex | None,
+        store: str | os.PathLike[str] | None,
+        replicate: bool,
+    ) -> "Room":
         """As `Laplace.fit` takes it.
 
         Raises:
             ValueError: As `check_fit_bound`.
         """
-        return cls(check_fit_bound(memory_bound), None if store is None else Path(store))
+        folder = None if store is None else Path(store)
+        return cls(check_fit_bound(memory_bound), folder, replicate)
 
 
 @dataclass(frozen=True)
@@ -240,9 +248,12 @@ def _at_end(planned: Planned, is_stored: bool) -> int:
 
 
 def _kept(planned: Planned, blocks: Sequence[Block]) -> int:
-    """Bytes of a finished group's posterior."""
-    kind = planned.settings.kind
-    return planned.problem.dtype.itemsize * posterior_numbers(blocks, kind.name)
+    """Bytes of the curvature of finished blocks; of a sharded one the most on one process."""
+    if not blocks:
+        return 0
+    of_group = planned.of_group(blocks).problem
+    of_mean = of_group.dtype.itemsize * sum(block.size for block in blocks)
+    return posterior_bytes(of_group, planned.settings.kind) - of_mean
 
 
 def _refusal(planned: Planned, bound: int, is_stored: bool, others: dict[str, int]) -> ValueError:

@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.passes import SavedPasses
+from laplace_debias.curvature.fits.kinds import CURVATURES, WITH_FACTORS, CurvatureKind
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
@@ -35,8 +36,8 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.gathered import (
-    on_all_ranks,
     over_whole_model,
+    with_all_ranks,
     with_own_values,
 )
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -68,6 +69,7 @@ from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export.export import export
 from laplace_debias.laplace.files import posterior_file, stored
+from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted, Noise, network_of
@@ -83,12 +85,8 @@ from laplace_debias.laplace.grouping import (
 )
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.planning import (
-    Planned,
-    is_too_large,
-    posterior_bytes,
-    too_large,
-)
+from laplace_debias.laplace.planned import Planned
+from laplace_debias.laplace.planning import is_too_large, posterior_bytes, too_large
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import (
     check_num_data,
@@ -96,7 +94,7 @@ from laplace_debias.laplace.posterior_range import (
     check_temperature,
 )
 from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
-from laplace_debias.laplace.resume import check_resumable, states_of
+from laplace_debias.laplace.resume import check_resumable, states_of, states_of_tuning
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     MODES,
@@ -107,11 +105,12 @@ from laplace_debias.laplace.schemes import (
     scheme_of,
 )
 from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.laplace.sharded_calls import on_all_ranks, run_together
 from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.available import check_available
-from laplace_debias.system.randomness import replayed, seeded
+from laplace_debias.system.randomness import alike, replayed, seeded
 from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
 
@@ -142,11 +141,14 @@ class Laplace:
     theirs sees it as it was before or as it is after, `evaluate` batch by batch.
 
     In a process group of `torch.distributed` the processes fit together: each reads its part of the
-    data (`ShardedBatches`), and each has the posterior of all of it. `fit`, `fit_batches`, `tune`,
-    `evaluate` and `save` are called on all of them, in the same order; see `alone` for one process
-    on its own. `predict` and the rest work on each alone. A model that `fully_shard` has split over
-    them is made whole on each while a method computes with it, which is then called on all of them,
-    `predict` and the constructor too; see `gathered`.
+    data (`ShardedBatches`). `fit`, `fit_batches`, `tune`, `evaluate` and `save` are called on all
+    of them, in the same order; see `alone` for one process on its own. The posterior of `"kfac"`,
+    `"ekfac"` and `"diag"` is sharded: each process holds some of the blocks. So `predict`,
+    `functional`, `sample`, `log_marginal_likelihood` and the like are called on all of them, too,
+    with the same arguments, and all get the same result. With `replicate=True` at the fit, or
+    after `gather`, each process has the whole posterior, and these work on each alone. A model
+    that `fully_shard` has split over them is made whole on each while a method computes with it,
+    which is then called on all of them, the constructor too; see `gathered`.
 
     Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
     a function of it and of the data, the order of a shuffling loader included, and torch's global
@@ -182,7 +184,7 @@ class Laplace:
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
-            `"reduce"`: one for all, or a mapping from layers' paths.
+            `"reduce"`: one for all, or a mapping from layers' paths. Of `"kfac"` and `"ekfac"`.
         rank: Directions of `"lowrank"`, 20 if None.
         memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
             are cut to it; results do not depend on it. None for 128 MiB, and more where one example
@@ -211,8 +213,9 @@ class Laplace:
         likelihood: The likelihood.
 
     Raises:
-        ValueError: For an unknown name, a prior precision that is not positive, a model that holds
-            NaN, or one with dropout or batch normalisation in training mode.
+        ValueError: For an unknown name, `sharing` with a curvature without Kronecker factors, a
+            prior precision that is not positive, a model that holds NaN, or one with dropout or
+            batch normalisation in training mode.
         NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:
@@ -268,6 +271,11 @@ class Laplace:
             memory_bound,
             class_dim,
         )
+        if sharing != "expand" and curvature in CURVATURES and curvature not in WITH_FACTORS:
+            raise ValueError(
+                f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
+                "none: leave it out."
+            )
         plain = _plain(model)
         self.model = model
         self.likelihood = likelihood_from(likelihood, sigma)
@@ -317,6 +325,7 @@ class Laplace:
                 self._temperature,
                 None if fitted is None else fitted.mode,
                 None if fitted is None else fitted.posterior.num_data,
+                1 if fitted is None else fitted.posterior.num_ranks,
             )
         )
 
@@ -400,6 +409,7 @@ class Laplace:
         scale: bool = False,
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        replicate: bool = False,
         memory_bound: SupportsIndex | None = None,
         store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
@@ -430,8 +440,14 @@ class Laplace:
                 has summed. The same call in another process goes on from there: it reads the
                 batches again that are in the sums, computes with the rest alone, and ends bit for
                 bit as a fit that was never broken off. The model, the options, the data and the
-                generator's state must be the same. A fit that ends removes its state. Not in a
-                process group.
+                generator's state must be the same. A fit that ends removes its state. In a process
+                group each process saves its own sums there. Another number of processes goes on,
+                too, and ends with the same up to rounding; `ShardedBatches` give it the same data.
+            replicate: Whether each process of a process group ends with the whole posterior. If
+                not, it is sharded: each process keeps the blocks that it has decomposed, and all
+                make each call on the posterior together (see the class). `"lowrank"` and `"full"`
+                have one block of all parameters, which every process keeps either way. One process
+                alone keeps all blocks.
             memory_bound: Bytes that the fit may hold, beyond the model and the data: sums,
                 eigenbases, the posterior, and the working memory of a chunk of a batch (which the
                 constructor's `memory_bound` bounds by itself). Blocks are put into groups that fit,
@@ -456,9 +472,9 @@ class Laplace:
                 2**53, and without it if the loader does not tell N, or if a full fit sees another
                 number of examples than the loader told. In a process group, on all processes with
                 the number of the one it comes from; also if two of them read the same data, or if
-                their models differ. With `resume` also in a process group, without a generator
-                where the loader shuffles or labels are drawn, and if the folder holds the state of
-                another fit, with what differs.
+                their models differ. With `resume` also without a generator where the loader
+                shuffles or labels are drawn, and if the folder holds the state of another fit or of
+                other data, with what differs.
                 With `memory_bound` if a block by itself does not fit, with what would do. With
                 `store` in a process group, for a model on an accelerator, or with less space left.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer;
@@ -471,7 +487,7 @@ class Laplace:
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
-        room = Room.of(memory_bound, store)
+        room = Room.of(memory_bound, store, replicate)
         if isinstance(train_loader, Scheme):
             if mode != "full" or progress or scale or folds is not None:
                 raise ValueError(
@@ -519,6 +535,7 @@ class Laplace:
         mode: str = "full",
         *,
         folds: int | None = None,
+        replicate: bool = False,
         timed: bool = False,
         available: SupportsIndex | None = None,
         memory_bound: SupportsIndex | None = None,
@@ -533,6 +550,7 @@ class Laplace:
             train_loader: As `fit` takes it. Its first batch is read, so it must be re-iterable.
             mode: As `fit` takes it.
             folds: As `fit` takes it.
+            replicate: As `fit` takes it.
             timed: Estimate seconds, too: the time of the first batch, times the number of batches,
                 and that of eigendecompositions of random matrices, scaled by d³ above 512 columns.
             available: Bytes that the fit may take; None for those that the device has left.
@@ -572,7 +590,7 @@ class Laplace:
         bound = check_fit_bound(memory_bound)
         # The loader's order, and labels that a fit draws, are drawn anew by the fit.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            problem, _, known = self._problem_of(train_loader, None)
+            problem, _, known = self._problem_of(train_loader, None, replicate)
             batch = next(iter(self._on_device(known.first)))
         size = data_size(train_loader)
         planned = Planned(
@@ -595,6 +613,7 @@ class Laplace:
         generator: torch.Generator | None = None,
         scale: Batches | None = None,
         resume: str | os.PathLike[str] | None = None,
+        replicate: bool = False,
         memory_bound: SupportsIndex | None = None,
         store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
@@ -614,7 +633,8 @@ class Laplace:
                 to that over the examples that the magnitudes were measured on. A few examples
                 rarely hold their share of the hard ones that curve the loss of a confident
                 network. None for no scaling.
-            resume: As `fit` takes it; so are the next two.
+            resume: As `fit` takes it; so are the next three.
+            replicate: Whether each process ends with the whole posterior.
             memory_bound: Bytes that the fit may hold.
             store: A folder that the posterior is written to.
 
@@ -632,7 +652,7 @@ class Laplace:
         of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
         is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        room = Room.of(memory_bound, store)
+        room = Room.of(memory_bound, store, replicate)
         return self._fit(scheme, expected, generator, scheme.mode, room, scale, is_shared, resume)
 
     def _fit(
@@ -657,9 +677,12 @@ class Laplace:
         ranks = current()
         expected = expected.over(ranks)
         with torch.inference_mode(False), ExitStack() as stack:
-            problem, parameters, known = self._problem_of(scheme.first_read, generator)
+            problem, parameters, known = self._problem_of(
+                scheme.first_read, generator, room.replicate
+            )
             first = self._checked(known.first)
-            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared)
+            alike = {"replicate": room.replicate, "memory_bound": memory_bound}
+            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared, alike)
             if store is None and is_too_large(problem, kind):
                 x = next((x for x, _ in self._on_device(known.first)), None)
                 raise too_large(unwrapped(self.model), problem, kind, x)
@@ -688,9 +711,14 @@ class Laplace:
                 states = states_of(
                     resume, problem, self._settings, self.likelihood, plain, **of_data
                 )
-                problem = replace(problem, passes=SavedPasses(states, problem.device))
-            scheme = scheme.reading_first(known)
-            read = partial(self._read, generator)
+                passes = SavedPasses(states, problem.device, ranks)
+                problem = replace(problem, passes=passes)
+            scheme, is_saved = scheme.reading_first(known), states is not None
+
+            def read_with(drawn: torch.Generator | None, batches: Batches, what: str) -> Pairs:
+                return self._read(drawn, is_saved, batches, what)
+
+            read = partial(read_with, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
 
             def finished(curvature: BlockDiagonal) -> BlockDiagonal:
@@ -698,13 +726,12 @@ class Laplace:
                     curvature = curvature.map(lambda _, block: scaled(block, ratio))
                 return curvature if keep is None else keep.stored(curvature)
 
-            found = fit_grouped(
-                scheme, known, problem, kind, sizes, generator, self._read, finished
-            )
+            found = fit_grouped(scheme, known, problem, kind, sizes, generator, read_with, finished)
             mode = mode if scale is None else f"{mode}, scaled"
             num_data = expected.given(found.seen.num_examples)
             self._take(found, parameters, num_data, mode, keep)
         if states is not None:
+            ranks.exchange(None)
             states.remove()
         return self
 
@@ -715,10 +742,10 @@ class Laplace:
         data: Batches | Scheme,
     ) -> None:
         read = (data.first_read, data.measured[0]) if isinstance(data, Scheme) else (data,)
-        check_resumable(folder, current(), self._settings.fisher.kind, generator, *read)
+        check_resumable(folder, self._settings.fisher.kind, generator, *read)
 
     def _problem_of(
-        self, data: Batches, generator: torch.Generator | None
+        self, data: Batches, generator: torch.Generator | None, replicate: bool = False
     ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
         """What is fitted, as the first batch of some data tells."""
         problem = self._settings.problem(_plain(self.model), self.likelihood, generator)
@@ -727,7 +754,13 @@ class Laplace:
         parameters = self._look_at(known)
         network = network_of(self.model, parameters.names, self._settings)
         backend = choose_backend(network, self._backend, parameters.blocks)
-        problem = replace(problem, model=network, blocks=parameters.blocks, backend=backend)
+        problem = replace(
+            problem,
+            model=network,
+            blocks=parameters.blocks,
+            backend=backend,
+            replicate=replicate or self._settings.kind.is_dense,
+        )
         return problem, parameters, known
 
     def _take(
@@ -774,8 +807,13 @@ class Laplace:
             self._parameters, self._prior_mean = parameters, prior_mean
             self._fitted = fitted
 
-    def _read(self, generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
+    def _read(
+        self, generator: torch.Generator | None, is_saved: bool, batches: Batches, what: str
+    ) -> Pairs:
         """Batches of a fit, of which at least one target must count.
+
+        Where labels are drawn, or sums are saved, it matters where the examples of one process are
+        among those of all.
 
         Questions about numbers that still lie on the CPU are asked there: a fit moves them.
         """
@@ -790,7 +828,7 @@ class Laplace:
             what,
             ranks,
         )
-        if ranks.size == 1 or self._settings.fisher.kind != "mc":
+        if ranks.size == 1 or not (is_saved or self._settings.fisher.kind == "mc"):
             return counted
         source = source_of(batches)
         return Placed(counted, place_of(ranks, source, lambda: [len(y) for _, y in checked]))
@@ -833,6 +871,28 @@ class Laplace:
         state = self._state
         state.check_model()
         return state
+
+    @property
+    def _posteriors(self) -> Sequence[GaussianPosterior]:
+        """The fitted posterior, in a list that is empty before a fit."""
+        return [] if self._fitted is None else [self._fitted.posterior]
+
+    @on_all_ranks("gather")
+    def gather(self) -> "Laplace":
+        """Make a sharded posterior whole on every process, which may then work on its own.
+
+        All processes call it. A whole posterior stays as it is.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            RuntimeError: Before a fit; if not all processes that share the blocks take part.
+        """
+        posterior = self._state.posterior.gathered()
+        with _EXCHANGE:
+            self._fitted = self._state.with_posterior(posterior)
+        return self
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
@@ -904,6 +964,7 @@ class Laplace:
         check_prior_precision(prior_precision, num_blocks, wide(first.dtype))
         return prior_precision
 
+    @on_all_ranks("sample")
     def sample(
         self, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
@@ -912,6 +973,7 @@ class Laplace:
             raise ValueError(f"The number of samples must be at least 1, got {n}.")
         return self.posterior.sample(n, generator)
 
+    @on_all_ranks("log_marginal_likelihood")
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:
@@ -930,6 +992,7 @@ class Laplace:
     # ------------------------------------------------------------- predicting
 
     @over_whole_model(_model_of)
+    @on_all_ranks("functional")
     def functional(
         self,
         x: Inputs | Record,
@@ -979,6 +1042,7 @@ class Laplace:
         return mean, covariances[0, 0]
 
     @over_whole_model(_model_of)
+    @on_all_ranks("predict_grid")
     def predict_grid(
         self,
         x: Inputs | Record,
@@ -1007,6 +1071,7 @@ class Laplace:
         return grids.predictives([state], x, [prior_precisions], link, positions)[0]
 
     @over_whole_model(_model_of)
+    @on_all_ranks("predict")
     def predict(
         self,
         x: Inputs | Record,
@@ -1071,6 +1136,7 @@ class Laplace:
             return state.likelihood.mixture(draws)
 
     @over_whole_model(_model_of)
+    @on_all_ranks("marginals")
     def marginals(
         self,
         x: Inputs | Record,
@@ -1142,6 +1208,8 @@ class Laplace:
         if method == "glm":
             deltas = state.posterior.prior_precision.unsqueeze(0)
             mean, covariances = grids.moments([state], x, [deltas], positions=positions)
+            if state.posterior.is_sharded:
+                generator = alike(current(), generator, mean.device)
             outputs = predictive.sample_outputs(
                 mean.flatten(1), covariances[0, 0], num_samples, generator
             )
@@ -1172,6 +1240,7 @@ class Laplace:
         link: str = "probit",
         extend: bool | None = None,
         per: str | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> tuning.Tuning:
         """Find the best prior precision, set it and return it.
 
@@ -1206,6 +1275,10 @@ class Laplace:
             per: With `method="marglik"`, one prior precision for each `"kind"` of layer (linear,
                 convolution, embedding, normalisation, bias, other) or for each `"block"`; None for
                 one. A group without curvature takes what is best for all together.
+            resume: A folder of its own, for `method="grid"`, in which every minute, and at Ctrl-C,
+                the scores of the examples so far are saved. The same call in another process goes
+                on from there, as `fit` does, and ends bit for bit as one that was never broken
+                off. Fit, data, options and the number of processes must be the same.
 
         Returns:
             The best value, the metric there, and `.table` with every value tried; `.sigma` if it
@@ -1215,15 +1288,17 @@ class Laplace:
             ValueError: For an unknown method or metric, a grid that is empty or not positive, an
                 empty loader or one whose targets are all ignored; if the marginal likelihood has no
                 optimum; for `sigma` with another likelihood, or residuals of zero; for an argument
-                that the method does not use; for `per` with a curvature that is one block.
+                that the method does not use; for `per` with a curvature that is one block; for
+                `resume` as `fit`.
             RuntimeError: Before a fit.
+            OSError: If the folder of `resume` cannot be written to.
         """
         if method == "marglik":
-            is_given = (loader, grid, generator, extend) != (None, None, None, None)
+            is_given = any(x is not None for x in (loader, grid, generator, extend, resume))
             if is_given or (metric, link) != ("nll", "probit"):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, extend, a link '
-                    "nor a metric."
+                    'method="marglik" uses neither a loader, a generator, a grid, extend, '
+                    "resume, a link nor a metric."
                 )
             found, fitted = tune.by_evidence(self._state, sigma, per)
         elif method == "grid":
@@ -1238,15 +1313,31 @@ class Laplace:
                 )
             self._state.check_model()
             links.check_link(link, self.likelihood)
+            check_resumable(resume, "exact", generator, loader)
             self._check_shared(loader)
             passes = replayed(with_progress(loader, progress, "tune"), generator)
             wanted = tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator))
+            states: FitStates | None = None
+            saved: Passes = NOT_SAVED
+            if resume is not None:
+                if self._state.posterior.is_sharded:
+                    raise ValueError(
+                        "`resume` needs the whole posterior on each process: fit with "
+                        "`replicate=True`, or call `la.gather()` before `la.tune`."
+                    )
+                asked = {**wanted.as_plain(), "link": link}
+                states = states_of_tuning(resume, self._state, current(), **asked)
+                saved = SavedPasses(states, self._state.posterior.mean.device, current(), "tuning")
             found, fitted = tune.on_data(
                 self._state,
                 partial(self.predict_grid, link=link),
                 lambda: self._on_device(passes()),
                 wanted,
+                saved,
             )
+            if states is not None:
+                current().exchange(None)
+                states.remove()
         else:
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
         if fitted is None:
@@ -1331,9 +1422,11 @@ class Laplace:
             intervals=intervals,
             level=level,
             num_resamples=num_resamples,
+            in_turn=self._state.posterior.is_sharded,
         )
 
     @over_whole_model(_model_of)
+    @on_all_ranks("uncertainty")
     def uncertainty(
         self,
         x: Inputs | Record,
@@ -1410,16 +1503,21 @@ class Laplace:
             RuntimeError: Before a fit.
             ValueError: If the likelihood is an instance of a user's class, unless
                 `own_likelihood`; if its `options` are not plain data, or the negative
-                log-likelihood is not finite.
+                log-likelihood is not finite; for a sharded posterior in parts.
             FileNotFoundError: If the folder does not exist.
             OSError: If the path is a folder (with `parts` a file), a device or may not be written;
                 if the disk is full; if somebody else is writing to the folder. What was there
                 before is still there.
         """
         state, ranks = self._unchanged_state, current()
+        if parts and state.posterior.is_sharded:
+            raise ValueError(
+                "A sharded posterior cannot be saved in parts, as each process holds some of its "
+                "blocks: save it as one file, or call `la.gather()` on all of them before."
+            )
         if ranks.rank == 0 and parts:
             stored.save_parts(Path(path), state, own_likelihood)
-        elif ranks.rank == 0:
+        elif state.posterior.is_sharded or ranks.rank == 0:
             posterior_file.save(Path(path), state, own_likelihood)
         # Nobody goes on before the file is there.
         ranks.exchange(None)
@@ -1463,7 +1561,8 @@ class Laplace:
 
         Raises:
             NotImplementedError: If torch cannot trace the model for any number of examples, for
-                `"glm"` with a posterior over other layers, or for a likelihood of a user's class.
+                `"glm"` with a posterior over other layers, for a likelihood of a user's class, or
+                for a sharded posterior.
             ValueError: For another suffix, an unknown method or link, or an argument that the
                 method does not use; as `predict`.
             ImportError: For `.onnx` without the packages `onnx` and `onnxscript`.
@@ -1472,6 +1571,11 @@ class Laplace:
             OSError: As `save`.
         """
         state = self._unchanged_state
+        if state.posterior.is_sharded:
+            raise NotImplementedError(
+                "A sharded posterior cannot be exported, as each process holds some of its blocks: "
+                "call `la.gather()` on all of them before."
+            )
         export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
@@ -1533,7 +1637,8 @@ class Laplace:
             params=header.param_names,
             rank=header.rank,
             joint=header.joint,
-            sharing=header.sharing,
+            # Files of earlier versions may name what had no effect.
+            sharing=header.sharing if header.curvature in WITH_FACTORS else "expand",
             class_dim=header.class_dim,
             backend=backend,
             fisher=fisher,
@@ -1574,7 +1679,7 @@ class Laplace:
 
 def _plain(model: nn.Module) -> nn.Module:
     """The model without wrappers, found to be one that curvature is defined for."""
-    with on_all_ranks(model):
+    with with_all_ranks(model):
         check_usable(model)
         plain = unwrapped(model)
         check_deterministic(plain)
@@ -1623,4 +1728,9 @@ def predict_grids(
         ValueError: If they are not of one model; as `Laplace.predict_grid`.
         RuntimeError: As `Laplace.predict`.
     """
-    return grids.predictives([la._unchanged_state for la in posteriors], x, prior_precisions)
+    states = [la._unchanged_state for la in posteriors]
+    return run_together(
+        "predict_grids",
+        [state.posterior for state in states],
+        lambda: grids.predictives(states, x, prior_precisions),
+    )

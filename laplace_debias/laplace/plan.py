@@ -44,7 +44,8 @@ class Plan:
         blocks: What every block costs.
         working: Working memory of a chunk in the pass that needs most.
         stages: Bytes at most in each stage of the fit, in their order.
-        posterior: Bytes of the posterior that is kept, its mean included.
+        posterior: Bytes of the posterior that is kept, its mean included; of a sharded one those
+            of the process with most.
         passes: The passes over data.
         eigh_flops: Operations of all eigendecompositions.
         eigh_seconds: Estimated seconds of those of the rank with most to do; None if not timed.

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.fits.sharded_blocks import Elsewhere, ShardedBlocks
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -97,7 +98,8 @@ def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
 def largest_curvatures(curvature: BlockDiagonal) -> list[float]:
     """The largest curvature of every block, whose parts must all be finite.
 
-    Every number is read once, and the host waits for the device once.
+    Every number is read once, and the host waits for the device once. Of blocks that several
+    processes share out each reads its own, and all have all results.
 
     Args:
         curvature: Blocks of directions and magnitudes.
@@ -122,12 +124,15 @@ def largest_curvatures(curvature: BlockDiagonal) -> list[float]:
                 )
             highest = max(highest, high) if is_magnitude else highest
         largest.append(highest)
+    if isinstance(curvature, ShardedBlocks):
+        of_all = torch.tensor(largest, dtype=torch.float64, device=curvature.device)
+        return curvature.summed(of_all).tolist()
     return largest
 
 
 def _parts(block: LinearOperator) -> dict[str, Tensor]:
     """A block's tensors that hold a number, by their fields."""
-    assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
+    assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal, Elsewhere))
     fields = ("U_G", "U_A", "U", "diagonal", "magnitudes")
     found = {field: getattr(block, field, None) for field in fields}
     return {field: part for field, part in found.items() if part is not None and part.numel()}

@@ -1,4 +1,4 @@
-"""What a fit must be so that another process can go on with it, and how it is told from others."""
+"""What a fit or a tuning must be to be gone on with, and how it is told from others."""
 
 import hashlib
 import os
@@ -19,9 +19,12 @@ from torch.utils.data import (
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprint import fingerprint
+from laplace_debias.curvature.network.fingerprint import fingerprint, sum_of_bits
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.files.fit_state import FitStates, check_folder
 from laplace_debias.laplace.files.likelihood_json import likelihood_to_json
+from laplace_debias.laplace.files.posterior_file import tensors_of_fit
+from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.system.ranks import Ranks
 
@@ -30,31 +33,24 @@ _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 def check_resumable(
     folder: str | os.PathLike[str] | None,
-    ranks: Ranks,
     fisher: str,
     generator: torch.Generator | None,
     *data: Batches | None,
 ) -> None:
-    """Require, before any work, that a fit can be gone on with.
+    """Require, before any work, that a fit or a tuning can be gone on with.
 
     Args:
         folder: Where its state shall be; None for a fit that is not gone on with.
-        ranks: The processes.
         fisher: What kind of Fisher it takes.
         generator: The fit's.
         data: What it reads.
 
     Raises:
-        ValueError: In a process group; without a generator where something is drawn.
+        ValueError: Without a generator where something is drawn.
         OSError: If the folder cannot be written to.
     """
     if folder is None:
         return
-    if ranks.size > 1:
-        raise ValueError(
-            f"resume= is for one process, and this is one of {ranks.size}: leave it out, or fit on "
-            "one process alone, within `laplace_debias.alone()`."
-        )
     check_folder(folder)
     if generator is not None:
         return
@@ -95,18 +91,10 @@ def states_of(
     Raises:
         ValueError: If the folder holds the state of another fit, with what differs.
     """
-    try:
-        of_likelihood: Any = likelihood_to_json(likelihood, own=True)
-    except ValueError:
-        of_likelihood = type(likelihood).__qualname__
-    # Objects without a text of their own show their address.
-    structure = re.sub(r" at 0x[0-9a-f]+", "", str(model))
     fisher = problem.cotangents.fisher
     fit = {
-        "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
-        "parameters and buffers": fingerprint(model, ()),
+        **_of_model(model, likelihood),
         "blocks": {block.name: list(block.shape) for block in problem.blocks},
-        "likelihood": of_likelihood,
         "curvature": settings.kind.name,
         "rank": settings.kind.rank,
         "fisher": [fisher.kind, fisher.mc_samples],
@@ -120,16 +108,67 @@ def states_of(
         "device": problem.device.type,
         "dtype": str(problem.dtype),
         **of_data,
-        "version of laplace-debias": _version(),
-        "version of torch": torch.__version__,
+        **_versions(),
     }
-    states = FitStates(Path(folder), fit)
+    states = FitStates(Path(folder), fit, problem.ranks.rank, problem.ranks.size)
     states.check()
     return states
 
 
-def _version() -> str:
+def states_of_tuning(
+    folder: str | os.PathLike[str], fitted: Fitted, ranks: Ranks, **asked: Any
+) -> FitStates:
+    """The states of one search for a prior precision in a folder.
+
+    Args:
+        folder: The folder.
+        fitted: What is tuned.
+        ranks: The processes. The order of all examples, by which two passes are compared, depends
+            on their number.
+        asked: What is looked for, as plain data.
+
+    Raises:
+        ValueError: If the folder holds the state of another one, with what differs.
+    """
+    posterior, settings = fitted.posterior, fitted.settings
+    tuning = {
+        **_of_model(unwrapped(fitted.model), fitted.likelihood),
+        "curvature": settings.kind.name,
+        "posterior": {
+            name: sum_of_bits(value) for name, value in tensors_of_fit(posterior).items()
+        },
+        "num_data": posterior.num_data,
+        "temperature": posterior.temperature,
+        "loss of the fit": fitted.nll.hex(),
+        "memory_bound": settings.memory_bound,
+        "class_dim": settings.class_dim,
+        "device": posterior.mean.device.type,
+        **asked,
+        "number of processes": ranks.size,
+        **_versions(),
+    }
+    states = FitStates(Path(folder), tuning, ranks.rank, ranks.size, "tuning")
+    states.check()
+    return states
+
+
+def _of_model(model: nn.Module, likelihood: Likelihood) -> dict[str, Any]:
     try:
-        return version("laplace-debias")
+        of_likelihood: Any = likelihood_to_json(likelihood, own=True)
+    except ValueError:
+        of_likelihood = type(likelihood).__qualname__
+    # Objects without a text of their own show their address.
+    structure = re.sub(r" at 0x[0-9a-f]+", "", str(model))
+    return {
+        "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
+        "parameters and buffers": fingerprint(model, ()),
+        "likelihood": of_likelihood,
+    }
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("laplace-debias")
     except PackageNotFoundError:  # run from its source
-        return "unknown"
+        own = "unknown"
+    return {"version of laplace-debias": own, "version of torch": torch.__version__}

@@ -11,10 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution
 
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.shards import place_of
 from laplace_debias.laplace.evaluation import Scored
+from laplace_debias.laplace.sharded_calls import predicted
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.laplace.validation_scores import (
     Evaluated,
@@ -51,6 +54,8 @@ class Look:
         likelihood: What targets must fit.
         class_dim: As `score` takes it.
         scores: What is kept of predictives, and what is made of it.
+        in_turn: As `predicted` takes it.
+        passes: The passes over the data, which may be saved as they go.
     """
 
     predict_grid: Callable[[Inputs, Tensor], list[Distribution]]
@@ -58,6 +63,8 @@ class Look:
     likelihood: Likelihood
     class_dim: int | None
     scores: MetricOverTerms | NoiseProfile
+    in_turn: bool = False
+    passes: Passes = NOT_SAVED
 
     def __call__(self, points: Sequence[float]) -> list[Evaluated]:
         """The metric at the points, in one pass.
@@ -66,20 +73,53 @@ class Look:
             ValueError: If there is no batch, or no target that counts.
         """
         grid = torch.tensor(points, dtype=torch.float64)
-        parts: list[list[Scored]] = [[] for _ in points]
-        examples, num_examples = [torch.zeros(0, dtype=torch.long)], 0
-        for x, y in self.read():
-            predictives = self.predict_grid(x, grid)
-            of_batch = examples_of(self.likelihood, predictives[0], y, self.class_dim)
-            examples = [e.to(of_batch.device) for e in examples] + [of_batch + num_examples]
-            num_examples += predictives[0].batch_shape[0]
-            for kept, predicted in zip(parts, predictives, strict=True):
-                kept.append(self.scores.of_batch(predicted, y))
-        ids = _of_all(torch.cat(examples), num_examples)
+        # The columns of the scores of every point, part by part, so that they can be saved.
+        kept: list[dict[str, list[Tensor]]] = [{} for _ in points]
+        examples: dict[str, list[Tensor]] = {"examples": []}
+
+        def add(predictives: Sequence[Distribution], y: Tensor, before: int) -> int:
+            of_part = examples_of(self.likelihood, predictives[0], y, self.class_dim)
+            examples["examples"].append(of_part + before)
+            for of_point, predictive in zip(kept, predictives, strict=True):
+                for name, column in self.scores.of_batch(predictive, y)._asdict().items():
+                    if column is not None:
+                        of_point.setdefault(name, []).append(column)
+            return before + predictives[0].batch_shape[0]
+
+        num_examples = 0
+        if self.in_turn:
+            for predictives, y in predicted(
+                self.read(), lambda x: self.predict_grid(x, grid), True
+            ):
+                num_examples = add(predictives, y, num_examples)
+        else:
+            place, num_read = place_of(current(), None, list), 0
+            with self.passes.begin([*kept, examples], {}, _nothing, [grid]) as one_pass:
+                num_examples = one_pass.num_examples
+                for number, (all_x, all_y) in enumerate(one_pass.batches(self.read())):
+                    left = one_pass.left(all_x, all_y, place(number, num_read))
+                    num_read += len(all_y)
+                    for part in left:
+                        predictives = self.predict_grid(take(all_x, part), grid)
+                        num_examples = add(predictives, all_y[part], num_examples)
+                    if left:
+                        one_pass.done(num_examples, 0.0, 0)
+        none = torch.zeros(0, dtype=torch.long)
+        ids = _of_all(torch.cat(examples["examples"] or [none]), num_examples)
         return [
-            self.scores.of_all(point, of_point, ids)
-            for point, of_point in zip(points, parts, strict=True)
+            self.scores.of_all(point, _scored(of_point), ids)
+            for point, of_point in zip(points, kept, strict=True)
         ]
+
+
+def _nothing() -> None:
+    """Predictions are checked at once: no batch turns out to be wrong later."""
+
+
+def _scored(columns: dict[str, list[Tensor]]) -> list[Scored]:
+    """What was kept of a point, part by part: nothing, if there was no batch."""
+    parts = zip(*columns.values(), strict=True)
+    return [Scored(**dict(zip(columns, part, strict=True))) for part in parts]
 
 
 def _of_all(examples: Int[Tensor, " n"], num_examples: int) -> Int[Tensor, " m"]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs
@@ -39,6 +41,16 @@ class Wanted:
     sigma: bool | None
     once: bool
 
+    def as_plain(self) -> dict[str, Any]:
+        """The same as plain data, by the names of the arguments."""
+        return {
+            "metric": self.metric,
+            "grid": self.points.tolist(),
+            "extend": self.goes_on,
+            "sigma": self.sigma,
+            "the loader is read once": self.once,
+        }
+
     @property
     def goes_on(self) -> bool:
         """Whether to go on from the grid."""
@@ -67,6 +79,7 @@ def on_data(
     predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
     read: Callable[[], Pairs],
     wanted: Wanted,
+    passes: Passes = NOT_SAVED,
 ) -> tuple[Tuning, Fitted | None]:
     """The prior precision with the best metric on held-out data.
 
@@ -75,6 +88,7 @@ def on_data(
         predict_grid: From inputs `[B, ...]` and a grid to the predictive at each of its points.
         read: Gives the data of a pass.
         wanted: What to look for.
+        passes: The passes over the data, which may be saved as they go.
 
     Returns:
         What was found; the fit with it if its noise was tuned, too.
@@ -99,7 +113,8 @@ def on_data(
         of_noise = noise.noise_of(fitted)
         unit = noise.squared_residuals(fitted) / of_noise.num_targets
         scores, points = NoiseProfile(likelihood, class_dim), points * unit
-    look = Look(predict_grid, read, likelihood, class_dim, scores)
+    in_turn = fitted.posterior.is_sharded
+    look = Look(predict_grid, read, likelihood, class_dim, scores, in_turn, passes)
     if wanted.goes_on and not wanted.once:
         found = search(look, points, _OF_PROBABILITIES[metric], unit)
     else:

@@ -183,8 +183,9 @@ def of_area(
         Pepe. The statistical evaluation of medical tests for classification and prediction. 2003,
         section 5.2.4.
     """
-    if value in (0.0, 1.0):
-        return of_proportion(value * smallest, smallest, level)
+    # A sum of many terms may end beyond by its rounding.
+    if value <= 0 or value >= 1:
+        return of_proportion(smallest if value >= 1 else 0, smallest, level)
     if math.isnan(standard_error):
         return math.nan, math.nan
     half = normal_quantile(level) * standard_error / (value * (1 - value))

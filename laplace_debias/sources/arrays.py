@@ -54,7 +54,8 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         ValueError: If an array is missing or does not fit the others.
     """
     arrays = read_archive(path)
-    if "x" in arrays and "y" in arrays and "x_train" not in arrays:
+    was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
+    if was_whole:
         indices = split_by_seed(len(arrays["y"]), settings.seed, settings.held_out)
         parts = {
             name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()])
@@ -105,6 +106,7 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         num_outputs=_num_outputs(task, examples),
         input_name="example" if pixels is None else "image",
         pixels=pixels,
+        was_whole=was_whole,
         notes=notes,
     )
 

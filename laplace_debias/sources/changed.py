@@ -22,20 +22,28 @@ class Changed:
     Args:
         batches: Batches `(x, y)`.
         change: From inputs and the number of the first of them to other inputs.
+
+    Attributes:
+        source: The batches.
     """
 
     def __init__(self, batches: Batches, change: Callable[[Tensor, int], Tensor]) -> None:
-        self._batches = batches
+        self.source = batches
         self._change = change
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         offset = 0
-        for x, y in self._batches:
-            yield self._change(x, offset), y
-            offset += len(x)
+        for batch in self.source:
+            yield self.made(batch, offset)
+            offset += len(batch[0])
+
+    def made(self, batch: Any, offset: int) -> tuple[Tensor, Tensor]:
+        """A batch with other inputs, of which the first is number `offset`."""
+        x, y = batch
+        return self._change(x, offset), y
 
 
 class Corruption:
@@ -121,19 +129,36 @@ def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:
 
 
 class Cast:
-    """Batches with floating-point inputs in the dtype of the network's parameters."""
+    """Batches with floating-point inputs in the dtype of the network's parameters.
+
+    Args:
+        batches: Batches `(x, y)`; others stay as they are.
+        dtype: That dtype.
+
+    Attributes:
+        source: The batches.
+        dtype: As given.
+    """
 
     def __init__(self, batches: Batches, dtype: torch.dtype) -> None:
-        self._batches = batches
-        self._dtype = dtype
+        self.source = batches
+        self.dtype = dtype
+
+    @property
+    def batch_sampler(self) -> Any:
+        """That of the source, which tells where examples are; None if it has none."""
+        return getattr(self.source, "batch_sampler", None)
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            if isinstance(batch, Sequence) and isinstance(batch[0], Tensor):
-                x, *rest = batch
-                yield (x.to(self._dtype) if x.is_floating_point() else x, *rest)
-            else:
-                yield batch
+        for batch in self.source:
+            yield self.made(batch)
+
+    def made(self, batch: Any, offset: int = 0) -> Any:
+        """A batch in this dtype, wherever its first example is."""
+        if not isinstance(batch, Sequence) or not isinstance(batch[0], Tensor):
+            return batch
+        x, *rest = batch
+        return (x.to(self.dtype) if x.is_floating_point() else x, *rest)

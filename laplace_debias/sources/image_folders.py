@@ -56,6 +56,7 @@ class ImageFolder:
             classes=self.classes,
             input_name="image",
             pixels=view.pixels,
+            was_whole="all" in self.parts,
             notes=notes,
         ), view
 

@@ -24,6 +24,7 @@ from laplace_debias.sources.outputs import check_labels, task_of_outputs
 from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
+from laplace_debias.sources.shares import one_first
 from laplace_debias.sources.tables import Columns
 from laplace_debias.system.device import device_from
 
@@ -57,7 +58,7 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
     device = device_from(settings.device)
     # Whatever random weights networks begin with, torch's global generator stays where it is.
     with torch.random.fork_rng(devices=[]):
-        model, parts, view, columns = _found(settings)
+        model, parts, view, columns = one_first(lambda: _found(settings))
     model = model.eval().to(device)
     train, number = batches_of(parts.train, settings, "train_examples", mixed=True)
     if number is None:
@@ -85,6 +86,8 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
     task = task_of_outputs(model, first, parts, settings.task)
     check_labels(parts, task)
     notes = parts.notes + tuple(note for _, notes in others.values() for note in notes)
+    if settings.held_out != SourceSettings.held_out and not parts.was_whole:
+        notes += ("held_out is not used: the data comes in parts of its own.",)
     if validation is None:
         notes += (
             "There is no validation data: the prior precision can be tuned by the marginal "

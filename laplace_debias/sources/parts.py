@@ -34,6 +34,7 @@ class Parts:
         classes: Names of the classes; None if they have none.
         input_name: What an input is called.
         pixels: How inputs are made of pixels; None where they are no images.
+        was_whole: Whether validation and test examples were chosen here, by the seed.
         notes: What a reader should know of them, sentences.
     """
 
@@ -46,6 +47,7 @@ class Parts:
     classes: tuple[str, ...] | None = None
     input_name: str = "example"
     pixels: Pixels | None = None
+    was_whole: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -171,8 +173,8 @@ def _as_they_are(
     part: Any, settings: SourceSettings, limit: str | None, name: str
 ) -> tuple[Batches, int | None]:
     """Batches of a user's own, which cannot be put into another order."""
-    for option in (limit, "batch_size"):
-        if option is not None and getattr(settings, option) is not None:
+    for option in (limit, "batch_size", "workers"):
+        if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
                 f"{option} is given, but the {name} is batches of {type(part).__name__}; "
                 "return a data set or a plain DataLoader of one, or leave the option out"

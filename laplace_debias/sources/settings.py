@@ -3,16 +3,21 @@
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from laplace_debias.problems import DataSource, get_problem
 from laplace_debias.sources.loaded import Task
 from laplace_debias.system.checks import check_at_least
 
+Given = TypeVar("Given", bound="SourceSettings")
+
 BUILT_IN_OOD = ("digits", "patches")
 """Out-of-distribution sets that need no file: `--ood.NAME=builtin:digits`."""
+
+OF_COMPARISONS = ("ood", "ood_examples", "corruptions")
+"""Options of sets that only `report` and `evaluate` judge on."""
 
 _LIMITS = ("train_examples", "validation_examples", "test_examples", "ood_examples")
 
@@ -162,6 +167,18 @@ class SourceSettings:
         used = [name for name in names if getattr(self, name) not in (None, False, {})]
         if used:
             raise ValueError(f"{' and '.join(used)} given {when}: leave it out")
+
+    def without_comparison(self: Given) -> Given:
+        """The same without what only `report` and `evaluate` judge on, which need not be there."""
+        return replace(self, ood={}, corruptions=())
+
+    def without_effect(self) -> dict[str, str]:
+        """Options that have no effect on the command with these settings, by name, and why.
+
+        A file of settings may serve several commands, so they may be there; on the command line
+        they are refused.
+        """
+        return {}
 
     @property
     def source(self) -> DataSource:

@@ -129,6 +129,7 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> tuple[Parts
         num_outputs=outputs,
         classes=None if classes is None else tuple(map(str, classes)),
         input_name="row",
+        was_whole=whole is not None,
         notes=notes,
     ), columns
 

@@ -12,8 +12,8 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -103,6 +103,54 @@ class Agreement:
             if self._step == 1:
                 self._check_names()
             return [json.loads(one) for one in said]
+
+    def leave(self, how: str) -> None:
+        """Say that this rank ends its work, and how; see `left`.
+
+        Args:
+            how: A word.
+        """
+        with suppress(dist.DistError):
+            self._store.set(f"left/{self.rank}", how)
+
+    def left(self, wanted: Collection[int], longest: float) -> dict[int, str]:
+        """How other ranks have ended their work.
+
+        Args:
+            wanted: Those that are waited for.
+            longest: For how many seconds.
+
+        Returns:
+            What those said that have ended by then. None is waited for where the store is gone.
+        """
+        said: dict[int, str] = {}
+        end = time.monotonic() + longest
+        with suppress(dist.DistError):
+            while True:
+                for rank in wanted:
+                    if rank not in said and self._store.check([f"left/{rank}"]):
+                        said[rank] = self._store.get(f"left/{rank}").decode()
+                if len(said) == len(wanted) or time.monotonic() >= end:
+                    break
+                time.sleep(_LONGEST_PAUSE)
+        return said
+
+    def place(self, where: str) -> None:
+        """Say where this rank runs; see `places`."""
+        self._store.set(f"place/{self.rank}", where)
+
+    def places(self) -> dict[int, str]:
+        """Where each rank runs that has said so and that can be asked for."""
+        said = {}
+        with suppress(dist.DistError):
+            for rank in range(self.size):
+                if self._store.check([f"place/{rank}"]):
+                    said[rank] = self._store.get(f"place/{rank}").decode()
+        return said
+
+    def close(self) -> None:
+        """End the pulse: this rank takes part no more."""
+        self._pulse.stop()
 
     def check(self) -> None:
         """Raise what is known of other ranks' failures."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.threads import Lock
 
 # Held while the global generator is exchanged: for the time of one batch's reading.
@@ -77,6 +78,29 @@ def from_state(batches: Any, state: torch.Tensor) -> Any:
         return batches
     source = batches.source if isinstance(batches, SeededBatches) else batches
     return SeededBatches(source, _Stream(state))
+
+
+def alike(
+    ranks: Ranks, generator: torch.Generator | None, device: torch.device
+) -> torch.Generator | None:
+    """A generator from which all processes draw the same numbers, those that rank 0 would draw.
+
+    It is this process's own where that is in rank 0's state, and a copy of rank 0's otherwise.
+
+    Args:
+        ranks: The processes.
+        generator: This process's; None for torch's global one.
+        device: Where numbers are drawn.
+    """
+    own = generator
+    if own is None:
+        is_cuda = device.type == "cuda"
+        own = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
+    state = own.get_state()
+    of_first = ranks.from_rank(state, 0)
+    if torch.equal(state, of_first):
+        return generator
+    return torch.Generator(own.device).set_state(of_first)
 
 
 class _Stream:

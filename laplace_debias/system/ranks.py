@@ -19,6 +19,7 @@ from torch import Tensor
 
 from laplace_debias.system.agreement import Agreement
 from laplace_debias.system.buckets import buckets, lower_filled, packed, upper, upper_sizes
+from laplace_debias.system.workers import telling_of_lost_workers
 
 Key = TypeVar("Key", bound=Hashable)
 P = ParamSpec("P")
@@ -115,6 +116,10 @@ class Ranks:
     def explained(self) -> AbstractContextManager[None]:
         """Collectives of other libraries are within: an error in them says which rank is gone."""
         return nullcontext()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has, pickled, in their order; raises as `exchange`."""
+        return [value]
 
 
 ALONE = Ranks()
@@ -218,6 +223,13 @@ class Group(Ranks):
         """As `Ranks.explained`."""
         return self.agreement.explained()
 
+    def gather(self, value: Any) -> list[Any]:
+        """As `Ranks.gather`."""
+        self.exchange(None)
+        found = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
     def _finish(self, work: Any) -> None:
         """Wait for a collective, as long as all ranks are there."""
         self.agreement.finish(work)
@@ -269,7 +281,7 @@ def together(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-            with all_within(what):
+            with all_within(what), telling_of_lost_workers():
                 return function(*args, **kwargs)
 
         return called
@@ -315,5 +327,6 @@ def _device_of(parts: Parts) -> torch.device:
         for x in of_key:
             if x is not None:
                 return x.device
-    is_of_gpus = dist.get_backend() == dist.Backend.NCCL
+    # `nccl`, or `cpu:gloo,cuda:nccl`.
+    is_of_gpus = dist.Backend.NCCL in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if is_of_gpus else torch.device("cpu")

@@ -4,14 +4,17 @@ import errno
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import a_run
+import kill_fits
 import pytest
 import torch
 
 from laplace_debias.assessment import assess, run_folder
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
 from laplace_debias.assessment.run_folder import RunFolder, read_table
+from laplace_debias.curvature.fits import saved_passes
 
 METHODS = (NETWORK, TEMPERATURE, LAST_LAYER)
 
@@ -88,6 +91,36 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
     found = contents(folder)
     assert found.keys() == expected.keys()
     assert json.dumps(found) == json.dumps(expected)
+
+
+def test_a_run_goes_on_within_a_fit_a_search_and_a_set(loaded, unbroken, tmp_path, monkeypatch):
+    monkeypatch.setattr(saved_passes, "EVERY", 0.0)
+    done, places, stop_every = saved_passes._SavedPass.done, [], [10**9]
+
+    def breaking(self, *seen):
+        done(self, *seen)
+        places.append(Path(self._store.place).name)
+        if len(places) % stop_every[0] == 0:
+            raise Broken
+
+    monkeypatch.setattr(saved_passes._SavedPass, "done", breaking)
+    run(loaded, tmp_path / "alone")
+    alone, stop_every[0] = list(places), 2
+    assert {"last-layer.fit", "last-layer.tune", "last-layer.test"} <= set(alone)
+    places.clear()
+    folder, calls = None, 0
+    while folder is None:
+        calls += 1
+        try:
+            folder = run(loaded, tmp_path / "run")
+        except Broken:
+            assert calls < 60
+            assert (tmp_path / "run" / "state").exists()
+    assert calls > len(alone) // 2
+    # No batch was computed with twice.
+    assert places == alone
+    assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
+    assert not (folder.path / "state").exists()
 
 
 def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
@@ -200,3 +233,10 @@ def test_the_model_is_left_as_it_was(loaded, tmp_path):
     run(loaded, tmp_path / "run")
     after = loaded.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_killed_runs_end_with_the_same_metrics(tmp_path):
+    found = kill_fits.kill_reports(2, seed=1, folder=tmp_path)
+    assert not found.failures
+    assert sum(found.counts.values()) == 2

@@ -50,10 +50,10 @@ def test_a_whole_session_on_images(here, capsys):
         "device: cpu\nprogress: false\n"
     )
     common = ["--config=all.yaml"]
-    assert main(["fit", *common, "--ood", "d=builtin:digits", "--output=p.safetensors"]) == 0
+    assert main(["fit", *common, "--output=p.safetensors"]) == 0
     printed = capsys.readouterr().out
     assert "N = 24" in printed
-    assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in printed
+    assert "Not used: ood (for `report` and `evaluate`)." in printed
     grid = "--prior_precisions=[0.1, 1.0, 10.0]"
     assert main(["tune", *common, "--posterior=p.safetensors", grid]) == 0
     predict = ["predict", *common, "--posterior=p.safetensors"]
@@ -66,6 +66,7 @@ def test_a_whole_session_on_images(here, capsys):
     la = Laplace(found.model).fit(list(found.train), num_data=24)
     la.tune(list(found.validation), grid=[0.1, 1.0, 10.0])
     table = pandas.read_csv("loose.csv")
+    assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in found.notes
     x = torch.cat([x for x, _ in found.ood["loose"].batches])
     predictive = la.predict(x)
     columns = table[[f"probability_{name}" for name in bring.CLASSES]].to_numpy()

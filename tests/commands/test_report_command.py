@@ -93,7 +93,7 @@ def test_posteriors_can_be_described_in_a_file(place, capsys):
     ("options", "told"),
     [
         (["--methods=[magic]"], "there is no method magic; expected network"),
-        (["--from=nowhere"], "nowhere holds no run"),
+        (["--from=nowhere"], "--model has no effect here"),
         (["--output=data.npz"], "data.npz"),
         (["--examples=1"], "examples is 1; expected at least 2"),
     ],
@@ -104,6 +104,11 @@ def test_what_cannot_be_is_told_in_one_line(place, options, told, capsys):
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert told in line
     assert sorted(path.name for path in place.iterdir() if path.name != "__pycache__") == before
+
+
+def test_a_page_of_no_run_cannot_be_drawn(place, capsys):
+    assert main(["report", "--from=nowhere"]) == 2
+    assert "nowhere holds no run" in capsys.readouterr().err
 
 
 def test_saved_posteriors_are_evaluated_and_nothing_is_written(place, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
-from laplace_debias.curvature.fits import passes
+from laplace_debias.curvature.fits import saved_passes
 from laplace_debias.problems import get_problem, save_checkpoint
 
 REQUIRED = {
@@ -37,7 +37,7 @@ def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, monkeypatch, 
     (line,) = captured.err.strip().splitlines()
     assert line.startswith("laplace-debias: stopped: ")
     assert "give the same command again" in line
-    assert ("--resume" in line) == (command in ("fit", "train"))
+    assert ("--resume" in line) == (command in ("fit", "train", "tune"))
 
 
 def test_a_resumed_command_is_resumed_in_the_same_way(monkeypatch, capsys):
@@ -80,7 +80,7 @@ def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, 
 
     assert main(arguments("alone")) == 0
     folder = tmp_path / "state"
-    done, calls = passes._SavedPass.done, []
+    done, calls = saved_passes._SavedPass.done, []
 
     def interrupted(self, *seen):
         calls.append(seen)
@@ -88,12 +88,47 @@ def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, 
             signal.raise_signal(signal.SIGINT)
         done(self, *seen)
 
-    monkeypatch.setattr(passes._SavedPass, "done", interrupted)
+    monkeypatch.setattr(saved_passes._SavedPass, "done", interrupted)
     resumed = [*arguments("resumed"), f"--resume={folder}"]
     capsys.readouterr()
     assert main(resumed) == 130
     assert "give the same command again, and it goes on" in capsys.readouterr().err
     assert len(list(folder.iterdir())) == 1
+    assert main(resumed) == 0
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "alone").read_bytes()
+    assert not folder.exists()
+
+
+def test_a_search_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
+    network, posterior = tmp_path / "network.safetensors", tmp_path / "posterior.safetensors"
+    save_checkpoint(get_problem("convnet-digits").initial_model(0).eval(), network, {})
+    problem = ["--problem=convnet-digits", "--device=cpu", f"--checkpoint={network}"]
+    few = ["--progress=false", "--batch_size=50"]
+    fit = ["fit", *problem, *few, "--mode=mini", f"--output={posterior}"]
+    assert main(fit) == 0
+
+    def arguments(name):
+        posteriors = [f"--posterior={posterior}", f"--output={tmp_path / name}"]
+        return ["tune", *problem, *few, *posteriors]
+
+    assert main(arguments("alone")) == 0
+    folder = tmp_path / "state"
+    done, calls = saved_passes._SavedPass.done, []
+
+    def interrupted(self, *seen):
+        calls.append(seen)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        done(self, *seen)
+
+    monkeypatch.setattr(saved_passes._SavedPass, "done", interrupted)
+    resumed = [*arguments("resumed"), f"--resume={folder}"]
+    capsys.readouterr()
+    assert main(resumed) == 130
+    assert "give the same command again, and it goes on" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["pass-1.safetensors"]
+    assert main([*resumed, "--metric=ece"]) == 2
+    assert "another tuning, which differs in metric" in capsys.readouterr().err
     assert main(resumed) == 0
     assert (tmp_path / "resumed").read_bytes() == (tmp_path / "alone").read_bytes()
     assert not folder.exists()

@@ -74,11 +74,3 @@ def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
         assert found[0] == kind, found
         for part in parts:
             assert part in found[1]
-
-
-def test_going_on_with_a_fit_is_for_one_process(processes, tmp_path):
-    folder = tmp_path / "state"
-    for kind, message in processes.run(2, tasks.fit_with_a_folder, folder):
-        assert kind == "ValueError"
-        assert "resume= is for one process, and this is one of 2" in message
-    assert not folder.exists()

@@ -9,10 +9,11 @@ from torch.utils.data import DataLoader
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")
 MATRIX = [
-    (curvature, mode, {"fisher": fisher}, {})
+    (curvature, mode, {"fisher": fisher}, {"replicate": replicate})
     for curvature in CURVATURES
     for mode in MODES
     for fisher in ("exact", "mc", "empirical")
+    for replicate in (False, True)
 ]
 # One axis at a time, and what goes with some cases alone.
 DAILY = [
@@ -24,6 +25,9 @@ DAILY = [
     ),
     ("kfac", "mini", {}, {"scale": True}),
     ("ekfac", "full", {"joint": True, "fisher": "mc", "mc_samples": 3}, {}),
+    ("ekfac", "full", {}, {"replicate": True}),
+    ("kfac", "debiased", {}, {"replicate": True}),
+    ("kfac", "crossfit", {}, {"replicate": True}),
 ]
 
 
@@ -97,6 +101,12 @@ def test_loaders_of_data_that_was_split_before(processes, mode):
         check(found, tasks.numbers(la))
 
 
+def test_a_process_all_of_whose_targets_are_ignored(processes):
+    expected = tasks.fit_and_tune_ignored(0, 1)
+    for found in processes.run(2, tasks.fit_and_tune_ignored, 2):
+        check(found, expected)
+
+
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
 def test_lists_of_batches(processes, fisher):
     la = tasks.laplace(fisher=fisher)
@@ -118,12 +128,12 @@ def test_each_process_alone(processes):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("metric", ["nll", "ece"])
-def test_tuning_and_evaluation(processes, num_ranks, metric):
+@pytest.mark.parametrize(("metric", "replicate"), [("nll", False), ("nll", True), ("ece", False)])
+def test_tuning_and_evaluation(processes, num_ranks, metric, replicate):
     # torchmetrics bins confidences in single precision.
     but = ("ece", "mce", *(["table"] if metric == "ece" else []))
     expected = tasks.tune_and_evaluate(0, metric)
-    for found in processes.run(num_ranks, tasks.tune_and_evaluate, metric):
+    for found in processes.run(num_ranks, tasks.tune_and_evaluate, metric, tasks.SIZE, replicate):
         check(found, expected, but=but)
 
 

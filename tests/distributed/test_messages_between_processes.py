@@ -49,19 +49,36 @@ def table():
     return sum(g * o * i for g, o, i, _ in sizes())
 
 
-EXPECTED = {
+# The largest curvature of each block goes to all, wherever the blocks stay.
+LARGEST = len(sizes())
+SHARDED = {
+    ("kfac", "full"): {"reduce": factors(), "all_reduce": LARGEST},
+    ("kfac", "debiased"): {"reduce": 2 * factors(), "all_reduce": LARGEST},
+    ("ekfac", "full"): {
+        "reduce": factors() + table(),
+        "broadcast": bases(),
+        "all_reduce": LARGEST,
+    },
+    ("diag", "full"): {"reduce": table(), "all_reduce": LARGEST},
+}
+REPLICATED = {
     ("kfac", "full"): {"reduce": factors(), "broadcast": bases()},
     ("kfac", "debiased"): {"reduce": factors(), "broadcast": bases(), "all_reduce": along()},
     ("ekfac", "full"): {"reduce": factors(), "broadcast": bases(), "all_reduce": table()},
     ("diag", "full"): {"all_reduce": table()},
 }
+WAYS = {False: SHARDED, True: REPLICATED}
 
 
-@pytest.mark.parametrize(("curvature", "mode"), EXPECTED)
-def test_as_many_bytes_as_the_sums_have(processes, curvature, mode):
-    called, *others = processes.run(RANKS, tasks.count_messages, curvature, mode, 16)
+@pytest.mark.parametrize(("curvature", "mode"), SHARDED)
+@pytest.mark.parametrize("replicate", WAYS)
+def test_as_many_bytes_as_the_sums_have(processes, curvature, mode, replicate):
+    options = {"replicate": replicate}
+    called, *others = processes.run(
+        RANKS, tasks.count_messages, curvature, mode, 16, "exact", options
+    )
     assert all(other == called for other in others)
-    expected = EXPECTED[curvature, mode]
+    expected = WAYS[replicate][curvature, mode]
     assert {name for name, _ in called} == set(expected)
     for collective, numbers in expected.items():
         assert sum(size for name, size in called if name == collective) == NUMBER * numbers
@@ -70,15 +87,17 @@ def test_as_many_bytes_as_the_sums_have(processes, curvature, mode):
 @pytest.mark.parametrize(
     ("curvature", "mode", "folds"),
     [
-        *((curvature, mode, None) for curvature, mode in EXPECTED),
+        *((curvature, mode, None) for curvature, mode in SHARDED),
         *((curvature, "crossfit", folds) for curvature in ("kfac", "ekfac") for folds in (2, 3)),
     ],
 )
-def test_a_plan_counts_the_bytes_that_are_sent(processes, curvature, mode, folds):
-    options = {"folds": folds}
+@pytest.mark.parametrize("replicate", WAYS)
+def test_a_plan_counts_the_bytes_that_are_sent(processes, curvature, mode, folds, replicate):
+    options = {"folds": folds, "replicate": replicate}
     called = processes.run(RANKS, tasks.count_messages, curvature, mode, 16, "exact", options)[0]
     la = tasks.laplace(curvature).fit_batches([tasks.a_batch()], num_data=SIZE)
-    planned = message_bytes(la._state.parameters.blocks, curvature, mode, folds or 2, torch.float64)
+    blocks = la._state.parameters.blocks
+    planned = message_bytes(blocks, curvature, mode, folds or 2, torch.float64, replicate)
     sent = {name: sum(size for of, size in called if of == name) for name, _ in called}
     assert sent == planned
 
@@ -91,4 +110,5 @@ def test_no_message_for_a_batch(processes, curvature, fisher):
         for batch in (6, 37)
     )
     assert many == few
-    assert 0 < len(many) <= 2 * RANKS + 4
+    # Of EKFAC a message to each owner for both factors and the magnitudes, and one from it.
+    assert 0 < len(many) <= 4 * RANKS + 1

@@ -81,7 +81,7 @@ def test_a_network_without_curvature_has_the_prior_for_a_posterior(curvature, mo
 def test_a_network_without_curvature_by_lanczos(monkeypatch):
     batches = two_batches()
     x = torch.cat([x for x, _ in batches])
-    monkeypatch.setattr(whole, "_KEPT_ROWS", 0)
+    monkeypatch.setattr(whole, "KEPT_ROWS", 0)
     la = Laplace(saturated(), curvature="lowrank", rank=3, prior_precision=DELTA)
     assert_is_the_prior(la.fit_batches(batches), x, len(x))
 

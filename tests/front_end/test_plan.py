@@ -120,12 +120,9 @@ def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
     assert sum(counted) == len(batches[0][1]) * sum(block.factor_flops for block in plan.blocks)
 
 
-@pytest.mark.parametrize("mode", ["full", "debiased", "crossfit"])
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
-def test_memory_is_near_what_a_fit_holds(curvature, mode, request):
-    if (curvature, mode) == ("kfac", "crossfit"):
-        why = "planned for factors of full rank; those of few examples take less"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank"])
+def test_memory_is_near_what_a_fit_holds(curvature, mode):
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 48, 3), nn.ReLU()),
@@ -137,7 +134,7 @@ def test_memory_is_near_what_a_fit_holds(curvature, mode, request):
     la.fit(data, mode)
     with TrackedMemory() as memory:
         la.fit(data, mode)
-    assert la.plan(data, mode).peak == pytest.approx(memory.peak, rel=0.35)
+    assert 0.8 <= la.plan(data, mode).peak / memory.peak <= 1.25
 
 
 @pytest.mark.slow

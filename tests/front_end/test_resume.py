@@ -9,36 +9,16 @@ import kill_fits
 import oracle
 import pytest
 import torch
+from breaking import Breaking, BrokenError
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import dense, passes
-from laplace_debias.curvature.fits.pass_state import mark_of_batch
+from laplace_debias.curvature.fits import dense, kfac, saved_passes
 from laplace_debias.laplace.files.fit_state import FitStates
 
 SIZE, BATCH = 50, 7
 NUM_BATCHES = 8
-
-
-class BrokenError(Exception):
-    """What ends a fit."""
-
-
-class Breaking:
-    """A loader that fails, or does something else, before a batch; the passes are counted on."""
-
-    def __init__(self, batches, before, action=None):
-        self.batches, self.left, self.action = batches, before, action
-
-    def __iter__(self):
-        for batch in self.batches:
-            if self.left == 0:
-                if self.action is None:
-                    raise BrokenError
-                self.action()
-            self.left -= 1
-            yield batch
 
 
 class Interrupting(nn.Module):
@@ -57,12 +37,15 @@ class Interrupting(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _after_every_batch(monkeypatch):
-    monkeypatch.setattr(passes, "EVERY", 0.0)
+    monkeypatch.setattr(saved_passes, "EVERY", 0.0)
 
 
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "state"
+
+
+MC = {"curvature": "ekfac", "fisher": "mc"}
 
 
 def network():
@@ -111,14 +94,15 @@ X = data()[:5][0]
 def skipped(monkeypatch):
     """Counts the batches that were not computed with again."""
     counted = []
-    skips = passes._SavedPass.skips
+    left = saved_passes._SavedPass.left
 
-    def counting(self, x, y):
-        if found := skips(self, x, y):
-            counted.append(found)
+    def counting(self, x, y, place):
+        found = left(self, x, y, place)
+        if not found:
+            counted.append(place)
         return found
 
-    monkeypatch.setattr(passes._SavedPass, "skips", counting)
+    monkeypatch.setattr(saved_passes._SavedPass, "left", counting)
     return counted
 
 
@@ -204,7 +188,7 @@ def test_folds(folder, skipped, curvature, monkeypatch):
 
 
 def test_rows_that_are_too_many_to_keep(folder, skipped, monkeypatch):
-    monkeypatch.setattr(dense, "_KEPT_ROWS", 20_000)
+    monkeypatch.setattr(dense, "KEPT_ROWS", 20_000)
     batches, options = loader(shuffle=False, size=15), {"curvature": "lowrank", "rank": 2}
     # The eigenvectors begin at random.
     torch.manual_seed(5)
@@ -221,7 +205,7 @@ def test_rows_that_are_too_many_to_keep(folder, skipped, monkeypatch):
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_ctrl_c_saves_and_says_how_to_go_on(folder, skipped, reads, monkeypatch):
-    monkeypatch.setattr(passes, "EVERY", 1e9)
+    monkeypatch.setattr(saved_passes, "EVERY", 1e9)
     expected = fit(loader())
     handler = signal.getsignal(signal.SIGINT)
     batches, model = loader(), network()
@@ -289,8 +273,8 @@ def test_it_saves_every_so_often_and_seldom_if_that_takes_long(folder, monkeypat
                 clock[0] += 25.0
                 yield batch
 
-    monkeypatch.setattr(passes, "EVERY", 60.0)
-    monkeypatch.setattr(passes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(saved_passes, "EVERY", 60.0)
+    monkeypatch.setattr(saved_passes.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(FitStates, "save", save)
     fit(Clocked(loader(shuffle=False), 0), folder)
     # The first batch is read before the pass. Then after 60 seconds; saving took 8 seconds, so that
@@ -358,9 +342,9 @@ def test_other_batches_behind_the_first_are_refused(folder):
     with pytest.raises(BrokenError):
         fit(Breaking(batches, 5), folder)
     exchanged = [batches[0], batches[2], batches[1], *batches[3:]]
-    with pytest.raises(ValueError, match="its first 5 batches are not those"):
+    with pytest.raises(ValueError, match="other data: in pass 1, its batch 2 differs"):
         fit(Breaking(exchanged, -1), folder)
-    with pytest.raises(ValueError, match="it ends after 3 batches"):
+    with pytest.raises(ValueError, match="it ends after 3 batches, without 14 of the"):
         fit(Breaking(batches[:3], -1), folder)
 
 
@@ -414,26 +398,41 @@ def test_a_damaged_state_is_never_used(folder, skipped, how):
     assert not skipped
 
 
-# ------------------------------------------------------------------------------------- marks
+# --------------------------------------------------------------------------- other batches
 
 
-def test_a_mark_changes_with_every_entry_and_the_order_of_examples():
-    x, y = data()[:BATCH]
-    mask = torch.ones(BATCH, 3, dtype=torch.bool)
-    mark = int(mark_of_batch((x, mask), y))
-    assert mark == int(mark_of_batch((x.clone(), mask), y))
-    others = []
-    for index in range(x.numel()):
-        changed = x.clone()
-        changed.view(-1)[index] = torch.nextafter(changed.view(-1)[index], torch.tensor(9.0))
-        others.append(int(mark_of_batch((changed, mask), y)))
-    changed = mask.clone()
-    changed[2, 1] = False
-    order = torch.tensor([1, 0, *range(2, BATCH)])
-    others.append(int(mark_of_batch((x, changed), y)))
-    others.append(int(mark_of_batch((x, mask), (y + 1) % 4)))
-    others.append(int(mark_of_batch((x[order], mask), y[order])))
-    assert mark not in others
+@pytest.mark.parametrize("options", [{"curvature": "kfac"}, {"curvature": "full"}, MC])
+def test_smaller_batches_go_on_to_the_same_up_to_rounding(folder, options):
+    model = network().double()
+    x, y = (part.double() if part.is_floating_point() else part for part in data()[:])
+    whole = [(x, y)]
+    expected = fit(whole, model=model, **options).posterior.curvature.to_dense()
+    large, small = ([*zip(x.split(n), y.split(n), strict=True)] for n in (BATCH, 5))
+    with pytest.raises(BrokenError):
+        fit(Breaking(large, 3), folder, model=model, **options)
+    # The fifth small batch is partly in the sums.
+    found = fit(small, folder, model=model, **options).posterior.curvature.to_dense()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_sums_along_other_directions_are_not_gone_on_with(folder, monkeypatch):
+    expected = fit(loader(), curvature="ekfac")
+    broken_off(folder, NUM_BATCHES + 3, curvature="ekfac")
+    plain = kfac.eigenbases
+
+    def turned(*arguments):
+        bases = plain(*arguments)
+        for basis in bases.values():
+            if basis.U_G is not None:
+                basis.U_G.neg_()
+        return bases
+
+    monkeypatch.setattr(kfac, "eigenbases", turned)
+    with pytest.warns(UserWarning, match="along other directions .* begins anew"):
+        la = fit(loader(), folder, curvature="ekfac")
+    # A direction's sign is nobody's choice.
+    found, wanted = (one.posterior.curvature.to_dense() for one in (la, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 # -------------------------------------------------------------------------------------- kills

@@ -12,7 +12,7 @@ from scipy import stats
 from sklearn.metrics import average_precision_score
 
 from laplace_debias import metrics
-from laplace_debias.metrics.intervals import of_mean, of_proportion
+from laplace_debias.metrics.intervals import of_area, of_mean, of_proportion
 from laplace_debias.metrics.of_scores import SCORES
 from laplace_debias.metrics.resampling import statistic_of
 from laplace_debias.metrics.statistics import Sampling
@@ -176,6 +176,11 @@ def test_perfect_separation_has_an_interval():
     assert report["auroc"] == 1
     assert report["auroc"].low == pytest.approx(of_proportion(50, 50, 0.95)[0])
     assert report["fpr95"].value == 0
+
+
+@pytest.mark.parametrize(("value", "exact"), [(1 + 2**-52, 1.0), (-(2**-60), 0.0)])
+def test_an_area_a_rounding_error_beyond_its_ends_has_their_interval(value, exact):
+    assert of_area(value, 0.0, 50, 0.95) == of_proportion(50 * exact, 50, 0.95)
 
 
 # ------------------------------------------------------------------------------- draws

@@ -73,7 +73,7 @@ WRONG = {
     "damaged": ([*ROWS, "--checkpoint=text.pt"], "text.pt is damaged or no file of torch.save"),
     "other file": ([*ROWS, "--checkpoint=net.onnx"], "ends with .onnx; expected .safetensors"),
     "ood": ([*IMAGES, "--ood", "digits"], "expected --ood NAME=PATH"),
-    "ood path": ([*IMAGES, "--ood", "x=nowhere"], "ood x: nothing is at nowhere"),
+    "ood of a fit": ([*IMAGES, "--ood", "x=nowhere"], "--ood has no effect here"),
     "ood value": ([*IMAGES, "--ood"], "--ood has no value"),
     "severity": ([*IMAGES, "--corruptions=[6]"], "expected severities in 1 … 5"),
     "std": ([*IMAGES, "--std=[0.0]"], "expected positive numbers"),

@@ -15,7 +15,7 @@ class Processes:
     """Up to `MOST` processes, started when they are needed.
 
     A task is a function of a module in `tests/support`, called with the rank and further arguments
-    in a process group of as many processes as asked for.
+    in a process group of as many processes as asked for, or in none.
     """
 
     def __init__(self):
@@ -28,7 +28,7 @@ class Processes:
         self.start(num_ranks, task, *args)
         return [self.result(rank) for rank in range(num_ranks)]
 
-    def start(self, num_ranks, task, *args):
+    def start(self, num_ranks, task, *args, has_group=True):
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < num_ranks:
             ours, theirs = context.Pipe()
@@ -39,7 +39,8 @@ class Processes:
         self._count += 1
         store = Path(self._folder.name) / str(self._count)
         for rank, (_, pipe) in enumerate(self._workers[:num_ranks]):
-            pipe.send_bytes(pickle.dumps((task, rank, num_ranks, store.as_uri(), args)))
+            url = store.as_uri() if has_group else None
+            pipe.send_bytes(pickle.dumps((task, rank, num_ranks, url, args)))
 
     def result(self, rank):
         _, pipe = self._workers[rank]
@@ -70,12 +71,14 @@ def _work(pipe):
             task, rank, num_ranks, url, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=num_ranks)
+        if url is not None:
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=num_ranks)
         try:
             found = task(rank, *args)
         except BaseException as error:
             if os.environ.get("SHOW_ERRORS"):
                 traceback.print_exc()
             found = type(error).__name__, str(error)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(found))

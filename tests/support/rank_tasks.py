@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace_debias import Laplace, Quadratic, ShardedBatches, alone
+from laplace_debias import Categorical, Laplace, Quadratic, ShardedBatches, alone
 from laplace_debias.curvature import (
     EKFAC,
     GGN,
@@ -24,6 +24,7 @@ from laplace_debias.curvature import (
     Jacobian,
     ggn_spectrum,
 )
+from laplace_debias.curvature.fits import saved_passes
 from laplace_debias.linalg import eigsh, trace
 from laplace_debias.system import agreement
 
@@ -141,8 +142,8 @@ def quadratic(rank):
     return {"value": q.value, "gradient": q.gradient, "step": q.newton_step("exact", damping=0.1)}
 
 
-def tune_and_evaluate(rank, metric, size=SIZE):
-    la = laplace().fit(loader(size))
+def tune_and_evaluate(rank, metric, size=SIZE, replicate=False):
+    la = laplace().fit(loader(size), replicate=replicate)
     tuned = la.tune(loader(size), metric=metric, grid=[0.01, 1.0, 100.0])
     report = la.evaluate(loader(size), ood={"shifted": shifted(size)})
     la.tune(method="marglik")
@@ -188,6 +189,23 @@ def union_of_parts(num_ranks, mode):
         joined.append(tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
     of_modes = {"full": [joined], "debiased": [joined[:1], joined[1:2]]}
     return of_modes.get(mode, [joined[:1]])
+
+
+def ignored(rank, num_ranks):
+    """Batches of which the last process has ignored targets alone."""
+    x, y = examples(24)[:]
+    y = y.clone()
+    y[6:12] = y[18:] = -100
+    batches = zip(x.split(12), y.split(12), strict=True)
+    return [(bx.chunk(num_ranks)[rank], by.chunk(num_ranks)[rank]) for bx, by in batches]
+
+
+def fit_and_tune_ignored(rank, num_ranks):
+    la = laplace(likelihood=Categorical(ignore_index=-100))
+    la.fit(ignored(rank, num_ranks), num_data=24)
+    found = la.tune(ignored(rank, num_ranks), grid=[0.1, 1.0, 10.0])
+    table = [row["nll"] for row in found.table]
+    return numbers(la) | {"table": table, "nll": la.evaluate(ignored(rank, num_ranks))["nll"]}
 
 
 def lists(rank, num_ranks):
@@ -346,6 +364,12 @@ COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "bro
 
 def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
     """The collectives that a fit calls, `(name, bytes)`."""
+    la, data = laplace(curvature, fisher=fisher), loader(batch=batch)
+    return messages_of(lambda: la.fit(data, mode=mode, **dict(options)))
+
+
+def messages_of(call):
+    """The collectives that a call makes, `(name, bytes)`."""
     called = []
     with ExitStack() as stack:
         for name in dir(dist):
@@ -353,7 +377,7 @@ def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
             if name in COLLECTIVES:
                 counting = partial(_count, called, name, function)
                 stack.enter_context(mock.patch.object(dist, name, counting))
-        laplace(curvature, fisher=fisher).fit(loader(batch=batch), mode=mode, **dict(options))
+        call()
     return called
 
 
@@ -362,5 +386,61 @@ def _count(called, name, function, tensor, *args, **kwargs):
     return function(tensor, *args, **kwargs)
 
 
-def fit_with_a_folder(rank, folder):
-    laplace().fit(loader(), resume=folder)
+class Broken(Exception):  # noqa: N818
+    """What ends a fit."""
+
+
+class BreakingLoader(DataLoader):
+    """A loader that fails before a batch; the batches of all passes are counted."""
+
+    left = None
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            if self.left == 0:
+                raise Broken
+            if self.left is not None:
+                self.left -= 1
+            yield batch
+
+
+def broken_or_whole(stop=None, seed=3):
+    data = examples()
+    batches = BreakingLoader(data, batch_sampler=ShardedBatches(data, 6, shuffle=True, seed=seed))
+    batches.left = stop
+    return batches
+
+
+def break_off(rank, curvature, options, folder, stops):
+    """A fit that saves after every batch, of which each process fails before some batch."""
+    with mock.patch.object(saved_passes, "EVERY", 0.0):
+        batches = broken_or_whole(stops[rank])
+        laplace(curvature, **options).fit(batches, generator=generator(5), resume=folder)
+
+
+def resumed(rank, curvature, options, folder, seed=3):
+    """The curvature of a fit, and how many examples were computed with in its last pass."""
+    computed = {}
+    plain = saved_passes._SavedPass.left
+
+    def counting(self, x, y, place):
+        left = plain(self, x, y, place)
+        computed.setdefault(self._number, []).extend(run.stop - run.start for run in left)
+        return left
+
+    with mock.patch.object(saved_passes._SavedPass, "left", counting):
+        la = laplace(curvature, **options)
+        la.fit(broken_or_whole(None, seed), generator=generator(5), resume=folder)
+    return la.posterior.curvature.to_dense(), sum(computed[max(computed)]) if computed else None
+
+
+def break_off_tuning(rank, folder, stops):
+    """As `break_off` of a search for the prior precision."""
+    with mock.patch.object(saved_passes, "EVERY", 0.0):
+        laplace().fit(loader()).tune(broken_or_whole(stops[rank]), resume=folder)
+
+
+def resumed_tuning(rank, folder):
+    """What a search found."""
+    found = laplace().fit(loader()).tune(broken_or_whole(), resume=folder)
+    return found.prior_precision, found.table, found.flat, found.notes

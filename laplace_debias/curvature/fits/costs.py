@@ -102,6 +102,8 @@ def _posterior_of(block: Block, curvature: str) -> int:
     if curvature == "diag":
         return block.size
     G, A = sides(block)
+    # The one direction of an exact block's inputs, of each group.
+    A = block.num_groups if block.is_exact else A
     # Of a diagonal factor the directions are the coordinate axes, which are not stored.
     return block.size + (0 if block.has_diagonal_G else G) + (0 if block.has_diagonal_A else A)
 
@@ -186,7 +188,12 @@ def network_flops(block: Block, positions: int) -> int:
 
 
 def message_bytes(
-    blocks: Sequence[Block], curvature: str, mode: str, folds: int, factor_dtype: torch.dtype
+    blocks: Sequence[Block],
+    curvature: str,
+    mode: str,
+    folds: int,
+    factor_dtype: torch.dtype,
+    replicate: bool = False,
 ) -> dict[str, int]:
     """Bytes that a fit over several processes sends, by collective; none for a batch.
 
@@ -196,15 +203,19 @@ def message_bytes(
         mode: As `Laplace.fit` takes it.
         folds: Folds of `"crossfit"`.
         factor_dtype: In what factors are summed.
+        replicate: As `Laplace.fit` takes it.
 
     Returns:
-        `"reduce"`: upper triangles of factors, to the owners; `"broadcast"`: eigenbases, from the
-        owners; `"all_reduce"`: curvature along directions.
+        `"reduce"`: upper triangles of factors, to the owners, and of a sharded posterior the
+        curvature along directions; `"broadcast"`: eigenbases, from the owners; `"all_reduce"`:
+        curvature along directions, of a sharded posterior the largest of each block.
     """
 
     def total(of_block: Callable[[Block], int]) -> int:
         return factor_dtype.itemsize * sum(map(of_block, blocks))
 
+    if not replicate:
+        return _sharded_bytes(total, len(blocks), curvature, mode, folds)
     if curvature == "diag":
         return {"all_reduce": total(table_numbers)}
     is_crossfit = mode == "crossfit"
@@ -220,6 +231,26 @@ def message_bytes(
     elif mode == "debiased":
         found["all_reduce"] = total(lambda b: numbers(shape_along_G(b)) + numbers(shape_along_A(b)))
     return found
+
+
+def _sharded_bytes(
+    total: Callable[[Callable[[Block], int]], int],
+    num_blocks: int,
+    curvature: str,
+    mode: str,
+    folds: int,
+) -> dict[str, int]:
+    """As `message_bytes`, of a posterior that stays with the blocks' owners."""
+    passes = folds if mode == "crossfit" else 1
+    largest = {"all_reduce": torch.float64.itemsize * num_blocks}
+    if curvature == "diag":
+        return {"reduce": total(table_numbers), **largest}
+    if curvature == "ekfac":
+        # Every process measures along the eigenbases of all.
+        sent = passes * (total(_triangles) + total(table_numbers))
+        return {"reduce": sent, "broadcast": passes * total(_basis_numbers), **largest}
+    passes = 2 if mode == "debiased" else passes
+    return {"reduce": passes * total(_triangles), **largest}
 
 
 def _triangles(block: Block) -> int:

@@ -64,12 +64,14 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     if curvature == "ekfac":
         # Of several processes each has the factors of the blocks that it owns.
         totals = {block: _total(of_folds, block) for block in of_folds[0]}
-        bases = eigenbases(problem, totals, seen.num_examples)
+        bases = eigenbases(problem, totals, seen.num_examples, on_all=not problem.is_sharded)
         table = exact_crossfit(problem, folds, of_folds, bases)
-        table = {block: bases[block].pooled(table[block], problem.dtype) for block in table}
+        of_folds.clear()
+        for block, measured in table.items():
+            table[block] = bases[block].pooled(measured, problem.dtype)
         return CurvatureFit(assemble(problem, bases, table), seen)
     bases, table = _of_factors(problem, folds, of_folds, seen.num_examples)
-    if problem.ranks.size > 1:
+    if problem.ranks.size > 1 and problem.replicate:
         bases = shared_bases(problem, bases)
         parts = {block: (of_block,) for block, of_block in table.items()}
         shared = problem.ranks.share(parts, owners_of_blocks(problem))
@@ -86,16 +88,24 @@ def _of_factors(
     sizes = torch.tensor([fold.size for fold in folds]).to(problem.device)
     for block in [block for block in problem.blocks if block in of_folds[0]]:
         # A block's factors are freed once it is done with.
-        sides = zip(*(sums.pop(block) for sums in of_folds), strict=True)
-        G, A = (torch.stack(factors) for factors in sides)
+        G, A = _stacked(of_folds, block)
         basis = eigenbasis(G.sum(0) / num_examples, A.sum(0) / num_examples, block.name)
-        along_G, along_A = (
-            crossfit_magnitudes(factors, sizes, known, problem.dtype)
-            for factors, known in zip((G, A), _eigenpairs(basis), strict=True)
-        )
+        of_G, of_A = _eigenpairs(basis)
+        along_G = crossfit_magnitudes(G, sizes, of_G, problem.dtype)
+        del G
+        along_A = crossfit_magnitudes(A, sizes, of_A, problem.dtype)
+        del A
         bases[block] = basis
         table[block] = basis.pooled(outer(along_G, along_A), problem.dtype)
     return bases, table
+
+
+def _stacked(of_folds: list[FactorSums], block: Block) -> tuple[Tensor, Tensor]:
+    """A block's factors of all folds, `[K, ...]`, which the folds give up."""
+    all_G, all_A = (list(of) for of in zip(*(f.pop(block) for f in of_folds), strict=True))
+    G = torch.stack(all_G)
+    all_G.clear()
+    return G, torch.stack(all_A)
 
 
 def crossfit_magnitudes(
@@ -125,19 +135,21 @@ def crossfit_magnitudes(
         mean curvature along the i-th eigenvector of the other folds.
     """
     num_examples = sizes.sum()
-    total = factors.sum(0)
     if factors.ndim == 2:
-        return total / num_examples
+        return factors.sum(0) / num_examples
     precision = factors.dtype if precision is None else precision
-    values, U = eigh(total / num_examples) if known is None else known
+    values, U = eigh(factors.sum(0) / num_examples) if known is None else known
     within = _Within(values, U, precision)
     magnitudes = torch.zeros_like(values)
     for factor, size in zip(factors, sizes, strict=True):
         own = within.projected(factor)
-        others = within.projected(total) - own
-        of_others, basis = eigh(others / (num_examples - size))
+        # The sum of all is made anew for each fold: beside what is decomposed it need not be kept.
+        others = (within.projected(factors.sum(0)) - own).div_(num_examples - size)
+        of_others, basis = eigh(others)
+        del others
         rest = (0, values.shape[-1] - of_others.shape[-1])
         measured = F.pad(directional_curvature(own, basis), rest)
+        del basis
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
         magnitudes += pooled(measured, F.pad(of_others, rest), precision) / num_examples
     return magnitudes
@@ -210,22 +222,38 @@ def exact_crossfit(
         `[*groups, d_out, d_in]` of each block.
     """
     num_examples = sum(fold.size for fold in folds)
-    totals = {block: _total(of_folds, block) for block in of_folds[0]}
     table: Sums = {}
-    for fold, own in zip(folds, of_folds, strict=True):
-        bases: dict[Block, Eigenbasis] = {}
-        for block in totals:
-            sides = zip(totals[block], own[block], _eigenpairs(of_all[block]), strict=True)
-            (along_G, U_G), (along_A, U_A) = (
-                _basis_of_others(total, mine, known, num_examples - fold.size, problem.dtype)
-                for total, mine, known in sides
+    for number, fold in enumerate(folds):
+        bases = {
+            block: _bases_of_others(
+                of_folds, number, block, of_all[block], num_examples - fold.size, problem.dtype
             )
-            bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
+            for block in of_folds[0]
+        }
         if problem.ranks.size > 1:
             bases = shared_bases(problem, bases)
-        for block, squares in exact_sums(problem, bases, fold.pairs, fold.first)[0].items():
-            add_to(table, block, bases[block].pooled(squares, problem.dtype) / num_examples)
+        of_fold = exact_sums(problem, bases, fold.pairs, fold.first)[0]
+        for block in list(of_fold):
+            squares = bases.pop(block).pooled(of_fold.pop(block), problem.dtype)
+            add_to(table, block, squares / num_examples)
     return table
+
+
+def _bases_of_others(
+    of_folds: list[FactorSums],
+    number: int,
+    block: Block,
+    known: Eigenbasis,
+    num_others: int,
+    precision: torch.dtype,
+) -> Eigenbasis:
+    """A block's eigenbasis of the folds but one."""
+    pairs = zip(_total(of_folds, block), of_folds[number][block], _eigenpairs(known), strict=True)
+    (along_G, U_G), (along_A, U_A) = (
+        _basis_of_others(total, own, of_side, num_others, precision)
+        for total, own, of_side in pairs
+    )
+    return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
 def _basis_of_others(
@@ -235,7 +263,8 @@ def _basis_of_others(
     if total.ndim == 1:
         return (total - own) / num_others, None
     within = _Within(*known, precision)
-    values, basis = eigh((within.projected(total) - within.projected(own)) / num_others)
+    others = (within.projected(total) - within.projected(own)).div_(num_others)
+    values, basis = eigh(others)
     assert basis is not None
     return F.pad(values, (0, total.shape[-1] - values.shape[-1])), within.lifted(basis)
 

@@ -28,8 +28,8 @@ from laplace_debias.operators import (
 DENSE_BLOCK = "parameters"
 # Of several processes the first one decomposes it.
 _ON_FIRST = {DENSE_BLOCK: 0}
-# Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for every product.
-_KEPT_ROWS = 2**30
+KEPT_ROWS = 2**30
+"""Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for each product."""
 # What their number is kept under, beside them.
 _NUM_BYTES = "number of bytes"
 
@@ -48,7 +48,7 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         problem, directions, lambda rows: held[DENSE_BLOCK].addmm_(rows.T, rows), held=held
     )
     sums = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(held.pop(DENSE_BLOCK))}, _ON_FIRST)
-    found = {key: _eigenpairs(C / seen.num_examples) for key, C in sums.items()}
+    found = {key: _eigenpairs(sums.pop(key).div_(seen.num_examples)) for key in list(sums)}
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
     assert along is not None
     assert U is not None
@@ -81,16 +81,17 @@ def fit_low_rank(
 
     def keep(rows: Rows) -> None:
         held[_NUM_BYTES] += rows.numel() * rows.element_size()
-        if held[_NUM_BYTES] <= _KEPT_ROWS:
+        if held[_NUM_BYTES] <= KEPT_ROWS:
             kept.append(rows)
         else:
             kept.clear()
 
     seen = sweep_rows(problem, directions, keep, held=held)
     size = sum(block.size for block in problem.blocks)
-    if sum(problem.ranks.exchange(float(held[_NUM_BYTES]))) <= _KEPT_ROWS:
-        found = _on_first(problem, [_joined(problem, kept, size)], _leading_of_all(problem, rank))
-        along, U = found
+    if sum(problem.ranks.exchange(float(held[_NUM_BYTES]))) <= KEPT_ROWS:
+        along, U = _on_first(
+            problem, [_joined(problem, kept, size)], _leading_of_all(problem, rank)
+        )
     else:
         kept.clear()
         operator = _RowGram(problem, directions, size)
@@ -171,9 +172,11 @@ def _leading_of_all(problem: Problem, rank: int) -> Callable[[list[Tensor]], tup
 
 
 def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
-    """The rows of one process, which may have none."""
+    """The rows of one process, which may have none; the list is emptied."""
     if rows:
-        return torch.cat(rows)
+        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+        rows.clear()
+        return joined
     return torch.zeros(0, size, dtype=problem.factor_dtype, device=problem.device)
 
 
@@ -200,7 +203,7 @@ def _measured(
     def measure(rows: Rows) -> None:
         held[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
 
-    seen = sweep_rows(problem, batches, measure, first, held)
+    seen = sweep_rows(problem, batches, measure, first, held, [U])
     along = held[DENSE_BLOCK]
     problem.ranks.sum([along])
     return along / seen.num_examples, seen

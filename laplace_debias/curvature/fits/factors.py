@@ -223,16 +223,17 @@ def _mean_activations(
     """ā, the mean over the positions of all uses."""
     sums, positions = [], 0
     for index, x in enumerate(uses):
-        rows = [activations(layer, block, x[part]) for part in slices(layer, block, x)]
-        positions += rows[0].shape[1]
-        if masks is not None:
-            # Not a product: what is padded may be infinite.
-            parts = zip(rows, slices(layer, block, x), strict=True)
-            rows = [
-                a.where(masks[index][part].view(*a.shape[:2], *[1] * (a.ndim - 2)), 0)
-                for a, part in parts
-            ]
-        sums.append(torch.cat([part.sum(1) for part in rows]))
+        of_slices, num_positions = [], 0
+        for part in slices(layer, block, x):
+            rows = activations(layer, block, x[part])
+            num_positions = rows.shape[1]
+            if masks is not None:
+                # Not a product: what is padded may be infinite.
+                mask = masks[index][part].view(*rows.shape[:2], *[1] * (rows.ndim - 2))
+                rows = rows.where(mask, 0)
+            of_slices.append(rows.sum(1))
+        positions += num_positions
+        sums.append(torch.cat(of_slices))
     total = torch.stack(sums).sum(0)
     if masks is None:
         return total / positions

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
+from laplace_debias.curvature.fits.sharded_blocks import ShardedBlocks
 from laplace_debias.operators import BlockDiagonal
 
 Finished = Callable[[BlockDiagonal], BlockDiagonal]
@@ -46,6 +47,10 @@ def fit_in_groups(
                 "data, or leave out memory_bound."
             )
     assert first is not None
+    if problem.is_sharded:
+        ranks = problem.ranks
+        of_all: BlockDiagonal = ShardedBlocks(found, rank=ranks.rank, num_ranks=ranks.size)
+        return CurvatureFit(of_all, first)
     return CurvatureFit(BlockDiagonal(found), first)
 
 

@@ -1,6 +1,6 @@
 """Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -10,12 +10,15 @@ from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_magnitudes
 from laplace_debias.curvature.fits.over_ranks import (
+    owners_of_blocks,
     shape_along_A,
     shape_along_G,
     shape_of_table,
     to_all,
+    to_keepers,
 )
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
+from laplace_debias.curvature.fits.sharded_blocks import Elsewhere, ShardedBlocks
 from laplace_debias.curvature.fits.sums import (
     Sums,
     add_to,
@@ -27,7 +30,7 @@ from laplace_debias.curvature.fits.sweep import sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
 
 
 def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -41,9 +44,11 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         magnitudes: Pairs that the curvature is measured on; None for the same.
     """
     sums, seen = factor_sums(problem, directions)
-    bases = eigenbases(problem, sums, seen.num_examples)
+    bases = eigenbases(problem, sums, seen.num_examples, on_all=not problem.is_sharded)
     if magnitudes is None:
         return CurvatureFit(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
+    if problem.is_sharded:
+        return _measured_by_owners(problem, bases, seen, magnitudes)
 
     along_G: Sums = {}
     along_A: Sums = {}
@@ -69,6 +74,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         seen.num_examples,
         additive=True,
         held=[along_G, along_A],
+        along=_directions(problem, bases),
     )
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
@@ -80,6 +86,27 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         A = along_A[block] / measured.num_examples if block in along_A else ones
         on_others = outer(G / measured.num_examples, A)
         table[block] = bases[block].pooled(on_others, problem.dtype)
+    return CurvatureFit(assemble(problem, bases, table), seen + measured)
+
+
+def _measured_by_owners(
+    problem: Problem, bases: dict[Block, Eigenbasis], seen: Seen, magnitudes: Pairs
+) -> CurvatureFit:
+    """K-FAC's magnitudes from second factors that go where the eigenbases are.
+
+    Args:
+        problem: The network and its blocks.
+        bases: Those of this process's blocks.
+        seen: What they were made of.
+        magnitudes: Pairs that the curvature is measured on.
+    """
+    sums, measured = factor_sums(problem, magnitudes, seen.num_examples)
+    table = {}
+    for block in list(sums):
+        G, A = (factor / measured.num_examples for factor in sums.pop(block))
+        basis = bases[block]
+        along = directional_curvature(G, basis.U_G), directional_curvature(A, basis.U_A)
+        table[block] = basis.pooled(outer(*along), problem.dtype)
     return CurvatureFit(assemble(problem, bases, table), seen + measured)
 
 
@@ -96,10 +123,8 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
     bases = eigenbases(problem, sums, seen.num_examples)
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
-    table = {
-        block: bases[block].pooled(squares / measured.num_examples, problem.dtype)
-        for block, squares in table.items()
-    }
+    for block, squares in table.items():
+        table[block] = bases[block].pooled(squares.div_(measured.num_examples), problem.dtype)
     everything = seen if magnitudes is None else seen + measured
     return CurvatureFit(assemble(problem, bases, table), everything)
 
@@ -110,7 +135,7 @@ def exact_sums(
     """Exact curvature along every direction, summed over examples.
 
     Returns:
-        `[*groups, d_out, d_in]` of each block, and what was seen.
+        `[*groups, d_out, d_in]` of each block that this process keeps, and what was seen.
     """
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = problem.dtype
@@ -123,9 +148,10 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    seen = sweep(problem, batches, measure, collect, first=first, held=[sums])
+    along = _directions(problem, bases)
+    seen = sweep(problem, batches, measure, collect, first=first, held=[sums], along=along)
     check_finite_sums({block: [squares] for block, squares in sums.items()})
-    return to_all(problem, sums, shape_of_table), seen
+    return to_keepers(problem, sums, shape_of_table), seen
 
 
 def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -142,8 +168,13 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     ones = {block: torch.ones(0) for block in problem.blocks}
     bases = {block: Eigenbasis(None, None, none, none) for block, none in ones.items()}
     table, seen = exact_sums(problem, bases, directions if magnitudes is None else magnitudes, 0)
-    table = {block: squares / seen.num_examples for block, squares in table.items()}
+    for squares in table.values():
+        squares.div_(seen.num_examples)
     return CurvatureFit(assemble(problem, bases, table), seen)
+
+
+def _directions(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> list[Tensor | None]:
+    return [U for block in problem.blocks for U in (bases[block].U_G, bases[block].U_A)]
 
 
 def _cast(directions: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -158,10 +189,27 @@ def assemble(
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]],
 ) -> BlockDiagonal:
-    """The curvature from directions and magnitudes, in the model's dtype; `bases` is emptied."""
-    dtype = problem.dtype
-    blocks = {}
+    """The curvature from directions and magnitudes, in the model's dtype.
+
+    Bases and table are emptied on the way, so that no more than one block is there twice.
+
+    Args:
+        problem: The network and its blocks.
+        bases: The eigenbases of the blocks that this process keeps, at least.
+        table: Magnitudes of these blocks.
+    """
+    dtype, ranks = problem.dtype, problem.ranks
+    owners = owners_of_blocks(problem)
+    none = torch.empty(0, dtype=dtype, device=problem.device)
+    blocks: dict[str, LinearOperator] = {}
     for block in problem.blocks:
+        if problem.is_sharded and owners[block] != ranks.rank:
+            bases.pop(block, None)
+            blocks[block.name] = Elsewhere(none, block.size, owners[block])
+            continue
         basis = bases.pop(block)
-        blocks[block.name] = EigenKronecker(basis.U_G, basis.U_A, table[block]).to(dtype)
+        of_block = EigenKronecker(basis.U_G, basis.U_A, table.pop(block))
+        blocks[block.name] = of_block.to(dtype)
+    if problem.is_sharded:
+        return ShardedBlocks(blocks, rank=ranks.rank, num_ranks=ranks.size)
     return BlockDiagonal(blocks)

@@ -10,6 +10,8 @@ from laplace_debias.curvature.network.batches import Pairs
 
 DENSE = ("lowrank", "full")
 """Curvatures of all parameters in one block."""
+WITH_FACTORS = ("kfac", "ekfac")
+"""Curvatures with a Kronecker product for each layer."""
 CURVATURES = (*FITS, *DENSE)
 _RANK = 20
 

@@ -1,16 +1,4 @@
-"""A chunk for which there is not enough memory: half of it is tried."""
-
-import torch
-
-# What torch's allocator on the CPU says, which raises no error of its own kind.
-_OF_CPU = ("not enough memory", "can't allocate memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be allocated."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OF_CPU)
+"""What is raised for a chunk for which there is not enough memory, where no half of it is tried."""
 
 
 def out_of_memory(chunk: int, columns: int, error: BaseException) -> RuntimeError:
@@ -21,9 +9,10 @@ def out_of_memory(chunk: int, columns: int, error: BaseException) -> RuntimeErro
         columns: Cotangents of each that went back at once.
         error: What torch raised.
     """
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
         f"Not enough memory for {chunk} example(s) with {columns} cotangent(s) of each "
-        f"({str(error).splitlines()[0]}). Nothing was fitted. Pass a smaller memory_bound=, use "
+        f"({reason}). Nothing was fitted. Pass a smaller memory_bound=, use "
         'fisher="mc", or fewer parameters (params="last_layer"); la.plan(loader) tells what a fit '
         "takes."
     )

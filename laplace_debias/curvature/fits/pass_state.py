@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprint import bits
 from laplace_debias.curvature.network.inputs import Inputs, tensors_of
 
-# An odd number without a pattern: the marks of batches in another order add up to another one.
+# An odd number without a pattern: the tensors of an example weigh differently.
 MIX = -7046029254386353131
 # Where a pass keeps what it sums: from a key (a block, say) to a tensor that is added to, or to a
 # list of tensors that are as good if they are concatenated along their first dimension.
@@ -40,8 +41,10 @@ class PassState:
 
     Attributes:
         num_batches: How many batches are in it.
-        first_mark: The mark of the first one.
-        mark: The mark of all of them, in their order.
+        spans: Which examples are in it: the place of the first of some neighbours, and how many
+            they are, `[k, 2]`, int64.
+        marks: Their marks, in this order, `[n]`, int64.
+        along: The mark of what was measured along, see `mark_of_all`.
         num_examples: As `Seen` has it; so are the next two.
         nll: The summed loss.
         num_outputs: How many numbers the network gave.
@@ -49,8 +52,9 @@ class PassState:
     """
 
     num_batches: int
-    first_mark: int
-    mark: int
+    spans: Int[Tensor, "k 2"]
+    marks: Int[Tensor, " n"]
+    along: int
     num_examples: int
     nll: float
     num_outputs: int
@@ -59,33 +63,66 @@ class PassState:
 
 @runtime_checkable
 class Store(Protocol):
-    """Where the states of a fit's passes are kept."""
+    """Where the states of a fit's passes are kept, those of each process apart."""
 
     @property
     def place(self) -> str:
         """What messages call it."""
 
-    def load(self, number: int) -> PassState | None:
-        """The state of a pass; None if there is none."""
+    def load(self, number: int) -> dict[int, PassState]:
+        """The states of a pass that this process goes on with, by the processes that saved them.
+
+        Those of each process that saved one fall to one of the processes that there are now.
+        """
 
     def save(self, number: int, state: PassState) -> None:
-        """Keep the state of a pass in the place of the last one."""
+        """Keep this process's state of a pass in the place of its last one."""
+
+    def forget(self, number: int, savers: Sequence[int]) -> None:
+        """Remove the states of a pass that others saved, and that are in this process's own."""
 
 
-def mark_of_batch(x: Inputs, y: Tensor) -> Tensor:
-    """An integer that changes with any entry of a batch and with the order of its examples, 0-d.
+def marks_of_examples(x: Inputs, y: Tensor) -> Int[Tensor, " n"]:
+    """An integer for each example of a batch that changes with any of its entries.
 
-    It is exact, and is left on the device: nothing waits for it.
+    They are exact, and are left on the device: nothing waits for them.
     """
-    mark = torch.zeros((), dtype=torch.int64)
+    marks = torch.zeros(len(y), dtype=torch.int64)
     for tensor in [*tensors_of(x), y]:
         if not tensor.numel():
             continue
         entries = bits(tensor.detach().flatten())
+        # What is not of the examples is of all of them.
         rows = entries.reshape(len(y), -1) if entries.numel() % len(y) == 0 else entries[None]
-        of_rows = rows.sum(1, dtype=torch.int64)
-        places = torch.arange(1, 2 * len(of_rows), 2, device=of_rows.device) * MIX
-        mark = mark.to(of_rows.device) * MIX + (of_rows * places).sum()
+        marks = marks.to(entries.device) * MIX + rows.sum(1, dtype=torch.int64)
+    return marks
+
+
+def mark_of_all(tensors: Sequence[Tensor | None]) -> int:
+    """An integer that changes with any entry of some tensors, and if two change places; 0 for none.
+
+    It is exact.
+    """
+    mark = 0
+    for tensor in tensors:
+        of_tensor = 0 if tensor is None else int(_mark_of(tensor.detach()))
+        mark = (mark * MIX + of_tensor) % 2**63
+    return mark
+
+
+def _mark_of(tensor: Tensor) -> Int[Tensor, ""]:
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    entries = bits(rows.flatten())
+    # The sign of a double is its highest bit, of which a sum over two has nothing left.
+    entries = entries.view(torch.int32) if entries.dtype == torch.int64 else entries
+    entries = entries.view(len(rows), -1)
+    mark = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for dim in (0, 1):
+        sums = entries.sum(dim, dtype=torch.int64)
+        # Odd weights without a pattern: as multiples of each other small differences would cancel.
+        weights = torch.arange(1, len(sums) + 1, device=tensor.device) * MIX
+        weights = ((weights ^ (weights >> 29)) * MIX) | 1
+        mark = mark * MIX + (sums * weights).sum()
     return mark
 
 
@@ -105,18 +142,25 @@ def entries_of(held: Held) -> list[Entry]:
 def put_back(
     entries: Sequence[Entry], held: Held, keys: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Restore what a pass kept.
+    """Restore what a pass kept, or several processes in the same one.
 
     Args:
-        entries: As `entries_of` gave them.
+        entries: As `entries_of` gave them; what has the same name is summed, or joined to a list.
         held: Where the pass keeps them.
         keys: The keys of `held` by their names; a text stands for itself.
         device: Where the tensors shall be.
     """
+    begun = set()
     for entry in entries:
         values, key = held[entry.table], keys.get(entry.key, entry.key)
         value = entry.value.to(device)
+        place = entry.table, entry.key
         if entry.is_list:
-            values.setdefault(key, [])[:] = [value]
+            # The list itself stays: the pass may hold it elsewhere, too.
+            kept = values.setdefault(key, [])
+            kept[:] = [*kept, value] if place in begun else [value]
+        elif place in begun:
+            values[key] = values[key] + value
         else:
             values[key] = value
+        begun.add(place)

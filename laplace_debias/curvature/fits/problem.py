@@ -32,6 +32,7 @@ class Problem:
         paced_by: The blocks that say how much goes through the network at once, and which positions
             take part; None for `blocks`. A group of blocks is measured at the pace of all of them:
             its sums have the same terms in the same order.
+        replicate: Whether each process ends with all blocks, or with those that it owns.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Problem:
     ranks: Ranks = ALONE
     passes: Passes = NOT_SAVED
     paced_by: Sequence[Block] | None = None
+    replicate: bool = True
 
     @classmethod
     def of(
@@ -83,6 +85,11 @@ class Problem:
     def of_group(self, blocks: Sequence[Block]) -> "Problem":
         """The same of some of the blocks, at the pace of all."""
         return replace(self, blocks=blocks, paced_by=self.paced_by or self.blocks)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the blocks of the result are shared out over processes."""
+        return self.ranks.size > 1 and not self.replicate
 
     def on(self, ranks: Ranks) -> "Problem":
         """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""

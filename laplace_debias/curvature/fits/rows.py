@@ -1,6 +1,6 @@
 """Rows of a Jacobian, weighed by the loss: those whose products with themselves are the GGN."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ def sweep_rows(
     consume: Callable[[Rows], object],
     first: int = 0,
     held: dict[str, Any] | None = None,
+    along: Sequence[Tensor | None] = (),
 ) -> Seen:
     """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
 
@@ -37,6 +38,7 @@ def sweep_rows(
         consume: Takes some rows, in `factor_dtype`.
         first: As `sweep` takes it.
         held: Where `consume` keeps what it sums, as `sweep` takes it.
+        along: As `sweep` takes it.
 
     Raises:
         ValueError: Naming the block, if a row is not finite.
@@ -49,7 +51,7 @@ def sweep_rows(
         consume(torch.cat(parts, dim=2).flatten(0, 1).to(problem.factor_dtype))
 
     kept: Held | None = None if held is None else [held, extremes]
-    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first, kept)
+    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first, kept, along)
     check_finite_sums({block: [torch.cat(of)] for block, of in extremes.items() if of})
     return seen
 
@@ -61,6 +63,7 @@ def sweep_parts(
     consume: Callable[[list[Tensor]], object],
     first: int = 0,
     held: Held | None = None,
+    along: Sequence[Tensor | None] = (),
 ) -> Seen:
     """One pass over data that hands over what is made of the rows of every block.
 
@@ -71,6 +74,7 @@ def sweep_parts(
         consume: Takes what was made for all blocks, in their order.
         first: As `sweep` takes it.
         held: As `sweep` takes it.
+        along: As `sweep` takes it.
     """
     parts: dict[Block, Tensor] = {}
 
@@ -90,4 +94,11 @@ def sweep_parts(
             consume(whole)
 
     row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
-    return sweep(problem, batches, measure, collect, first=first, extra_bytes=row_bytes, held=held)
+    return sweep(
+        *(problem, batches, measure, collect),
+        first=first,
+        extra_bytes=row_bytes,
+        held=held,
+        along=along,
+        joins_blocks=True,
+    )

@@ -117,16 +117,22 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
             )
 
 
-def eigenbases(problem: Problem, sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
+def eigenbases(
+    problem: Problem, sums: FactorSums, num_examples: int, on_all: bool = True
+) -> dict[Block, Eigenbasis]:
     """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
 
-    Each process decomposes those that it owns, and all have all of them.
+    Args:
+        problem: The network and its blocks.
+        sums: Factors of the blocks that this process owns.
+        num_examples: Of how many examples they are sums.
+        on_all: Whether all processes get all of them, or each those that it owns.
     """
     bases: dict[Block, Eigenbasis] = {}
     for block in list(sums):
         G, A = sums.pop(block)
         bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
-    return bases if problem.ranks.size == 1 else shared_bases(problem, bases)
+    return shared_bases(problem, bases) if problem.ranks.size > 1 and on_all else bases
 
 
 def add_to(sums: Sums, block: Block, value: Tensor) -> None:

@@ -1,18 +1,18 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace_debias.curvature.fits.chunks import Chunks
 from laplace_debias.curvature.fits.kept_inputs import ConsumeInputs, KeptInputs
-from laplace_debias.curvature.fits.out_of_memory import is_out_of_memory, out_of_memory
+from laplace_debias.curvature.fits.out_of_memory import out_of_memory
 from laplace_debias.curvature.fits.pass_state import Held
 from laplace_debias.curvature.fits.problem import Problem, Seen
-from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.tap import Tap
@@ -23,6 +23,7 @@ from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.system.memory import MOST_GRANTED, granted
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
 # leave the processor's cache.
@@ -40,13 +41,15 @@ def sweep(
     additive: bool = False,
     extra_bytes: int = 0,
     held: Held | None = None,
+    along: Sequence[Tensor | None] = (),
+    joins_blocks: bool = False,
 ) -> Seen:
     """One pass over data: every batch's blocks are measured and handed over.
 
     A batch is pushed through the network in chunks, to keep the output gradients of all columns
     within the memory bound. A chunk for which there is not enough memory is run again by halves, as
-    are all that follow, if nothing of it was added yet. Of several processes each goes through its
-    own batches; what they saw is summed, what was measured is not.
+    are all that follow; what was added of it is not added again. Of several processes each goes
+    through its own batches; what they saw is summed, what was measured is not.
 
     Args:
         problem: The network and its blocks.
@@ -63,11 +66,13 @@ def sweep(
         held: Where `consume` and `consume_inputs` keep what they sum, so that the pass can be saved
             and gone on with: all that they remember from batch to batch. None for a pass of which
             nothing is saved.
+        along: What is measured along, as `Passes.begin` takes it.
+        joins_blocks: Whether `consume` adds nothing before it was given all blocks.
 
     Raises:
         ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
             or targets do not fit.
-        RuntimeError: If memory runs out for a single example, or where a chunk is partly added.
+        RuntimeError: If memory runs out for a single example, or within a sum.
     """
     network = shadow(problem.model)
     stream = problem.backend(network, problem.blocks)
@@ -75,24 +80,25 @@ def sweep(
     faults = Faults()
     placed = batches if isinstance(batches, Placed) else Placed(batches)
     keys = {block.name: block for block in problem.blocks}
-    with problem.passes.begin(held, keys, faults.read) as one_pass:
-        pace = None
+    with problem.passes.begin(held, keys, faults.read, along) as one_pass:
+        pace, num_read = None, 0
         num_seen, num_outputs = one_pass.num_examples, one_pass.num_outputs
         nll: Tensor | float = one_pass.nll
         for number, (all_x, all_y) in enumerate(one_pass.batches(placed), start=1):
             problem.ranks.check()
             if pace is None:
                 pace = pace_of(problem, all_x, additive, extra_bytes)
-            if one_pass.skips(all_x, all_y):
+            place = placed.place(number - 1, num_read)
+            num_read += len(all_y)
+            left, before = one_pass.left(all_x, all_y, place), first + place
+            if not left:
                 continue
-            before = first + placed.place(number - 1, num_seen)
-            start = 0
-            while start < len(all_y):
-                part = slice(start, start + pace.examples)
-                x, y = take(all_x, part), all_y[part]
-                before_chunk, consuming = (nll, num_outputs), _Consuming(consume)
+            chunks = Chunks(left)
+            while (part := chunks.next(pace.examples)) is not None:
+                x, y, key = take(all_x, part), all_y[part], before + part.start
+                before_chunk, adding = (nll, num_outputs), chunks.adding(consume)
 
-                def columns(outputs: Tensor, y: Tensor = y, key: int = before + start) -> Tensor:
+                def columns(outputs: Tensor, y: Tensor = y, key: int = key) -> Tensor:
                     nonlocal nll, num_outputs
                     check_outputs(outputs)
                     cotangents, value = problem.cotangents(outputs, y, key)
@@ -107,14 +113,14 @@ def sweep(
                         moved, keeping = move(x, pace.device, None), measure
                         if kept is not None:
                             # It asks about what still lies on the CPU there.
-                            masks = pace.positions.find(x, y, before + start)
+                            masks = pace.positions.find(x, y, key)
                             keeping = kept.and_measure(measure, masks)
-                        stream(moved, columns, keeping, consuming, pace.columns)
-                except RuntimeError as error:
-                    # Part of a chunk may be in the sums already, and must not be added twice.
+                        stream(moved, columns, keeping, adding, pace.columns)
+                except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    if consuming.has_begun or len(y) == 1:
+                    # It is not known what a sum has come to that was broken off.
+                    if adding.is_within or len(y) == 1:
                         raise out_of_memory(len(y), pace.columns, error) from error
                     failed = len(y)
                 if failed is not None:
@@ -122,12 +128,13 @@ def sweep(
                     nll, num_outputs = before_chunk
                     if kept is not None:
                         kept.forget_chunk()
+                    chunks.again(part, adding.added(problem.blocks if joins_blocks else None))
                     pace = replace(pace, examples=failed // 2)
                     continue
                 if kept is not None:
                     kept.hand_over_if_full()
                 num_seen += len(y)
-                start += len(y)
+                chunks.done(part)
             if kept is not None:
                 kept.hand_over()
             one_pass.done(num_seen, nll, num_outputs)
@@ -137,18 +144,6 @@ def sweep(
     if seen.num_examples == 0:
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
     return seen
-
-
-class _Consuming:
-    """A `consume` that knows whether it was called."""
-
-    def __init__(self, consume: Consume) -> None:
-        self._consume = consume
-        self.has_begun = False
-
-    def __call__(self, block: Block, measured: Any) -> None:
-        self.has_begun = True
-        self._consume(block, measured)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from laplace_debias.curvature.network.inputs import (
     Inputs,
     call_with,
 )
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 # Numbers in the rows that are made at a time.
 _SLICE = 2**22
@@ -214,14 +215,26 @@ class CallUses:
             for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True))
             if g is not None and dim is not None
         }
-        if call.path not in self._loops:
-            try:
-                return _vectorised(call, parameters, cotangents, part)
-            # Whatever a forward pass raises under `vmap`: a branch on the data, an operation
-            # without a rule. What is wrong with the pass itself is raised by the loop again.
-            except Exception:
-                self._loops.add(call.path)
-        return _one_by_one(call, parameters, cotangents, part)
+        if call.path in self._loops:
+            return _one_by_one(call, parameters, cotangents, part)
+        try:
+            return _vectorised(call, parameters, cotangents, part)
+        # Whatever a forward pass raises under `vmap`: a branch on the data, an operation without a
+        # rule. What is wrong with the pass itself is raised by the loop again.
+        except Exception as error:
+            # It tells nothing of the module, which is not run example by example from then on.
+            if (is_short := is_out_of_memory(error)) and size == 1:
+                raise
+        if not is_short:
+            self._loops.add(call.path)
+            return _one_by_one(call, parameters, cotangents, part)
+        # Only here, behind the handler, is what the failed part held let go of.
+        middle = part.start + size // 2
+        halves = [
+            self._differentiated(call, parameters, gradients, half)
+            for half in (slice(part.start, middle), slice(middle, part.stop))
+        ]
+        return {name: torch.cat([half[name] for half in halves], 1) for name in parameters}
 
 
 def _vectorised(

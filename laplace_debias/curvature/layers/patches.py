@@ -9,7 +9,9 @@ columns at the border, which are subtracted.
 """
 
 import itertools
+from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -55,21 +57,42 @@ def patch_moments(
     Returns:
         `[C·k_1·…, C·k_1·…]`, ordered as `unfold` orders patches.
     """
+    x = x.unsqueeze(2) if x.ndim == 3 else x
+    products, image = _products_of(layer, x.shape[1:])
+    for part in x.split(max(1, _SLICE // image)):
+        products.add(part)
+    return products.assemble()
+
+
+def most_numbers(layer: nn.Conv1d | nn.Conv2d, x: Float[Tensor, "batch channels *space"]) -> int:
+    """How many numbers `patch_moments` holds at most, its result included.
+
+    Args:
+        layer: As it takes it.
+        x: As it takes it, of which nothing but the shape is read.
+    """
+    shape = x.shape[1:] if x.ndim == 4 else (x.shape[1], 1, x.shape[2])
+    products, image = _products_of(layer, shape)
+    channels = x.shape[1]
+    d_in = channels * torch.Size(layer.kernel_size).numel()
+    laid_out = min(len(x), max(1, _SLICE // image)) * image
+    # While it is put together, the result is there once more in another order.
+    return channels**2 * products.count + max(laid_out, 2 * d_in**2)
+
+
+def _products_of(layer: nn.Conv1d | nn.Conv2d, shape: Sequence[int]) -> tuple["_Products", int]:
+    """No products yet of images `[C, height, width]`, and the numbers of one that is laid out."""
     kernel, dilation = tuple(layer.kernel_size), tuple(layer.dilation)
     # As F.pad takes it: the last dimension first, before and behind.
     padding = layer._reversed_padding_repeated_twice
     margins = list(zip(padding[-2::-2], padding[::-2], strict=True))
-    if x.ndim == 3:
-        x, kernel, dilation = x.unsqueeze(2), (1, *kernel), (1, *dilation)
-        margins = [(0, 0), *margins]
+    if len(kernel) == 1:
+        kernel, dilation, margins = (1, *kernel), (1, *dilation), [(0, 0), *margins]
     rows, columns = (
-        _Offsets(*key) for key in zip(kernel, dilation, x.shape[2:], margins, strict=True)
+        _Offsets(*key) for key in zip(kernel, dilation, shape[1:], margins, strict=True)
     )
-    products = _Products(rows, columns)
-    image = (rows.length + rows.gap) * (columns.length + columns.gap) * x.shape[1]
-    for part in x.split(max(1, _SLICE // image)):
-        products.add(part)
-    return products.assemble()
+    image = (rows.length + rows.gap) * (columns.length + columns.gap) * shape[0]
+    return _Products(rows, columns), image
 
 
 class _Offsets:
@@ -117,6 +140,14 @@ class _Products:
         ]
         # By displacement, and the row, column or pixel that the product is confined to.
         self._sums: dict[tuple[int, int, int | None, int | None], Tensor] = {}
+
+    @property
+    def count(self) -> int:
+        """How many products there are, of a matrix `[C, C]` each."""
+        return sum(
+            (1 + len(self._border(self._rows, dy))) * (1 + len(self._border(self._columns, dx)))
+            for dy, dx in self._displacements
+        )
 
     def add(self, x: Float[Tensor, "batch channels height width"]) -> None:
         """Add the products of some images."""

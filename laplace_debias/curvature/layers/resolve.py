@@ -30,6 +30,7 @@ from laplace_debias.curvature.network.outputs import check_outputs, check_repeat
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 Calls = Mapping[str, Sequence[str]]
 
@@ -162,6 +163,8 @@ def _gradients(
             outputs, parameters, cotangent, retain_graph=True, allow_unused=True
         )
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise NotImplementedError(
             f"torch cannot differentiate the model's outputs ({error}) Use out-of-place operations "
             "in its forward pass."
@@ -214,6 +217,8 @@ def _error(
         rows = [] if is_other else _jacobians(layer, block, uses, expected)
     # Whatever a layer raises that is not what its class says, or a module that is run by itself.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return error
     if is_other:
         return NotImplementedError(

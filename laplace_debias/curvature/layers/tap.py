@@ -21,6 +21,7 @@ from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
     TRANSPOSED,
 )
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,9 @@ class Tap:
         try:
             outputs = self._run(x)
         # Whatever a forward pass raises where it meets a dimension that it does not expect.
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return False
         return outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
@@ -313,8 +316,8 @@ class Tap:
                 "with params=."
             )
         if not again:
-            self._uses.clear()
-            self._calls.clear()
+            # The hooks make a circle of references, which would hold all of it for long.
+            self.forget()
         del uses, calls, targets, gradients
         for site in reversed(self._sites):
             found = by_site.pop(site, None)

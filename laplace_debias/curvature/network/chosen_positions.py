@@ -14,6 +14,7 @@ from laplace_debias.curvature.network.inputs import Inputs, call, like, take
 from laplace_debias.curvature.network.logits import logits_of
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 Positions = int | Sequence[int] | Tensor
 """One position, the same ones for every example `[p]`, or a choice for each of them `[B, p]`."""
@@ -223,7 +224,9 @@ def _takes_fewer(
         with torch.no_grad():
             found = call(one.network(model, before_head=True), one.inputs(example))
     # Whatever a forward pass raises.
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return False
     expected = _at(outputs, one.columns)
     return found.shape == expected.shape and torch.allclose(found, expected, 1e-3, 1e-5)

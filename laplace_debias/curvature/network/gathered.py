@@ -159,7 +159,7 @@ def with_own_parameters(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def on_all_ranks(model: nn.Module) -> Iterator[None]:
+def with_all_ranks(model: nn.Module) -> Iterator[None]:
     """Processes that a model is split over are within, and hear of each other's errors.
 
     It is nothing for a model that is not split, or that is gathered.
@@ -183,7 +183,7 @@ def on_all_ranks(model: nn.Module) -> Iterator[None]:
 
 
 def _gather(model: nn.Module) -> nn.Module:
-    with on_all_ranks(model), current().explained():
+    with with_all_ranks(model), current().explained():
         return split_model.twin(model, split_model.whole)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 IGNORED = -100
 """The label of a position that does not count, as Hugging Face and `F.cross_entropy` have it."""
@@ -55,6 +56,8 @@ def shifts_labels(model: nn.Module, named: dict[str, object], labels: Tensor) ->
         read = _positions_read(asked, some, labels, last)
     # Whatever a forward pass raises.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             _unknown(asked, f"its forward pass with labels fails ({error})")
         ) from error

@@ -10,6 +10,7 @@ from laplace_debias.curvature.network.faults import require
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 
 def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
@@ -65,7 +66,9 @@ def explaining_unbatched(model: nn.Module, x: Inputs) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(x, Tensor) or _takes(model, x) or not _takes(model, x.unsqueeze(0)):
+        if is_out_of_memory(error) or not isinstance(x, Tensor):
+            raise
+        if _takes(model, x) or not _takes(model, x.unsqueeze(0)):
             raise
         raise ValueError(
             f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
@@ -79,7 +82,9 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
         with torch.no_grad():
             outputs = call(shadow(model), x)
     # Whatever a forward pass raises.
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return False
     return outputs.ndim > 1 and len(outputs) == len(x)
 

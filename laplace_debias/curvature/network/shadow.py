@@ -12,6 +12,7 @@ from laplace_debias.curvature.network.split_model import (
     is_shard,
     is_split,
 )
+from laplace_debias.system.out_of_memory import is_out_of_memory
 from laplace_debias.system.ranks import current
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -49,6 +50,8 @@ def shadow(model: nn.Module) -> nn.Module:
         twin = copy.deepcopy(model, memo)
     # Whatever a module's attributes raise when they are copied.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise TypeError(
             f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
             "so that your model stays untouched: keep non-leaf tensors, locks and open files out "

@@ -22,6 +22,7 @@ from laplace_debias.curvature.network.inputs import (
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.operators.tracing import Program, Tensors, trace
+from laplace_debias.system.out_of_memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE, Lock, SharedSetting
 
 # From the tensors of one vector, or of several stacked along a new first dimension (True).
@@ -149,13 +150,12 @@ class Lineariser:
                     _WITHOUT_FUTURE_WARNINGS,
                 ):
                     self._programs[kind] = trace(function, points, vectors())
-        except torch.OutOfMemoryError:
-            # It says nothing of the model, which would be taken for one that cannot be recorded.
-            raise
         # Whatever recording raises (control flow that looks at values, operations without a forward
         # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
         # more, and raise what is the model's own fault.
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             try:
                 self._programs[kind] = None
             except TypeError:

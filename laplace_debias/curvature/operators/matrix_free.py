@@ -11,10 +11,10 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.gathered import over_whole_model
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
+from laplace_debias.curvature.network.same_vectors import check_same
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
-from laplace_debias.curvature.operators.same_vectors import check_same
 from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import together

@@ -24,6 +24,7 @@ from laplace_debias.problems import (
     load_checkpoint,
     random_split,
 )
+from laplace_debias.system.atomic import check_target
 from laplace_debias.system.device import device_from
 
 NUM_VALIDATION = 5000
@@ -76,6 +77,7 @@ def run_comparison(
         OSError: If the results cannot be written.
     """
     console = console or plain_console()
+    check_target(settings.output / "sweep.csv", make_folders=True)
     settings.output.mkdir(parents=True, exist_ok=True)
     device = device_from(settings.device)
     model = all_cnn_c()

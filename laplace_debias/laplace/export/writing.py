@@ -10,6 +10,7 @@ from laplace_debias.curvature.network.inputs import Inputs, join
 from laplace_debias.laplace.export.answers import Answers
 from laplace_debias.laplace.export.programs import Predictive, input_names, tensors_alone
 from laplace_debias.system.atomic import check_target, written_atomically
+from laplace_debias.system.out_of_memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
 PROGRAM, ONNX = ".pt2", ".onnx"
@@ -86,6 +87,8 @@ def traced(predictive: Predictive, example: Inputs) -> torch.export.ExportedProg
             )
     # Whatever it raises: torch's own errors have no class in common.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).strip().partition("\n")[0]
         raise NotImplementedError(
             f"torch.export cannot trace the model's forward pass for any number of examples "
@@ -126,6 +129,8 @@ def _onnx(program: torch.export.ExportedProgram, names: list[str], answers: list
         assert found is not None
         return found.model_proto.SerializeToString()
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).strip().partition("\n")[0]
         raise NotImplementedError(
             f"torch.onnx cannot write the program ({type(error).__name__}: {reason}): name the "

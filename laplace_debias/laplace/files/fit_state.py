@@ -1,14 +1,17 @@
-"""The states of a fit's passes in a folder, one sealed file a pass."""
+"""The states of a fit's passes in a folder, one sealed file a pass and process."""
 
 import contextlib
 import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from laplace_debias.curvature.fits.pass_state import Entry, PassState
 from laplace_debias.laplace.files.plain_data import parsed_json
@@ -20,22 +23,29 @@ from laplace_debias.laplace.files.sealed import (
 )
 from laplace_debias.system.atomic import check_target, written_atomically
 
-_FORMAT = "laplace-debias fit state 1"
-_NAME = re.compile(r"pass-[1-9]\d*\.safetensors")
-_PARTIAL = re.compile(r"\.pass-[1-9]\d*\.safetensors\.[0-9a-f]{16}\.partial")
+_FORMAT = "laplace-debias fit state 2"
+# Of rank 0, which may be alone, without a rank.
+_NAME = re.compile(r"pass-([1-9]\d*)(?:\.rank-([1-9]\d*))?\.safetensors")
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}\.partial")
 
 
 @dataclass(frozen=True)
 class FitStates:
-    """A folder in which a fit keeps its state.
+    """A folder in which a fit, or something else that passes over data, keeps its state.
 
     Attributes:
         folder: The folder, which need not be there.
         fit: What the fit is, as plain data: a state of another fit is refused.
+        rank: Which process this is.
+        num_ranks: How many there are.
+        what: What messages call it.
     """
 
     folder: Path
     fit: Mapping[str, Any]
+    rank: int = 0
+    num_ranks: int = 1
+    what: str = "fit"
 
     @property
     def place(self) -> str:
@@ -45,19 +55,25 @@ class FitStates:
     def check(self) -> None:
         """Require that what is in the folder is of this fit; what is damaged there is removed.
 
+        Each process looks at what falls to it.
+
         Raises:
             ValueError: If there is the state of another fit.
         """
-        for path in self._files(_NAME):
+        for path in self._own_files().values():
             self._read(path)
 
-    def load(self, number: int) -> PassState | None:
-        """The state of a pass; None if there is none, or it is damaged, of which a warning says.
+    def load(self, number: int) -> dict[int, PassState]:
+        """As `Store.load`; without those that are damaged, of which a warning says.
 
         Raises:
-            ValueError: If it is that of another fit.
+            ValueError: If one is that of another fit.
         """
-        return self._read(self._path(number))
+        found = {}
+        for (of_pass, saver), path in self._own_files().items():
+            if of_pass == number and (state := self._read(path)) is not None:
+                found[saver] = state
+        return found
 
     def save(self, number: int, state: PassState) -> None:
         """Write the state of a pass, in full or not at all.
@@ -66,25 +82,28 @@ class FitStates:
             OSError: If it cannot be written.
         """
         entries = [
-            [entry.table, entry.key, entry.is_list, list(entry.value.shape)]
+            [entry.table, entry.key, entry.is_list, list(entry.value.shape), _dtype_name(entry)]
             for entry in state.entries
         ]
         described = {
             "num_batches": state.num_batches,
             # Integers beyond 2**53, and every bit of the sum, survive as texts.
-            "first_mark": str(state.first_mark),
-            "mark": str(state.mark),
+            "along": str(state.along),
             "num_examples": state.num_examples,
             "nll": state.nll.hex(),
             "num_outputs": state.num_outputs,
             "entries": entries,
         }
         texts = {"format": _FORMAT, "fit": json.dumps(self.fit), "pass": json.dumps(described)}
-        tensors = {
-            str(index): entry.value.detach().flatten() for index, entry in enumerate(state.entries)
-        }
-        with written_atomically(self._path(number)) as temporary:
+        tensors = {str(index): _as_saved(entry.value) for index, entry in enumerate(state.entries)}
+        tensors |= {"spans": _as_saved(state.spans), "marks": _as_saved(state.marks)}
+        with written_atomically(self._path(number, self.rank)) as temporary:
             write_sealed(temporary, texts, tensors)
+
+    def forget(self, number: int, savers: Sequence[int]) -> None:
+        """As `Store.forget`."""
+        for saver in savers:
+            self._path(number, saver).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the states, and the folder if nothing else is in it."""
@@ -93,13 +112,26 @@ class FitStates:
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"pass-{number}.safetensors"
+    def _path(self, number: int, saver: int) -> Path:
+        of_saver = f".rank-{saver}" if saver else ""
+        return self.folder / f"pass-{number}{of_saver}.safetensors"
 
     def _files(self, name: re.Pattern[str]) -> list[Path]:
-        if not self.folder.is_dir():
+        try:
+            return sorted(path for path in self.folder.iterdir() if name.fullmatch(path.name))
+        except (FileNotFoundError, NotADirectoryError):  # another process may have removed it
             return []
-        return sorted(path for path in self.folder.iterdir() if name.fullmatch(path.name))
+
+    def _own_files(self) -> dict[tuple[int, int], Path]:
+        """The files that fall to this process, by their passes and who saved them."""
+        found = {}
+        for path in self._files(_NAME):
+            match = _NAME.fullmatch(path.name)
+            assert match is not None
+            number, saver = int(match[1]), int(match[2] or 0)
+            if saver % self.num_ranks == self.rank:
+                found[number, saver] = path
+        return found
 
     def _read(self, path: Path) -> PassState | None:
         if not os.path.lexists(path):
@@ -108,27 +140,28 @@ class FitStates:
             texts, tensors = read_sealed(path, {_FORMAT: True})
         except UnknownFormatError as error:
             raise ValueError(
-                f"{path} is of the format {error.args[0]!r}, and no state of a fit: give resume= "
-                "a folder of its own."
+                f"{path} is of the format {error.args[0]!r}, and no state of a {self.what}: give "
+                "resume= a folder of its own."
             ) from error
         except DamagedFileError as error:
             path.unlink()
             warnings.warn(
-                f"The state of the fit in {path} is damaged ({error}), and was removed: this pass "
-                "begins anew.",
+                f"The state of the {self.what} in {path} is damaged ({error}), and was removed: "
+                "this pass begins anew.",
                 stacklevel=2,
             )
             return None
         self._check_same(parsed_json(texts["fit"]))
         told = parsed_json(texts["pass"])
         entries = [
-            Entry(table, key, is_list, tensors[str(index)].reshape(shape))
-            for index, (table, key, is_list, shape) in enumerate(told["entries"])
+            Entry(table, key, is_list, _restored(tensors[str(index)], dtype).reshape(shape))
+            for index, (table, key, is_list, shape, dtype) in enumerate(told["entries"])
         ]
         return PassState(
             told["num_batches"],
-            int(told["first_mark"]),
-            int(told["mark"]),
+            _restored(tensors["spans"], "int64").view(-1, 2),
+            _restored(tensors["marks"], "int64"),
+            int(told["along"]),
             told["num_examples"],
             float.fromhex(told["nll"]),
             told["num_outputs"],
@@ -144,9 +177,9 @@ class FitStates:
         ]
         if different:
             raise ValueError(
-                f"{self.folder} holds the state of another fit, which differs in "
-                f"{', '.join(different)}: give the model and the options of that fit, or another "
-                "folder."
+                f"{self.folder} holds the state of another {self.what}, which differs in "
+                f"{', '.join(different)}: give the model and the options of that {self.what}, or "
+                "another folder."
             )
 
 
@@ -162,6 +195,24 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
         raise NotADirectoryError(f"resume={str(folder)!r} is a file: name a folder.")
     check_target(path / "pass-1.safetensors", make_folders=True)
     return path
+
+
+def _dtype_name(entry: Entry) -> str:
+    return str(entry.value.dtype).partition(".")[2]
+
+
+def _as_saved(value: Tensor) -> Tensor:
+    """A tensor flat and in a dtype that sealed files have, without a loss."""
+    value = value.detach().flatten()
+    if value.is_floating_point():
+        return value if value.dtype in (torch.float32, torch.float64) else value.float()
+    return value.long().view(torch.float64)
+
+
+def _restored(saved: Tensor, dtype: str) -> Tensor:
+    """What `_as_saved` was given, flat."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    return saved.to(wanted) if wanted.is_floating_point else saved.view(torch.int64).to(wanted)
 
 
 def _shown(there: Any, now: Any) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kinds import DENSE
+from laplace_debias.curvature.fits.sharded_blocks import ShardedBlocks
 from laplace_debias.laplace.files.groups_apart import blocks_apart, has_groups, joined
 from laplace_debias.laplace.files.header import (
     LATER_FIELDS,
@@ -30,6 +31,7 @@ from laplace_debias.laplace.files.sealed import (
     read_sealed,
     write_sealed,
 )
+from laplace_debias.laplace.files.sent_tensors import SentTensors
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -50,8 +52,9 @@ _PARTS = ("U_G", "U_A", "U", "magnitudes")
 def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
 
-    The same posterior gives the same bytes. See `atomic` for links, permissions, and what a process
-    leaves that is killed.
+    The same posterior gives the same bytes. All processes that share the blocks of a sharded
+    posterior call it: rank 0 writes, and gets from the others one tensor after the other. See
+    `atomic` for links, permissions, and what a process leaves that is killed.
 
     Args:
         path: The file.
@@ -64,24 +67,45 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
         OSError: As `atomic.check_target`; if the disk is full or the file cannot be written.
     """
     header = header_of(fitted, own_likelihood)
-    posterior = fitted.posterior
-    check_target(path)
+    posterior, curvature = fitted.posterior, fitted.posterior.curvature
+    writes = not isinstance(curvature, ShardedBlocks) or curvature.rank == 0
+    if writes:
+        check_target(path)
     plain = header.as_plain()
     check_header(plain, "The posterior cannot be saved: it")
-    tensors = of_prior_and_mean(posterior)
+    tensors = {"prior_precision": posterior.prior_precision, **tensors_of_fit(posterior)}
+    texts = {"format": FORMAT, "header": json.dumps(plain, allow_nan=False)}
+    sent = None
+    if isinstance(curvature, ShardedBlocks):
+        blocks = expected_blocks(fitted.parameters.blocks, header.curvature, None)
+        sent = SentTensors.of(curvature, blocks, tensors)
+    if sent is not None and not writes:
+        sent.send()
+        return
+    with written_atomically(path, make_folders=False) as temporary:
+        if sent is None:
+            write_sealed(temporary, texts, tensors)
+        else:
+            write_sealed(temporary, texts, sent.tensors, sent.fetch)
+
+
+def tensors_of_fit(posterior: GaussianPosterior) -> dict[str, Tensor]:
+    """What a fit has found, by the names in its file: all but the prior precision."""
+    tensors = of_mean(posterior)
     for index, block in enumerate(posterior.curvature.blocks.values()):
         tensors.update(of_block(index, block))
-    texts = {"format": FORMAT, "header": json.dumps(plain, allow_nan=False)}
-    with written_atomically(path, make_folders=False) as temporary:
-        write_sealed(temporary, texts, tensors)
+    return tensors
+
+
+def of_mean(posterior: GaussianPosterior) -> dict[str, Tensor]:
+    """The tensors that a file holds of the mean, and of the prior's if it is not zero."""
+    of_prior = {} if posterior.prior_mean is None else {"prior_mean": posterior.prior_mean}
+    return {"mean": posterior.mean, **of_prior}
 
 
 def of_prior_and_mean(posterior: GaussianPosterior) -> dict[str, Tensor]:
     """The tensors that a file holds besides the blocks'."""
-    tensors = {"mean": posterior.mean, "prior_precision": posterior.prior_precision}
-    return (
-        tensors if posterior.prior_mean is None else {**tensors, "prior_mean": posterior.prior_mean}
-    )
+    return {"prior_precision": posterior.prior_precision, **of_mean(posterior)}
 
 
 def of_block(index: int, block: LinearOperator) -> dict[str, Tensor]:

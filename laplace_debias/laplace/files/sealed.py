@@ -20,7 +20,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -61,7 +61,12 @@ class _Entry:
     end: int
 
 
-def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+def write_sealed(
+    path: Path,
+    texts: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    fetch: Callable[[str], Tensor] | None = None,
+) -> str:
     """Write a sealed file; equal contents give equal bytes.
 
     Needs no more memory than one tensor on the CPU.
@@ -70,6 +75,8 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
         path: The file, which is overwritten in place.
         texts: Texts by name, none of them called `checksum`.
         tensors: Tensors by name, float32 or float64, of at most three dimensions, on any device.
+        fetch: From a name to the tensor's values, called in the order of `names_in_order` as they
+            are written; `tensors` may be on the meta device then. None if they have values.
 
     Returns:
         Its checksum.
@@ -77,8 +84,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
     Raises:
         OSError: If it cannot be written.
     """
-    # Wide ones first, so that every tensor is aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = names_in_order(tensors)
     described: dict[str, Any] = {"__metadata__": {**texts, _CHECKSUM: _BLANK}}
     start = 0
     for name in names:
@@ -99,12 +105,17 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
         digest.update(start_of_file)
         file.write(start_of_file)
         for name in names:
-            values = _bytes_of(tensors[name])
+            values = _bytes_of(tensors[name] if fetch is None else fetch(name))
             digest.update(values)
             file.write(values)
         file.seek(place)
         file.write(digest.hexdigest().encode())
     return digest.hexdigest()
+
+
+def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors in the order of a file: wide ones first, so that each is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def read_sealed(

@@ -19,10 +19,7 @@ def check_same(ranks: Ranks, vectors: Tensor) -> None:
     """
     if ranks.size == 1:
         return
-    numbers = bits(vectors.flatten()).long()
-    # Odd weights: integers wrap around, and no bit is lost.
-    weights = 2 * torch.arange(len(numbers), device=numbers.device) + 1
-    said = ranks.exchange([list(vectors.shape), int((numbers * weights).sum())])
+    said = ranks.exchange([list(vectors.shape), digest(vectors)])
     wrong = [rank for rank, of_rank in enumerate(said) if of_rank != said[0]]
     if wrong:
         raise ValueError(
@@ -30,3 +27,11 @@ def check_same(ranks: Ranks, vectors: Tensor) -> None:
             "pass generators of one seed, generator=torch.Generator().manual_seed(0) on each, to "
             "what draws vectors (trace, eigsh, ...), or send rank 0's vector to the others."
         )
+
+
+def digest(tensor: Tensor) -> int:
+    """A number that changes with any bit of a tensor's entries, and with their order."""
+    numbers = bits(tensor.detach().flatten()).long()
+    # Odd weights: integers wrap around, and no bit is lost.
+    weights = 2 * torch.arange(len(numbers), device=numbers.device) + 1
+    return int((numbers * weights).sum())

@@ -1,0 +1,192 @@
+"""Calls on a posterior whose blocks several processes share out: all of them make each together.
+
+Each process calculates what its blocks give for the same examples, and one sum gives the result to
+all.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.fits.sharded_blocks import ShardedBlocks
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
+from laplace_debias.curvature.network.same_vectors import digest
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.system.ranks import current, together
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def on_all_ranks(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """A method that all processes call where the posterior is sharded; of a whole one as it is.
+
+    Its object gives its posteriors by `_posteriors`, none before a fit.
+
+    Args:
+        what: What messages call it.
+    """
+
+    def decorate(method: Callable[P, Result]) -> Callable[P, Result]:
+        @functools.wraps(method)
+        def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+            of_posteriors: Any = args[0]
+            return run_together(what, of_posteriors._posteriors, lambda: method(*args, **kwargs))
+
+        return called
+
+    return decorate
+
+
+def run_together(
+    what: str, posteriors: Sequence[GaussianPosterior], function: Callable[[], Result]
+) -> Result:
+    """Call a function on all processes if some posterior is sharded, else on this one.
+
+    Args:
+        what: What messages call it.
+        posteriors: What it works on.
+        function: The function.
+
+    Raises:
+        RuntimeError: If this call is not one of all processes that share the blocks.
+        ValueError: As `sharded_among` and `check_same_state`.
+    """
+    sharded = sharded_among(posteriors)
+    if sharded is None:
+        return function()
+    sharded.ranks()
+
+    @together(what)
+    def agreed() -> Result:
+        check_same_state(posteriors)
+        return function()
+
+    return agreed()
+
+
+def sharded_among(posteriors: Sequence[GaussianPosterior]) -> ShardedBlocks | None:
+    """The curvature of the first sharded one of some posteriors, if there is one.
+
+    Raises:
+        ValueError: If there are several whose blocks are shared out in different ways.
+    """
+    found = [p.curvature for p in posteriors if isinstance(p.curvature, ShardedBlocks)]
+    if any(of.owners != found[0].owners for of in found):
+        raise ValueError(
+            "The posteriors' blocks are shared out in different ways: make them whole by "
+            "`la.gather()`, or predict with each."
+        )
+    return found[0] if found else None
+
+
+def check_same_state(posteriors: Sequence[GaussianPosterior]) -> None:
+    """Require the same prior and temperature on all processes.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    states = [[p.prior_precision.tolist(), p.temperature, p.num_data] for p in posteriors]
+    for rank, of_rank in enumerate(said := current().exchange(states)):
+        if of_rank != said[0]:
+            raise ValueError(
+                f"Rank {rank} has another prior precision, temperature or N than rank 0: set them "
+                "to the same on all ranks, whose blocks make one posterior."
+            )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this process does of a call: all blocks, or of sharded posteriors those it holds.
+
+    Attributes:
+        blocks: The blocks.
+        at: Their numbers among all.
+        sharded: How they are shared out; None if they are not.
+    """
+
+    blocks: Sequence[Block]
+    at: slice | list[int]
+    sharded: ShardedBlocks | None
+
+    @classmethod
+    def of(cls, posteriors: Sequence[GaussianPosterior], blocks: Sequence[Block]) -> "Share":
+        """That of a call on some posteriors; of a whole one among sharded ones the same blocks.
+
+        Args:
+            posteriors: Posteriors over the blocks.
+            blocks: All blocks.
+
+        Raises:
+            ValueError: As `sharded_among`.
+        """
+        sharded = sharded_among(posteriors)
+        if sharded is None:
+            return cls(blocks, slice(None), None)
+        at = [index for index, block in enumerate(blocks) if sharded.is_here(block.name)]
+        return cls([blocks[index] for index in at], at, sharded)
+
+    def check_same(self, x: Inputs, others: Sequence[Tensor | None], diagonal: bool) -> None:
+        """Require all processes to ask for the same.
+
+        Args:
+            x: Inputs.
+            others: Prior precisions, and which outputs.
+            diagonal: Whether variances will do.
+
+        Raises:
+            ValueError: Otherwise.
+        """
+        if self.sharded is None:
+            return
+        asked = [None if of is None else digest(of) for of in (*tensors_of(x), *others)]
+        said = self.sharded.ranks().exchange([asked, diagonal])
+        wrong = [rank for rank, of_rank in enumerate(said) if of_rank != said[0]]
+        if wrong:
+            raise ValueError(
+                f"Ranks {wrong} ask for other inputs, outputs or prior precisions than rank 0, but "
+                "a sharded posterior predicts for the same on all ranks: pass the same, or make "
+                "it whole by `la.gather()`, after which each rank predicts by itself."
+            )
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, in place; of whole posteriors as it is."""
+        return tensor if self.sharded is None else self.sharded.summed(tensor)
+
+
+def predicted(
+    batches: Pairs, predict: Callable[[Inputs], Result], in_turn: bool
+) -> Iterator[tuple[Result, Tensor]]:
+    """What is predicted of each batch of this process, with the batch's targets.
+
+    Args:
+        batches: This process's batches.
+        predict: What predicts.
+        in_turn: Whether all processes predict for the batches of each, one after the other.
+    """
+    if not in_turn:
+        for x, y in batches:
+            yield predict(x), y
+        return
+    ranks, iterator = current(), iter(batches)
+    while True:
+        batch = next(iterator, None)
+        has_one = ranks.exchange(batch is not None)
+        if not any(has_one):
+            return
+        own: list[Result] = []
+        for rank in (rank for rank, has in enumerate(has_one) if has):
+            is_own = batch is not None and rank == ranks.rank
+            sent: Any = move(batch[0], torch.device("cpu"), None) if batch and is_own else None
+            x = ranks.from_rank(sent, rank)
+            found = predict(batch[0] if batch and is_own else x)
+            if is_own:
+                own = [found]
+        if batch is not None:
+            yield own[0], batch[1]

@@ -1,0 +1,150 @@
+"""What several processes load and share: batches cut into parts, or dealt out whole."""
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
+from laplace_debias.curvature.network.reader import BatchReader
+from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.sources.changed import Cast, Changed
+from laplace_debias.system.ranks import current
+
+Result = TypeVar("Result")
+
+
+def one_first(work: Callable[[], Result]) -> Result:
+    """Work that every process does, but one of each machine before its others.
+
+    So what is downloaded, extracted or kept in a cache is there when the others look for it.
+
+    Args:
+        work: Returns what this process needs.
+    """
+    ranks = current()
+    hosts = ranks.exchange(socket.gethostname())
+    if hosts.index(hosts[ranks.rank]) != ranks.rank:
+        ranks.exchange(None)
+        return work()
+    try:
+        return work()
+    finally:
+        # After an error, too: what is wrong for all is then told by all.
+        ranks.exchange(None)
+
+
+def share(batches: Batches, model: nn.Module) -> Batches:
+    """This process's part of every batch, as fits and curvature operators take it.
+
+    The union of the processes' k-th batches is the k-th batch of one process. Batches of a loader
+    of the commands are read in part; of others each process reads all and keeps its part.
+
+    Args:
+        batches: Batches that every process has.
+        model: What takes them.
+
+    Returns:
+        The batches themselves where there is one process.
+    """
+    ranks = current()
+    if ranks.size == 1:
+        return batches
+    if isinstance(batches, Cast):
+        return Cast(share(batches.source, model), batches.dtype)
+    if _is_plain(batches):
+        loader: Any = batches
+        return _with_batches(loader, ShardedBatches(loader.dataset, loader.batch_size))
+    mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
+    # Of a list it is known where its examples are.
+    return list(mine) if isinstance(batches, list | tuple) else mine
+
+
+def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Inputs, Tensor]]:
+    """Those whole batches that are this process's, every n-th one; all where there is one process.
+
+    Args:
+        batches: Batches that every process has.
+        read: What makes pairs of them.
+
+    Yields:
+        The number of the batch among all, that of its first example, inputs and targets.
+    """
+    for number, first, batch in _dealt(batches, read):
+        yield number, first, *read(batch)
+
+
+def _dealt(batches: Any, read: BatchReader) -> Iterator[tuple[int, int, Any]]:
+    ranks = current()
+    if isinstance(batches, Cast | Changed):
+        for number, first, batch in _dealt(batches.source, read):
+            yield number, first, batches.made(batch, first)
+    elif ranks.size > 1 and _is_plain(batches):
+        indices = list(batches.batch_sampler)
+        mine = range(ranks.rank, len(indices), ranks.size)
+        size = batches.batch_size
+        loader = _with_batches(batches, [indices[number] for number in mine])
+        for number, batch in zip(mine, loader, strict=True):
+            yield number, number * size, batch
+    else:
+        first = 0
+        for number, batch in enumerate(batches):
+            if number % ranks.size == ranks.rank:
+                yield number, first, batch
+            first += num_examples(read(batch)[0])
+
+
+def _is_plain(batches: Any) -> bool:
+    """Whether this is a loader whose batches are runs of its data set."""
+    return (
+        isinstance(batches, DataLoader)
+        and type(batches.batch_sampler) is BatchSampler
+        and type(batches.sampler) is SequentialSampler
+        and not batches.drop_last
+    )
+
+
+def _with_batches(loader: Any, sampler: Any) -> Batches:
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        generator=loader.generator,
+    )
+
+
+class _Cut:
+    """A part of every batch.
+
+    Args:
+        batches: The batches.
+        read: What makes pairs of them.
+        rank: Which part.
+        size: How many there are.
+    """
+
+    def __init__(self, batches: Batches, read: BatchReader, rank: int, size: int) -> None:
+        self._batches, self._read = batches, read
+        self._rank, self._size = rank, size
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        was_too_small = False
+        for batch in self._batches:
+            x, y = self._read(batch)
+            if was_too_small:
+                # The parts of the batches that follow would be taken for those of this one.
+                raise ValueError(
+                    f"a batch before the last one has fewer examples than there are processes "
+                    f"({self._size}): give larger batches, or start fewer processes"
+                )
+            count = num_examples(x)
+            was_too_small = count < self._size
+            each, left = divmod(count, self._size)
+            start = self._rank * each + min(self._rank, left)
+            part = slice(start, start + each + (self._rank < left))
+            if part.start < part.stop:
+                yield take(x, part), y[part]

@@ -1,0 +1,209 @@
+"""Disks that are full or read-only, workers that die: one line that says what to do."""
+
+import os
+import subprocess
+
+import bring
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+from laplace_debias.curvature.fits import passes
+from laplace_debias.system.workers import LostWorkerError
+
+NETWORKS = (
+    bring.NETWORKS
+    + """
+import os
+import signal
+
+from torch.utils.data import TensorDataset, get_worker_info
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 3))
+
+
+class Bad(TensorDataset):
+    def __init__(self, how):
+        super().__init__(torch.randn(40, 4), torch.arange(40) % 3)
+        self.how = how
+
+    def __getitem__(self, index):
+        if self.how is not None and get_worker_info() is not None:
+            if self.how == "raise":
+                raise OSError(f"image {index} cannot\\\\nbe read")
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return super().__getitem__(index)
+
+
+def parts(how):
+    held = TensorDataset(*Bad(None)[:9])
+    return {"train": Bad(how), "validation": held, "test": held}
+
+
+def raising():
+    return parts("raise")
+
+
+def killed():
+    return parts("SIGKILL")
+
+
+def crashing():
+    return parts("SIGSEGV")
+"""
+)
+SOURCE = ["--model=nets:rows", "--device=cpu", "--progress=false"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "nets.py").write_text(NETWORKS)
+    monkeypatch.chdir(tmp_path)
+    bring.forget(monkeypatch, "nets")
+    bring.archive(tmp_path / "d.npz")
+    return tmp_path
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Makes a file system of a size, or changes it: `disk("size=60k")`, `disk("ro")`."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    is_there = False
+
+    def mounted(options):
+        nonlocal is_there
+        how = f"remount,{options}" if is_there else options
+        mount = ["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(place)]
+        if os.name == "nt" or subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("file systems cannot be mounted here")
+        is_there = True
+        return place
+
+    yield mounted
+    if is_there:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def only_line(capsys):
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("laplace-debias: error: ")
+    return line.removeprefix("laplace-debias: error: ")
+
+
+def no_work(*_, **__):
+    raise AssertionError("the work has begun")
+
+
+def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, capsys):
+    data = [*SOURCE, "--data=d.npz"]
+    assert main(["fit", *data, "--output=p.safetensors"]) == 0
+    run = [*data, "--num_resamples=2", "--methods=[]"]
+    place = disk("size=8m")
+    assert main(["report", *run, f"--output={place}/run"]) == 0
+    disk("ro")
+    capsys.readouterr()
+    for command in ("fit", "tune", "spectrum", "report"):
+        monkeypatch.setattr(f"laplace_debias.commands.{command}.load", no_work)
+    monkeypatch.setattr("laplace_debias.commands.predict.load_with_reader", no_work)
+    monkeypatch.setattr("laplace_debias.commands.demo.digits", no_work)
+    monkeypatch.setattr("laplace_debias.commands.train.get_problem", no_work)
+    monkeypatch.setattr("laplace_debias.commands.report.write_page", no_work)
+    saved = "--posterior=p.safetensors"
+    for command in (
+        ["fit", *data, f"--output={place}/new/p.safetensors"],
+        ["fit", *data, "--output=q.safetensors", f"--resume={place}/state"],
+        ["tune", *data, saved, f"--output={place}/q.safetensors"],
+        ["predict", *data, saved, f"--output={place}/q.csv"],
+        ["spectrum", *data, f"--output={place}/spectrum"],
+        ["report", *data, f"--output={place}/other"],
+        ["report", f"--from={place}/run"],
+        ["demo", f"--output={place}/demo"],
+        ["train", f"--output={place}/network.safetensors"],
+    ):
+        assert main(command) == 2
+        line = only_line(capsys)
+        assert str(place) in line, line
+        assert "may not be written to: choose another place, or change its permissions" in line
+
+
+def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys):
+    place = disk("size=60k")
+    data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
+    posterior = place / "p.safetensors"
+    assert main(["fit", *data, f"--output={posterior}"]) == 2
+    told = f"There is no space left to write {posterior}: free some, or choose another place."
+    assert only_line(capsys) == told
+    assert list(place.iterdir()) == []
+    disk("size=8m")
+    assert main(["fit", *data, f"--output={posterior}"]) == 0
+    whole = posterior.read_bytes()
+    # Now there is room for it alone: it stays as it is.
+    filled = place / "filled"
+    disk("size=600k")
+    free = os.statvfs(place)
+    filled.write_bytes(bytes(free.f_bavail * free.f_frsize))
+    capsys.readouterr()
+    saved = f"--posterior={posterior}"
+    for command in (
+        ["tune", *data, saved],
+        ["predict", *data, saved, f"--output={place}/q.csv"],
+        ["predict", *data, saved, f"--output={place}/q.parquet"],
+    ):
+        assert main(command) == 2
+        assert "There is no space left to write" in only_line(capsys)
+        assert sorted(path.name for path in place.iterdir()) == ["filled", "p.safetensors"]
+        assert posterior.read_bytes() == whole
+
+
+def test_a_fit_goes_on_although_its_state_cannot_be_saved(here, disk, monkeypatch):
+    place = disk("size=60k")
+    monkeypatch.setattr(passes, "EVERY", 0.0)
+    data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
+    fit = ["fit", *data, "--batch_size=10", f"--resume={place}"]
+    with pytest.warns(UserWarning, match="was not saved, and the fit goes on: There is no space"):
+        assert main([*fit, "--output=p.safetensors"]) == 0
+    assert list(place.iterdir()) == []
+    assert main(["fit", *data, "--batch_size=10", "--output=q.safetensors"]) == 0
+    assert (here / "p.safetensors").read_bytes() == (here / "q.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        ("killed", ["(pid ", "killed, most often by the kernel", "fewer workers", "--workers"]),
+        ("crashing", ["(pid ", "crashed", "--workers=0"]),
+        ("raising", ["the data set failed", "OSError: image", "--workers=0 with --traceback"]),
+    ],
+)
+def test_a_worker_that_dies_is_told_with_what_to_do(here, data, parts, capfd):
+    fit = ["fit", *SOURCE, f"--data=nets:{data}", "--workers=1", "--output=p.safetensors"]
+    assert main(fit) == 2
+    # torch's own words of a crash come before, without an end of line.
+    printed = capfd.readouterr().err
+    (line,) = (
+        line for line in printed.replace("\0", "").splitlines() if "-debias: error: " in line
+    )
+    for part in parts:
+        assert part in line
+    assert not (here / "p.safetensors").exists()
+
+
+def test_a_fit_in_a_script_tells_of_a_killed_worker_too(here, monkeypatch):
+    monkeypatch.syspath_prepend(str(here))
+    import nets
+
+    model = nets.rows().eval()
+    loader = DataLoader(nets.Bad("SIGKILL"), batch_size=8, num_workers=1)
+    with pytest.raises(LostWorkerError, match=r"num_workers, --workers") as told:
+        Laplace(model).fit(loader)
+    assert isinstance(told.value.__cause__, RuntimeError)
+    # Other errors stay as they are.
+    other = TensorDataset(torch.randn(4, 4), torch.tensor([0, 1, 2, 7]))
+    with pytest.raises(ValueError, match="labels"):
+        Laplace(model).fit(DataLoader(other))

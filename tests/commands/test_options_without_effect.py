@@ -1,0 +1,108 @@
+"""Options that a command does not use: refused on its line, told of where a file has them."""
+
+import bring
+import pytest
+import yaml
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+from laplace_debias.sources import SourceSettings, load
+
+SOURCE = ["--model=nets:rows", "--data=d.npz", "--device=cpu", "--progress=false"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    bring.networks(tmp_path, monkeypatch)
+    bring.archive(tmp_path / "d.npz")
+    return tmp_path
+
+
+REFUSED = {
+    "fit": [
+        *("--ood=x=nowhere", "--ood_examples=3", "--corruptions=[1]", "--test_examples=3"),
+        *("--validation_examples=3", "--plan --overwrite", "--plan --scale --mode=mini"),
+        "--curvature=diag --sharing=reduce",
+    ],
+    "tune": [
+        *("--corruptions=[1]", "--train_examples=3", "--ood.far:x=builtin:digits"),
+        "--method=marglik --test_examples=3",
+    ],
+    "predict": ["--corruptions=[1]", "--train_examples=3", "--inputs=d.npz --test_examples=3"],
+    "spectrum": ["--left_out=0.1", "--method=rows --max_matvecs=60", "--corruptions=[1]"],
+    "evaluate": ["--with_temperature", "--examples=3"],
+    "report": ["--with_temperature", "--methods=[temperature] --examples=9", "--from=x"],
+}
+NEEDED = {
+    "fit": ["--output=p.safetensors"],
+    "tune": ["--posterior=p.safetensors"],
+    "predict": ["--posterior=p.safetensors", "--output=o.csv"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [(c, options) for c, several in REFUSED.items() for options in several]
+)
+def test_on_the_line_of_a_command_they_are_refused(here, command, options, capsys):
+    assert main([command, *SOURCE, *NEEDED.get(command, []), *options.split()]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "has no effect here (" in line
+    assert line.endswith("): leave it out")
+    assert sorted(path.name for path in here.iterdir()) == ["d.npz", "nets.py"]
+
+
+def test_in_a_file_for_several_commands_they_are_told(here, capsys):
+    settings = {
+        "ood": {"x": "nowhere"},
+        "corruptions": [1, 2],
+        "validation_examples": 5,
+        "held_out": 0.3,
+    }
+    (here / "all.yaml").write_text(yaml.safe_dump(settings))
+    common = [*SOURCE, "--config=all.yaml"]
+    assert main(["fit", *common, "--output=p.safetensors"]) == 0
+    printed = capsys.readouterr().out
+    assert "Not used: ood, corruptions (for `report` and `evaluate`).\n" in printed
+    assert "Not used: validation_examples (`fit` does not read these examples).\n" in printed
+    assert "held_out is not used: the data comes in parts of its own.\n" in printed
+    assert main(["tune", *common, "--posterior=p.safetensors", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "Not used: ood, corruptions" in captured.err
+    assert captured.out.startswith("{")
+    # The same settings without them give the same posterior.
+    assert main(["fit", *SOURCE, "--output=q.safetensors"]) == 0
+    assert "Not used" not in capsys.readouterr().out
+    assert main(["report", *common, "--output=run"]) == 2
+    assert "ood x: nothing is at nowhere" in capsys.readouterr().err
+
+
+def test_held_out_is_told_of_where_data_has_parts_alone(here):
+    content = bring.arrays()
+    bring.archive(here / "whole.npz", x=content["x_train"], y=content["y_train"])
+
+    def notes(data, held_out):
+        options = {"model": "nets:rows", "device": "cpu", "held_out": held_out}
+        return " ".join(load(SourceSettings(data=data, **options)).notes)
+
+    assert "held_out is not used" in notes("d.npz", 0.3)
+    assert "held_out" not in notes("d.npz", 0.2)
+    assert "held_out is not used" not in notes("whole.npz", 0.3)
+
+
+def test_workers_of_batches_that_are_taken_as_they_are_are_refused(here, capsys):
+    with open("nets.py", "a") as file:
+        file.write(
+            "\n\ndef batches():\n    part = [(torch.randn(9, 4), torch.arange(9) % 3)]\n"
+            "    return {'train': part, 'validation': part, 'test': part}\n"
+        )
+    source = ["--model=nets:rows", "--data=nets:batches", "--device=cpu", "--workers=2"]
+    assert main(["fit", *source, "--output=p.safetensors"]) == 2
+    assert "workers is given, but the train data is batches of list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("curvature", ["diag", "lowrank", "full"])
+def test_sharing_without_kronecker_factors_is_refused(curvature):
+    model = nn.Linear(4, 3).eval()
+    with pytest.raises(ValueError, match="sharing='reduce' is for Kronecker factors"):
+        Laplace(model, curvature=curvature, sharing="reduce")

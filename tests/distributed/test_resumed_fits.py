@@ -1,0 +1,81 @@
+"""A fit of several processes that was broken off goes on, with as many or with another number."""
+
+import kill_fits
+import pytest
+import rank_tasks as tasks
+import torch
+
+from laplace_debias import ShardedBatches
+
+CASES = [("kfac", {}), ("ekfac", {"fisher": "mc"}), ("full", {}), ("lowrank", {})]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("curvature", "options"), CASES)
+def test_a_fit_goes_on_with_any_number_of_processes(processes, tmp_path, curvature, options, sizes):
+    before, after = sizes
+    folder = tmp_path / "state"
+    # EKFAC in its second pass. Each process saves whenever it likes: they stop at other batches.
+    two_passes = curvature == "ekfac"
+    parts = [
+        list(ShardedBatches(range(tasks.SIZE), 6, rank=rank, num_ranks=before))
+        for rank in range(before)
+    ]
+    stops = [2 + rank % 2 for rank in range(before)]
+    after_batches = [
+        stop + two_passes * len(of_rank) for stop, of_rank in zip(stops, parts, strict=True)
+    ]
+    broken = processes.run(before, tasks.break_off, curvature, options, folder, after_batches)
+    assert {found[0] for found in broken} <= {"Broken", "RankError"}, broken
+    saved = len(list(folder.glob("pass-*.rank-*")))
+    assert saved == (before - 1) * (1 + two_passes)
+
+    expected, _ = tasks.resumed(0, curvature, options, None)
+    alone = processes.run(after, tasks.resumed, curvature, options, None)
+    found = processes.run(after, tasks.resumed, curvature, options, folder)
+    for (C, _), (uninterrupted, _) in zip(found, alone, strict=True):
+        bound = 1e-12 * float(expected.abs().max())
+        torch.testing.assert_close(C, expected, rtol=0, atol=bound)
+        assert before != after or torch.equal(C, uninterrupted)
+    assert not folder.exists()
+
+    # Nothing is computed with twice: but where three sums are added in another order, other
+    # rounding gives other directions, along which nothing was measured yet.
+    done = sum(
+        len(part) for stop, of_rank in zip(stops, parts, strict=True) for part in of_rank[:stop]
+    )
+    num_computed = sum(number for _, number in found)
+    assert num_computed == tasks.SIZE - done or (
+        num_computed == tasks.SIZE and two_passes and sizes == (3, 2)
+    )
+
+
+def test_other_data_are_refused_by_all(processes, tmp_path):
+    folder = tmp_path / "state"
+    processes.run(3, tasks.break_off, "kfac", {}, folder, [2, 3, 2])
+    for found in processes.run(2, tasks.resumed, "kfac", {}, folder, 4):
+        assert found[0] == "ValueError"
+        assert "holds a fit of other data" in found[1]
+    # It is left as it was.
+    expected, _ = tasks.resumed(0, "kfac", {}, None)
+    for C, _ in processes.run(2, tasks.resumed, "kfac", {}, folder):
+        torch.testing.assert_close(C, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_a_search_goes_on_with_as_many_processes(processes, tmp_path):
+    folder = tmp_path / "state"
+    processes.run(2, tasks.break_off_tuning, folder, [2, 3])
+    assert len(list(folder.iterdir())) == 2
+    for found in processes.run(3, tasks.resumed_tuning, folder):
+        assert found[0] in ("ValueError", "RankError")
+        assert "number of processes (2 there, 3 now)" in found[1]
+    expected = processes.run(2, tasks.resumed_tuning, None)
+    assert processes.run(2, tasks.resumed_tuning, folder) == expected
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_is_killed(tmp_path):
+    found = kill_fits.kill_ranks(3, seed=1, folder=tmp_path)
+    assert not found.failures
+    assert sum(found.counts.values()) == 3

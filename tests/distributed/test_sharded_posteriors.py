@@ -1,0 +1,209 @@
+"""A posterior whose blocks several processes share out is the posterior of one process."""
+
+import oracle
+import pytest
+import rank_posteriors as tasks
+import rank_tasks
+import torch
+
+CURVATURES = ("kfac", "ekfac", "diag")
+MODES = ("full", "mini", "debiased", "crossfit")
+
+
+def check(found, expected, rel=1e-12):
+    assert isinstance(found, dict), found
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        of_one = torch.as_tensor(value, dtype=torch.float64)
+        error = (torch.as_tensor(found[key], dtype=torch.float64) - of_one).norm()
+        assert error <= rel * of_one.norm(), key
+
+
+def check_all(processes, num_ranks, task, *args):
+    expected = task(0, *args)
+    for found in processes.run(num_ranks, task, *args):
+        check(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "curvature", "mode"),
+    [(2, "kfac", "full"), (3, "ekfac", "debiased"), (4, "diag", "full"), (3, "kfac", "crossfit")],
+)
+def test_every_call_gives_what_one_process_gives(processes, num_ranks, curvature, mode):
+    check_all(processes, num_ranks, tasks.calls, curvature, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("curvature", [*CURVATURES, "lowrank", "full"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_call_of_every_curvature_and_mode(processes, num_ranks, curvature, mode):
+    expected = tasks.calls(0, curvature, mode)
+    # Noise is drawn in the eigenbasis, and rounding chooses that of the whole matrix's null space:
+    # on other processes the same posterior has other draws.
+    draws = ("sample", "nn", "glm-mc") if curvature == "full" else ()
+    expected = {name: value for name, value in expected.items() if name not in draws}
+    for found in processes.run(num_ranks, tasks.calls, curvature, mode):
+        check({name: found[name] for name in expected}, expected)
+
+
+def test_processes_without_a_block_take_part(processes):
+    check_all(processes, 4, tasks.calls_of_last_layer)
+
+
+def test_a_whole_posterior_on_each_process(processes):
+    check_all(processes, 2, tasks.calls, "kfac", "full", {"replicate": True})
+
+
+def test_the_functional_covariance_is_that_of_the_dense_reference(processes):
+    net, (x, _) = rank_tasks.network(), rank_tasks.examples()[:]
+    names = [name for name, _ in net.named_parameters()]
+    diagonal = oracle.ggn(net, x, "classification", names).diagonal()
+    J = torch.cat(
+        [of.flatten(2) for of in oracle.per_example_jacobians(net, x[:5], names).values()], dim=2
+    )
+    expected = torch.einsum("bci,i,bdi->bcd", J, 1 / (len(x) * diagonal + 1.0), J)
+    for found in processes.run(3, tasks.functional_of_diagonal):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_several_posteriors_in_one_call(processes, replicated):
+    curvatures = ("kfac", "ekfac")
+    expected = tasks.several(0, curvatures, replicated)
+    for found in processes.run(3, tasks.several, curvatures, replicated):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_language_model_at_chosen_positions(processes, tied):
+    check_all(processes, 3, tasks.predict_tokens, tied)
+
+
+def test_a_regression_is_tuned_in_all_ways(processes):
+    expected = tasks.regression(0)
+    for found in processes.run(3, tasks.regression):
+        # Searches end within their own tolerance: what they end at is compared more loosely.
+        check(found, expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_search_over_held_out_data(processes, num_ranks):
+    check_all(processes, num_ranks, tasks.search)
+
+
+def test_without_a_generator_samples_are_those_of_the_first_process(processes):
+    expected = tasks.unseeded(0)
+    found = processes.run(3, tasks.unseeded)
+    for of_rank in found:
+        check({**of_rank, "moved": 0}, {**expected, "moved": 0})
+    # The others' generators are in another state, and stay in it.
+    assert [of_rank["moved"] for of_rank in found] == [True, False, False]
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_each_process_holds_the_bytes_of_its_blocks(processes, curvature):
+    whole = tasks.held(0, curvature)
+    assert "sharded" not in whole["repr"]
+    found = processes.run(3, tasks.held, curvature)
+    assert sorted(name for of in found for name in of["names"]) == sorted(whole["names"])
+    assert sum(of["bytes"] for of in found) == whole["bytes"]
+    sizes = bytes_of_blocks(curvature)
+    for of_rank in found:
+        assert of_rank["names"]
+        assert of_rank["bytes"] == sum(sizes[name] for name in of_rank["names"])
+        assert of_rank["planned"] == max(of["bytes"] for of in found)
+        assert "N = 37, full, sharded over 3 processes" in of_rank["repr"]
+    for of_rank in processes.run(2, tasks.held, curvature, True):
+        assert of_rank["bytes"] == of_rank["planned"] == whole["bytes"]
+        assert "sharded" not in of_rank["repr"]
+
+
+def bytes_of_blocks(curvature):
+    """Eigenvectors of both sides and magnitudes, by hand from the network."""
+    found = {}
+    for name, parameter in rank_tasks.network().named_parameters():
+        layer, _, kind = name.rpartition(".")
+        groups = {"grouped": 2, "depthwise": 4}.get(layer, 1)
+        numbers = parameter.numel()
+        if curvature != "diag":
+            d, e = (
+                (parameter.shape[0] // groups, parameter[0].numel()) if kind == "weight" else (0, 0)
+            )
+            if layer == "depthwise" and kind == "weight":
+                d, e = e, 1
+            if parameter.ndim == 1:
+                groups, d, e = 1, len(parameter), 1
+            numbers += groups * (d * d + e * e)
+        found[name] = 8 * numbers
+    return found
+
+
+def test_the_messages_of_each_call(processes):
+    """As docs/scale.md says: one sum a call, of the result's size."""
+    C, D, blocks = 3, sum(p.numel() for p in rank_tasks.network().parameters()), 10
+    for num_examples in (5, 30):
+        found, *others = processes.run(3, tasks.count_calls, num_examples)
+        assert all(other == found for other in others)
+        covariance = 8 * num_examples * C * C
+        seed = ("broadcast_object_list", None)
+        assert found["functional"] == [("all_reduce", covariance)]
+        assert found["predict"] == [("all_reduce", covariance // C)]
+        assert found["grid"] == [("all_reduce", 3 * covariance // C)]
+        assert found["sample"] == [seed, ("all_reduce", 8 * 4 * D)]
+        assert found["evidence"] == [("all_reduce", 8 * 2 * blocks)]
+        assert found["product"] == [("all_reduce", 8 * D)]
+        assert found["whole"] == []
+        # Every process sends its part of every batch, and all predict for it.
+        names = [name for name, _ in found["evaluate"]]
+        parts = 3 * -(-num_examples // 6)
+        assert names.count("broadcast_object_list") == names.count("all_reduce") == parts
+        sizes = bytes_of_blocks("kfac")
+        assert {name for name, _ in found["gather"]} == {"broadcast"}
+        assert sum(size for _, size in found["gather"]) == sum(sizes.values())
+
+
+def test_the_file_of_a_sharded_posterior_is_that_of_the_whole_one(processes, tmp_path):
+    for of_rank in processes.run(3, tasks.save, str(tmp_path)):
+        sharded, whole = of_rank["files"]
+        assert sharded == whole
+        assert torch.equal(of_rank["read"], of_rank["own"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sharded", "whole"]
+    for read in processes.run(2, tasks.load, str(tmp_path)):
+        assert torch.equal(read, of_rank["own"])
+
+
+def test_a_gathered_posterior_works_on_each_process_alone(processes):
+    for rank, found in enumerate(processes.run(2, tasks.each_its_own)):
+        la = tasks.fitted()
+        la.prior_precision = 1.0 + rank
+        expected = la.predict(tasks.inputs() + rank).probs
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "parts"),
+    [
+        ("alone", "RuntimeError", ["shared out by block over 2", "la.gather()", "replicate=True"]),
+        ("other_inputs", "ValueError", ["Ranks [1] ask for other inputs", "la.gather()"]),
+        ("other_request", "ValueError", ["Ranks [1] ask for other inputs, outputs"]),
+        ("other_prior", "ValueError", ["Rank 1 has another prior precision"]),
+        ("other_vector", "ValueError", ["Ranks [1] multiply another vector"]),
+        ("other_call", "RankError", ["rank 0 in predict", "rank 1 in sample"]),
+        ("export", "NotImplementedError", ["la.gather()"]),
+        ("changed", "RuntimeError", ["changed since the fit"]),
+        ("no_folder", "", ["/nowhere"]),
+        ("one_block", "RuntimeError", ["This block lies on rank", "la.gather()"]),
+    ],
+)
+def test_what_is_not_one_call_of_all_is_refused(processes, fault, kind, parts):
+    for of_rank in processes.run(2, tasks.fault, fault):
+        assert kind in of_rank[0], of_rank
+        for part in parts:
+            assert part in of_rank[1]
+
+
+def test_all_processes_must_keep_the_same(processes):
+    for kind, message in processes.run(2, tasks.replicate_on_one):
+        assert kind == "ValueError"
+        assert "replicate differs between the ranks" in message
