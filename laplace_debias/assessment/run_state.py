@@ -15,7 +15,7 @@ from laplace_debias.assessment.families import Family, families_of
 from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.run_folder import FORMAT, RunFolder, digest, table_says, write_json
 from laplace_debias.assessment.sets import DataSet
-from laplace_debias.curvature.fits.passes import Passes
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
 from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.sources.loaded import Loaded

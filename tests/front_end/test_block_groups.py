@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import passes, sweep
+from laplace_debias.curvature.fits import saved_passes, sweep
 from laplace_debias.curvature.fits.tracked import TrackedMemory
 from laplace_debias.laplace import grouping
 from laplace_debias.laplace.schemes import Split
@@ -354,7 +354,7 @@ def test_data_of_another_length_in_a_later_pass_is_refused(monkeypatch):
 
 
 def test_a_fit_in_groups_that_was_broken_off_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(passes, "EVERY", 0.0)
+    monkeypatch.setattr(saved_passes, "EVERY", 0.0)
     model, data = case("wide")
     options = {"curvature": "ekfac", "memory_bound": 2**14}
     expected = Laplace(model, **options).fit(loader(data), generator=seeded())

@@ -127,15 +127,19 @@ def working_memory(
         return of_one + (examples - 1) * max(0, of_two - of_one)
 
     at_once = min(pace.columns, one.columns)
-    inputs = _inputs_of(one.sizes.tensors, problem.blocks)
+    sizes = one.sizes
+    inputs = _inputs_of(sizes.tensors, problem.blocks)
     return Working(
         *(batch, examples, one.columns, at_once),
-        examples * at_once * one.sizes.outputs,
+        examples * at_once * sizes.outputs,
         extrapolated(one.activations, two.activations),
         extrapolated(one.peak, two.peak),
         {b: extrapolated(held, two.measured[b]) for b, held in one.measured.items()},
         *_kept(inputs, batch, examples),
-        *(one.sizes.positions, inputs, one.sizes.tensors, one.sizes.input_factors),
+        positions=sizes.positions,
+        inputs=inputs,
+        tensors=sizes.tensors,
+        input_factors=sizes.input_factors,
     )
 
 
