@@ -79,3 +79,10 @@ def test_one_of_several_processes_is_killed(tmp_path):
     found = kill_fits.kill_ranks(3, seed=1, folder=tmp_path)
     assert not found.failures
     assert sum(found.counts.values()) == 3
+
+
+def test_a_search_with_a_sharded_posterior_is_refused_before_it_begins(processes, tmp_path):
+    folder = tmp_path / "state"
+    for told, exists in processes.run(2, tasks.tune_sharded, folder):
+        assert "fit with `replicate=True`, or call `la.gather()`" in told
+        assert not exists

@@ -437,10 +437,20 @@ def resumed(rank, curvature, options, folder, seed=3):
 def break_off_tuning(rank, folder, stops):
     """As `break_off` of a search for the prior precision."""
     with mock.patch.object(saved_passes, "EVERY", 0.0):
-        laplace().fit(loader()).tune(broken_or_whole(stops[rank]), resume=folder)
+        laplace().fit(loader(), replicate=True).tune(broken_or_whole(stops[rank]), resume=folder)
 
 
 def resumed_tuning(rank, folder):
     """What a search found."""
-    found = laplace().fit(loader()).tune(broken_or_whole(), resume=folder)
+    found = laplace().fit(loader(), replicate=True).tune(broken_or_whole(), resume=folder)
     return found.prior_precision, found.table, found.flat, found.notes
+
+
+def tune_sharded(rank, folder):
+    """What a search says that cannot be gone on with."""
+    la = laplace().fit(loader())
+    try:
+        la.tune(broken_or_whole(), resume=folder)
+    except ValueError as error:
+        return str(error), folder.exists()
+    return None

@@ -254,7 +254,7 @@ def count(rank, batch):
 def predict_within(rank):
     """Each process predicts other inputs, and as often as it likes."""
     net, plain = split(), tasks.network()
-    la, of_plain = (Laplace(model).fit(tasks.loader()) for model in (net, plain))
+    la, of_plain = (Laplace(model).fit(tasks.loader(), replicate=True) for model in (net, plain))
     x, _ = tasks.examples(7)[:]
     with gathered(net):
         found = torch.cat([la.predict(part).probs for part in x.split(1 + rank)])
