@@ -1,5 +1,7 @@
 """A fit in groups of blocks: the bits of one in one go, within the bound, or refused."""
 
+from dataclasses import replace
+
 import oracle
 import pytest
 import torch
@@ -317,6 +319,48 @@ def test_a_later_group_is_pushed_back_no_further_than_its_layers(monkeypatch):
     la = Laplace(model, fisher="mc", params="weights", backend="hooks")
     in_groups(la, [data.tensors], "mini", lambda b: (2, 2), monkeypatch, num_data=45)
     assert reached[-1] == 2 < max(reached)
+
+
+def test_the_operations_of_a_group_are_those_of_its_layers(monkeypatch):
+    model, data = case("deep")
+    la = Laplace(model, fisher="mc", params="weights")
+    original = grouping._grouped
+
+    def of_pairs(planned, most, is_stored):
+        return replace(original(planned, most, is_stored), sizes=(2, 2))
+
+    monkeypatch.setattr(grouping, "_grouped", of_pairs)
+    plan = la.plan(loader(data), memory_bound=2**40)
+    layers = [2 * WIDTH * WIDTH] * DEPTH + [2 * WIDTH * 4]
+    of_factors = [block.factor_flops for block in plan.blocks]
+    first, second = (of.flops for of in plan.passes)
+    assert first == 2 * sum(layers) + sum(of_factors[:2])
+    # One cotangent goes back to the third layer.
+    assert second == sum(layers) + sum(layers[2:]) + sum(of_factors[2:])
+
+
+def test_an_input_of_several_layers_is_counted_in_each_group():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.a, self.b = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            h = self.first(x).tanh()
+            return self.a(h) + self.b(h)
+
+    x, y = torch.randn(20, 8), torch.randint(8, (20,))
+    working = Laplace(Branches().eval()).plan([(x, y)]).working
+    first, a, b = working.positions
+    of_h = 8 * x.element_size()
+    # The input of the first layer is the batch itself.
+    assert [working.inputs[block] for block in (first, a, b)] == [0, 0, of_h]
+    for block in (a, b):
+        alone = working.of_group([block])
+        assert alone.inputs == {block: of_h}
+        assert alone.kept == 20 * of_h == working.kept
+        assert set(alone.measured) == set(alone.input_factors) == {block}
+    assert working.of_group([first]).kept == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from rank_tasks import (
     SIZE,
+    broken_or_whole,
     examples,
     generator,
     laplace,
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, ShardedBatches, alone
+from laplace_debias.curvature.fits import saved_passes
 from laplace_debias.laplace import grouping
 from laplace_debias.laplace.laplace import predict_grids
 
@@ -102,6 +104,26 @@ def held_in_groups(rank, sizes):
     parts = [getattr(block, part, None) for block in blocks for part in _PARTS]
     most = sum(part.nbytes for part in parts if part is not None)
     return {"bytes": most, "planned": whole.posterior - la.mean.nbytes}
+
+
+def break_off_in_groups(rank, folder, stops, sizes):
+    """A fit in groups that saves after every batch; each process fails before some batch."""
+    with patch.object(saved_passes, "EVERY", 0.0), _groups_of(sizes):
+        laplace().fit(
+            broken_or_whole(stops[rank]),
+            generator=generator(5),
+            resume=folder,
+            memory_bound=2**40,
+        )
+
+
+def resumed_in_groups(rank, folder, sizes):
+    """The curvature of a fit in groups."""
+    with _groups_of(sizes):
+        la = laplace().fit(
+            broken_or_whole(), generator=generator(5), resume=folder, memory_bound=2**40
+        )
+    return la.posterior.curvature.to_dense()
 
 
 def calls_of_last_layer(rank):
