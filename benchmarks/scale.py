@@ -246,6 +246,14 @@ has split is whole on each of W processes while a call computes with it: P param
 take Pb there beside the shards of Pb/W, each process receives Pb(W − 1)/W once a call, and no
 message is sent for a batch. Every process holds the factors of all blocks during a pass, and its
 own blocks' posterior after it.
+
+Where the factors are more than a GPU has, `la.fit(loader, memory_bound=BYTES)` goes through the
+blocks in groups. Of the factors it holds those of one group, and each group takes its own passes:
+with q groups q forward passes over the data, q times the loader's work, and cotangents that go back
+to the group's first layer. `la.plan(loader, memory_bound=BYTES)` tells the groups and their FLOPs.
+With `store=FOLDER`, in one process, the finished groups lie on disk, the posterior's bytes of the
+tables above, and predictions read block after block from there. Otherwise take fewer parameters
+(`params=`), or `curvature="diag"`.
 """
 
 

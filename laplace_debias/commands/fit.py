@@ -41,6 +41,8 @@ class Settings(SourceSettings):
         overwrite: Whether an existing file is replaced.
         resume: A folder in which the fit saves what it has summed, every minute and at Ctrl-C; the
             same command goes on from there. It is emptied when the fit ends.
+        memory_bound: Bytes that the fit may hold, beyond the network and the data: it goes through
+            the blocks in groups, with passes of their own over the data; one group if None.
         plan: Print what the fit would take of memory and time, and fit nothing.
 
     Raises:
@@ -60,6 +62,7 @@ class Settings(SourceSettings):
     folds: int | None = None
     overwrite: bool = False
     resume: Path | None = None
+    memory_bound: int | None = None
     plan: bool = False
 
     def __post_init__(self) -> None:
@@ -71,6 +74,10 @@ class Settings(SourceSettings):
         if self.scale and self.mode == "full":
             raise ValueError(
                 "scale is true with mode=full, which sees all examples: leave scale out"
+            )
+        if self.memory_bound is not None and self.memory_bound < 1:
+            raise ValueError(
+                f"memory_bound is {self.memory_bound}, expected a positive number of bytes"
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -118,7 +125,12 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     )
     train = share(loaded.train, loaded.model)
     if settings.plan:
-        plan = la.plan(train, settings.mode, folds=settings.folds, timed=True)
+        plan = la.plan(
+            *(train, settings.mode),
+            folds=settings.folds,
+            timed=True,
+            memory_bound=settings.memory_bound,
+        )
         console.print(str(plan), soft_wrap=True)
         plan.check()
         return plan
@@ -128,6 +140,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         scale=settings.scale,
         folds=settings.folds,
         resume=settings.resume,
+        memory_bound=settings.memory_bound,
     )
     save(la, output)
     console.print(

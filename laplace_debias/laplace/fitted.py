@@ -17,6 +17,7 @@ from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shadow import check_no_autocast
 from laplace_debias.curvature.network.watch import Watch
 from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.laplace.files.mapped import Mapped
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.posterior_range import check_prior_precision
@@ -51,6 +52,7 @@ class Fitted:
         mode: How it was fitted, for `repr`; None if that is not known.
         noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
         watch: What finds changes of the others.
+        mapped: The files that the posterior is mapped from; None if it is in memory.
 
     Raises:
         ValueError: If the negative log-likelihood is not finite.
@@ -66,6 +68,7 @@ class Fitted:
     mode: str | None
     noise: Noise | None = None
     watch: Watch = field(default_factory=Watch, repr=False)
+    mapped: Mapped | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):
@@ -96,8 +99,11 @@ class Fitted:
         last layer has far more, are looked after as `Watch` says.
 
         Raises:
-            RuntimeError: If anything that its checkpoint holds has changed, or under autocast.
+            RuntimeError: If anything that its checkpoint holds has changed, or under autocast; if
+                somebody has written to a file that the posterior is mapped from.
         """
+        if self.mapped is not None:
+            self.mapped.check()
         mean = self.posterior.mean
         check_no_autocast(mean.device)
         plain = unwrapped(self.model)

@@ -3,10 +3,11 @@
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -67,16 +68,25 @@ from laplace_debias.laplace.data_size import (
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export.export import export
-from laplace_debias.laplace.files import posterior_file
+from laplace_debias.laplace.files import posterior_file, stored
 from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import Fitted, Noise, network_of
 from laplace_debias.laplace.grids import Grid
+from laplace_debias.laplace.grouping import (
+    Room,
+    agreed,
+    check_fit_bound,
+    check_rereadable,
+    fit_grouped,
+    grouped,
+    plan_within,
+)
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan
 from laplace_debias.laplace.planned import Planned
-from laplace_debias.laplace.planning import is_too_large, plan_of, too_large
+from laplace_debias.laplace.planning import is_too_large, posterior_bytes, too_large
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.posterior_range import (
     check_num_data,
@@ -98,6 +108,7 @@ from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.laplace.sharded_calls import on_all_ranks, run_together
 from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
 from laplace_debias.metrics import Report, Uncertainty
+from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.available import check_available
 from laplace_debias.system.randomness import alike, replayed, seeded
 from laplace_debias.system.ranks import current, together
@@ -399,6 +410,8 @@ class Laplace:
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
         replicate: bool = False,
+        memory_bound: SupportsIndex | None = None,
+        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
@@ -435,6 +448,17 @@ class Laplace:
                 make each call on the posterior together (see the class). `"lowrank"` and `"full"`
                 have one block of all parameters, which every process keeps either way. One process
                 alone keeps all blocks.
+            memory_bound: Bytes that the fit may hold, beyond the model and the data: sums,
+                eigenbases, the posterior, and the working memory of a chunk of a batch (which the
+                constructor's `memory_bound` bounds by itself). Blocks are put into groups that fit,
+                and each group takes passes of its own over the data, which must be re-iterable. The
+                curvature is that of a fit in one go: bit for bit, or to rounding where chunks must
+                be smaller. Bytes are planned, as `plan` does for batches like the first one, with a
+                margin of a fifth. None for one group.
+            store: A folder that the posterior is written to, group by group as it is fitted, and
+                that it is read from block by block ever after: what `save(store, parts=True)` and
+                `load(store, model, mmap=True)` would do. For a model on the CPU, in one process.
+                None to hold it in memory.
 
         Returns:
             The object itself.
@@ -451,14 +475,19 @@ class Laplace:
                 their models differ. With `resume` also without a generator where the loader
                 shuffles or labels are drawn, and if the folder holds the state of another fit or of
                 other data, with what differs.
-            TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer.
+                With `memory_bound` if a block by itself does not fit, with what would do. With
+                `store` in a process group, for a model on an accelerator, or with less space left.
+            TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer;
+                for data that can be read only once where there are several groups.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
             RuntimeError: Under autocast.
-            OSError: If the folder of `resume` cannot be written to.
+            OSError: If the folder of `resume` or `store` cannot be written to, or somebody else is
+                writing to that of `store`.
         """
         if mode not in MODES:
             raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        room = Room.of(memory_bound, store, replicate)
         if isinstance(train_loader, Scheme):
             if mode != "full" or progress or scale or folds is not None:
                 raise ValueError(
@@ -467,9 +496,8 @@ class Laplace:
                 )
             expected = _expected_of(train_loader, num_data)
             self._check_resumable(resume, generator, train_loader)
-            mode = train_loader.mode
             return self._fit(
-                *(train_loader, expected, generator, mode), resume=resume, replicate=replicate
+                train_loader, expected, generator, train_loader.mode, room, resume=resume
             )
         if folds is not None and mode != "crossfit":
             raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
@@ -485,9 +513,7 @@ class Laplace:
             Full(train_loader).check(self._settings.kind)
             expected = expected_of_all(train_loader, given)
             scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(
-                *(scheme, expected, generator, mode, None, is_shared, resume), replicate=replicate
-            )
+            return self._fit(scheme, expected, generator, mode, room, None, is_shared, resume)
         wanted = OF_FIRST_BATCHES[mode]
         expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
         batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
@@ -499,9 +525,7 @@ class Laplace:
             )
         scale_data = with_progress(train_loader, progress, "scale") if scale else None
         scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(
-            *(scheme, expected, generator, mode, scale_data, is_shared, resume), replicate=replicate
-        )
+        return self._fit(scheme, expected, generator, mode, room, scale_data, is_shared, resume)
 
     @over_whole_model(_model_of)
     @together("plan")
@@ -514,6 +538,8 @@ class Laplace:
         replicate: bool = False,
         timed: bool = False,
         available: SupportsIndex | None = None,
+        memory_bound: SupportsIndex | None = None,
+        store: bool | str | os.PathLike[str] | None = None,
     ) -> Plan:
         """What `fit` would take: memory, passes, operations, messages, and if asked for seconds.
 
@@ -528,13 +554,16 @@ class Laplace:
             timed: Estimate seconds, too: the time of the first batch, times the number of batches,
                 and that of eigendecompositions of random matrices, scaled by d³ above 512 columns.
             available: Bytes that the fit may take; None for those that the device has left.
+            memory_bound: As `fit` takes it: the plan is that of a fit in groups.
+            store: As `fit` takes it, or whether it is given. Nothing is written.
 
         Returns:
             The plan; `print` shows it as a table, `plan.check()` refuses what does not fit.
 
         Raises:
             ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, fewer than
-                one byte, no batch; as `fit` for the first batch and for what one example needs.
+                one byte, no batch; as `fit` for the first batch, for what one example needs, and
+                for `memory_bound`.
             TypeError: For an iterator, which would lose its first batch.
 
         Example:
@@ -557,7 +586,8 @@ class Laplace:
                 "A plan reads the first batch, which this iterator would lose for the fit: pass a "
                 "DataLoader or a list of batches."
             )
-        bound = None if available is None else check_available(available)
+        limit = None if available is None else check_available(available)
+        bound = check_fit_bound(memory_bound)
         # The loader's order, and labels that a fit draws, are drawn anew by the fit.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
             problem, _, known = self._problem_of(train_loader, None, replicate)
@@ -569,7 +599,7 @@ class Laplace:
             size.num_examples if isinstance(size, (Known, Supposed)) else None,
         )
         with torch.inference_mode(False):
-            return plan_of(planned, timed, bound)
+            return plan_within(planned, timed, limit, bound, store not in (None, False))
 
     @over_whole_model(_model_of)
     @together("fit")
@@ -584,6 +614,8 @@ class Laplace:
         scale: Batches | None = None,
         resume: str | os.PathLike[str] | None = None,
         replicate: bool = False,
+        memory_bound: SupportsIndex | None = None,
+        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
 
@@ -601,8 +633,10 @@ class Laplace:
                 to that over the examples that the magnitudes were measured on. A few examples
                 rarely hold their share of the hard ones that curve the loss of a confident
                 network. None for no scaling.
-            resume: As `fit` takes it.
-            replicate: As `fit` takes it.
+            resume: As `fit` takes it; so are the next three.
+            replicate: Whether each process ends with the whole posterior.
+            memory_bound: Bytes that the fit may hold.
+            store: A folder that the posterior is written to.
 
         Returns:
             The object itself.
@@ -618,10 +652,8 @@ class Laplace:
         of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
         is_shared = of_data[0]
         expected = _expected_of(scheme, num_data)
-        return self._fit(
-            *(scheme, expected, generator, scheme.mode, scale, is_shared, resume),
-            replicate=replicate,
-        )
+        room = Room.of(memory_bound, store, replicate)
+        return self._fit(scheme, expected, generator, scheme.mode, room, scale, is_shared, resume)
 
     def _fit(
         self,
@@ -629,43 +661,75 @@ class Laplace:
         expected: Expected,
         generator: torch.Generator | None,
         mode: str,
+        room: Room,
         scale: Batches | None = None,
         is_shared: bool = False,
         resume: str | os.PathLike[str] | None = None,
-        *,
-        replicate: bool,
     ) -> "Laplace":
-        kind = self._settings.kind
+        kind, memory_bound, store = self._settings.kind, room.memory_bound, room.store
         scheme.check(kind)
+        if memory_bound is not None:
+            check_rereadable(scheme)
         if scale is not None:
             check_scale(scale, scheme.measured[0])
         plain = _plain(self.model)
         check_no_autocast(self._first_parameter.device)
         ranks = current()
         expected = expected.over(ranks)
-        with torch.inference_mode(False):
-            problem, parameters, known = self._problem_of(scheme.first_read, generator, replicate)
+        with torch.inference_mode(False), ExitStack() as stack:
+            problem, parameters, known = self._problem_of(
+                scheme.first_read, generator, room.replicate
+            )
             first = self._checked(known.first)
-            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared, replicate)
-            if is_too_large(problem, kind):
+            alike = {"replicate": room.replicate, "memory_bound": memory_bound}
+            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared, alike)
+            if store is None and is_too_large(problem, kind):
                 x = next((x for x, _ in self._on_device(known.first)), None)
                 raise too_large(unwrapped(self.model), problem, kind, x)
+            keep: stored.StoredFit | None = None
+            if store is not None:
+                needed = posterior_bytes(problem, kind)
+                stored.check_store(store, self.likelihood, problem.device, ranks, needed)
+                keep = stack.enter_context(stored.StoredFit(store))
+            sizes: Sequence[int] = [len(problem.blocks)]
+            if memory_bound is not None:
+                batch = next(iter(self._on_device(shards.first_batch(ranks, known.first))))
+                planned = Planned(
+                    *(plain, problem, self._settings, scheme.mode, scheme.num_folds, batch),
+                    *(None, expected.num_data),
+                )
+                problem, sizes = agreed(grouped(planned, memory_bound, store is not None))
             states = None
             if resume is not None:
-                of_data = {"mode": mode, "num_data": expected.num_data, "folds": scheme.num_folds}
+                of_data: dict[str, Any] = {
+                    "mode": mode,
+                    "num_data": expected.num_data,
+                    "folds": scheme.num_folds,
+                }
+                if memory_bound is not None:
+                    of_data |= {"memory_bound of the fit": memory_bound, "groups": list(sizes)}
                 states = states_of(
                     resume, problem, self._settings, self.likelihood, plain, **of_data
                 )
                 passes = SavedPasses(states, problem.device, ranks)
                 problem = replace(problem, passes=passes)
-            scheme = scheme.reading_first(known)
-            read = partial(self._read, generator, states is not None)
+            scheme, is_saved = scheme.reading_first(known), states is not None
+
+            def read_with(drawn: torch.Generator | None, batches: Batches, what: str) -> Pairs:
+                return self._read(drawn, is_saved, batches, what)
+
+            read = partial(read_with, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
-            found = scheme.fit(kind, problem, read)
-        if scale is not None:
-            found = replace(found, curvature=found.curvature.map(lambda _, b: scaled(b, ratio)))
-            mode = f"{mode}, scaled"
-        self._take(found, parameters, expected.given(found.seen.num_examples), mode)
+
+            def finished(curvature: BlockDiagonal) -> BlockDiagonal:
+                if scale is not None:
+                    curvature = curvature.map(lambda _, block: scaled(block, ratio))
+                return curvature if keep is None else keep.stored(curvature)
+
+            found = fit_grouped(scheme, known, problem, kind, sizes, generator, read_with, finished)
+            mode = mode if scale is None else f"{mode}, scaled"
+            num_data = expected.given(found.seen.num_examples)
+            self._take(found, parameters, num_data, mode, keep)
         if states is not None:
             ranks.exchange(None)
             states.remove()
@@ -700,7 +764,12 @@ class Laplace:
         return problem, parameters, known
 
     def _take(
-        self, found: CurvatureFit, parameters: BayesianParameters, num_data: int, mode: str
+        self,
+        found: CurvatureFit,
+        parameters: BayesianParameters,
+        num_data: int,
+        mode: str,
+        keep: stored.StoredFit | None,
     ) -> None:
         """Make a fit the one that is predicted with; one that is refused leaves the last one."""
         plain = unwrapped(self.model)
@@ -723,8 +792,7 @@ class Laplace:
                 prior_mean,
                 self._temperature,
             )
-            self._parameters, self._prior_mean = parameters, prior_mean
-            self._fitted = Fitted(
+            fitted = Fitted(
                 self.model,
                 self.likelihood,
                 self._settings,
@@ -735,6 +803,9 @@ class Laplace:
                 mode,
                 of_noise,
             )
+            fitted = fitted if keep is None else keep.finish(fitted)
+            self._parameters, self._prior_mean = parameters, prior_mean
+            self._fitted = fitted
 
     def _read(
         self, generator: torch.Generator | None, is_saved: bool, batches: Batches, what: str
@@ -1411,7 +1482,7 @@ class Laplace:
 
     @over_whole_model(_model_of)
     @together("save")
-    def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
+    def save(self, path: str | Path, *, own_likelihood: bool = False, parts: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
         Of several processes the first one writes, and the others wait for it.
@@ -1424,18 +1495,29 @@ class Laplace:
             own_likelihood: Whether a likelihood of your own class may be saved by its import path
                 and its `options`. The file holds no code, and `load` imports none: it must be given
                 an instance.
+            parts: Write a folder of that name instead, with a file for each block and an index of
+                them, for `load(..., mmap=True)`. Blocks that are mapped from the same folder are
+                not written again. What was there before is removed once the index is complete.
 
         Raises:
             RuntimeError: Before a fit.
             ValueError: If the likelihood is an instance of a user's class, unless
                 `own_likelihood`; if its `options` are not plain data, or the negative
-                log-likelihood is not finite.
+                log-likelihood is not finite; for a sharded posterior in parts.
             FileNotFoundError: If the folder does not exist.
-            OSError: If the path is a folder, a device or may not be written; if the disk is full.
-                What was there before is still there.
+            OSError: If the path is a folder (with `parts` a file), a device or may not be written;
+                if the disk is full; if somebody else is writing to the folder. What was there
+                before is still there.
         """
         state, ranks = self._unchanged_state, current()
-        if state.posterior.is_sharded or ranks.rank == 0:
+        if parts and state.posterior.is_sharded:
+            raise ValueError(
+                "A sharded posterior cannot be saved in parts, as each process holds some of its "
+                "blocks: save it as one file, or call `la.gather()` on all of them before."
+            )
+        if ranks.rank == 0 and parts:
+            stored.save_parts(Path(path), state, own_likelihood)
+        elif state.posterior.is_sharded or ranks.rank == 0:
             posterior_file.save(Path(path), state, own_likelihood)
         # Nobody goes on before the file is there.
         ranks.exchange(None)
@@ -1510,6 +1592,7 @@ class Laplace:
         mc_samples: int = 1,
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
+        mmap: bool = False,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
@@ -1518,7 +1601,7 @@ class Laplace:
         single precision with random vectors, at the cost of a few products with each.
 
         Args:
-            path: The file.
+            path: The file, or the folder that `save(..., parts=True)` wrote.
             model: The model, with the parameters that it had at the fit.
             likelihood: An instance of the class of your own that the file names, with the `options`
                 that the file has; None if the likelihood is one of this package.
@@ -1528,15 +1611,22 @@ class Laplace:
             mc_samples: For another fit.
             memory_bound: As the constructor takes it; likewise the next one.
             batch: How batches are read.
+            mmap: Use the directions and magnitudes as they lie on disk, for a model on the CPU:
+                what computes with a block reads its part of the file, and the system lets go of it
+                when memory is short. Any number of processes share one copy. All is read once here,
+                for the checksum. The file must not be written to; predictions refuse it then.
 
         Raises:
-            ValueError: If the file is damaged, of another format, or does not fit the model; if
-                `likelihood` is missing, superfluous or not that of the fit.
+            ValueError: If the file is damaged, of another format, or does not fit the model; if a
+                part of a folder is damaged, missing or of another save; if `likelihood` is missing,
+                superfluous or not that of the fit; for `mmap` with a model on an accelerator.
             FileNotFoundError: If there is no such file.
-            IsADirectoryError: If it is a folder.
+            IsADirectoryError: If it is a folder without a posterior in parts.
             OSError: If it cannot be read.
         """
-        header, tensors = posterior_file.load(Path(path))
+        if mmap:
+            stored.check_mappable(next(model.parameters()).device, "mmap=True")
+        header, tensors, mapped = stored.load(Path(path), mmap)
         plain = _plain(model)
         posterior_file.check_names(header, dict(plain.named_parameters()))
         posterior_file.check_calls(header, plain)
@@ -1582,6 +1672,7 @@ class Laplace:
             others,
             header.mode,
             None if header.noise is None else Noise(**header.noise),
+            mapped=stored.with_blocks(mapped, posterior),
         )
         return la
 

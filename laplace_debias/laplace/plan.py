@@ -53,6 +53,9 @@ class Plan:
         messages: Bytes that are sent, by collective; empty for one process.
         available: Bytes that the fit may take; None if not known.
         alternatives: What would fit where this does not: arguments of `Laplace` to bytes at most.
+        memory_bound: Bytes that the fit may take, as `Laplace.fit` takes it; None for no bound.
+        groups: The blocks of each group that is fitted by itself, in passes of its own; one group
+            where there is no bound.
     """
 
     curvature: str
@@ -69,6 +72,8 @@ class Plan:
     messages: Mapping[str, int]
     available: int | None
     alternatives: Mapping[str, int]
+    memory_bound: int | None = None
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -110,6 +115,8 @@ class Plan:
             "messages": dict(self.messages),
             "available_bytes": self.available,
             "alternatives": dict(self.alternatives),
+            "memory_bound": self.memory_bound,
+            "groups": [list(group) for group in self.groups],
         }
 
     def to_frame(self) -> "DataFrame":
@@ -177,6 +184,11 @@ class Plan:
             rows.append((of.what, *numbers, count(of.flops), _seconds(of.seconds)))
         decomposing = ("eigendecompositions", "", "", "", _seconds(self.eigh_seconds))
         lines = ["", *aligned([*rows, decomposing] if self.eigh_flops else rows)]
+        if self.memory_bound is not None:
+            lines += ["", f"groups of blocks under {size(self.memory_bound)}: {len(self.groups)}"]
+            for number, group in enumerate(self.groups, start=1):
+                some = group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}"
+                lines.append(f"  {number}: {some} ({len(group)})")
         if self.num_ranks > 1:
             loads = [0] * self.num_ranks
             for block in self.blocks:

@@ -81,11 +81,18 @@ class Planned:
             )
         return stages(problem, kind.name, self.mode, *workings, self.batches_read, folds)
 
+    def of_group(self, blocks: Sequence[Block]) -> "Planned":
+        """The same of some of the blocks."""
+        return replace(self, problem=self.problem.of_group(blocks))
+
     def alternatives(self) -> dict[str, int]:
         """Other choices, and the bytes at most of a fit with each."""
         found = {}
         for name, other in self._others():
-            found[name] = max(other.stages(other.workings()).values())
+            try:
+                found[name] = max(other.stages(other.workings()).values())
+            except ValueError:  # One example alone takes more than the chunk's bound.
+                continue
         return found
 
     def _others(self) -> list[tuple[str, "Planned"]]:

@@ -42,14 +42,11 @@ def plan_of(planned: Planned, timed: bool, available: int | None) -> Plan:
     if problem.ranks.size > 1 and not kind.is_dense:
         dtype = problem.factor_dtype
         messages = message_bytes(problem.blocks, kind.name, mode, folds, dtype, problem.replicate)
-    passes = _passes(planned, workings[0])
+    passes = passes_of(planned, workings[0], timed)
     eigh_flops = sum(block.eigh_flops for block in blocks)
     of_eigh = 0.0 if eigh_flops == 0 and not kind.is_dense else None
-    if timed:
-        turned = sum(block.rotation_flops for block in blocks)
-        passes = tuple(timed_pass(planned, of, turned) for of in passes)
-        if eigh_flops:
-            of_eigh = eigh_seconds(planned, workings[0])
+    if timed and eigh_flops:
+        of_eigh = eigh_seconds(planned, workings[0])
     too_much = available is not None and max(of_stages.values()) > available
     size = sum(block.size for block in problem.blocks)
     return Plan(
@@ -119,13 +116,29 @@ def _costs(planned: Planned, working: Working) -> tuple[BlockCosts, ...]:
     )
 
 
+def passes_of(planned: Planned, working: Working, timed: bool) -> tuple[Pass, ...]:
+    """The passes over data of a curvature and a mode.
+
+    Args:
+        planned: What is to be fitted.
+        working: A chunk of a pass for factors or rows.
+        timed: Whether a batch is timed.
+    """
+    passes = _passes(planned, working)
+    if not timed:
+        return passes
+    turned = sum(block.rotation_flops for block in _costs(planned, working))
+    return tuple(timed_pass(planned, of, turned) for of in passes)
+
+
 def _passes(planned: Planned, working: Working) -> tuple[Pass, ...]:
-    """The passes over data of a curvature and a mode."""
     kind, mode = planned.settings.kind, planned.mode
     costs = _costs(planned, working)
-    through = (1 + working.columns) * sum(
-        network_flops(block, positions) for block, positions in working.positions.items()
-    )
+    of_network = {b: network_flops(b, positions) for b, positions in working.positions.items()}
+    # Cotangents go back to the first layer that is measured.
+    reached = list(of_network)[list(of_network).index(planned.problem.blocks[0]) :]
+    back = working.columns * sum(of_network[block] for block in reached)
+    through = sum(of_network.values()) + back
     size = sum(block.size for block in planned.problem.blocks)
     read = planned.batches_read, planned.examples_read
     of_factors = Pass("factors", *read, through + sum(b.factor_flops for b in costs))

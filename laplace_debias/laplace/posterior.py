@@ -181,11 +181,14 @@ class GaussianPosterior:
 
     def _spectral(self, function: Spectrum) -> BlockDiagonal:
         deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))
+        return self.curvature.map(
+            lambda name, block: self._spectral_block(block, deltas[name], function)
+        )
 
-        def of_block(name: str, block: LinearOperator) -> LinearOperator:
-            return _apply(block, lambda L: function(self.data_weight * L + deltas[name]))
-
-        return self.curvature.map(of_block)
+    def _spectral_block(
+        self, block: LinearOperator, delta: Tensor, function: Spectrum
+    ) -> LinearOperator:
+        return _apply(block, lambda L: function(self.data_weight * L + delta))
 
     def _deltas(self) -> Float[Tensor, " blocks"]:
         return self.prior_precision.to(self.mean).expand(len(self.curvature.blocks))
@@ -209,10 +212,14 @@ class GaussianPosterior:
         )
         parts = noise.split(self.curvature.sizes, dim=1)
         draws = []
-        for block, part in zip(self._spectral(torch.rsqrt).blocks.values(), parts, strict=True):
-            if isinstance(block, Elsewhere):
+        for curvature, delta, part in zip(
+            self.curvature.blocks.values(), self._deltas(), parts, strict=True
+        ):
+            if isinstance(curvature, Elsewhere):
                 draws.append(torch.zeros_like(part))
                 continue
+            # One block after the other: they may lie on disk.
+            block = self._spectral_block(curvature, delta, torch.rsqrt)
             if not isinstance(block, EigenKronecker):
                 draws.append((block @ part.T).T)
                 continue

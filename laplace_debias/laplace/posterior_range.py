@@ -73,13 +73,20 @@ def check_temperature(temperature: Any) -> float:
     return float(temperature)
 
 
+def checked_at_once(num_parameters: int) -> int:
+    """How many of the mean's entries `squared_norm` looks at together."""
+    return max(2**10, num_parameters // 256)
+
+
 def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
     """The squared norm of parameters (less the prior's mean), which must be finite.
 
     Raises:
         ValueError: If a parameter or the norm is not.
     """
-    square = mean.double().square().sum().item()
+    # Not all at once: in double precision that would be several times the mean.
+    parts = [part.double().square().sum() for part in mean.split(checked_at_once(len(mean)))]
+    square = torch.stack(parts).sum().item()
     if not math.isfinite(square):
         raise ValueError(
             "The posterior's mean holds NaN or Inf, or its square overflows: the model has "

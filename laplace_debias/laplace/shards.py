@@ -1,6 +1,6 @@
 """What several processes must agree on before they fit together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def check_alike(
     block_names: list[str],
     first: Iterable[tuple[Inputs, Tensor]],
     is_shared: bool,
-    replicate: bool,
+    options: Mapping[str, Any],
 ) -> None:
     """Require one model, and data of which no two processes have the same.
 
@@ -42,20 +42,23 @@ def check_alike(
         block_names: Its curvature blocks, as this process found them.
         first: The first batch of this process, if it has one.
         is_shared: Whether `ShardedBatches` say that the data is shared.
-        replicate: As `Laplace.fit` takes it.
+        options: Arguments of the fit that must be the same, by name.
 
     Raises:
-        ValueError: If two processes begin with the same batch, the models differ, or `replicate`
+        ValueError: If two processes begin with the same batch, the models differ, or an option
             does.
     """
     if ranks.size == 1:
         return
     check_same_model(ranks, model)
     marks = [mark_of(x, y) for x, y in first]
-    said = ranks.exchange([block_names, marks[0] if marks and not is_shared else None, replicate])
+    said = ranks.exchange(
+        [block_names, marks[0] if marks and not is_shared else None, dict(options)]
+    )
     refuse_same([mark for _, mark, _ in said], "begins with the same batch")
-    if len({of_rank for _, _, of_rank in said}) > 1:
-        raise ValueError("replicate differs between the ranks: pass the same on all of them.")
+    for name, value in said[0][2].items():
+        if any(of_rank[name] != value for _, _, of_rank in said):
+            raise ValueError(f"{name} differs between the ranks: pass the same on all of them.")
     for rank, (names, _, _) in enumerate(said):
         if names != said[0][0]:
             raise ValueError(

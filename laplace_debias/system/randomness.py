@@ -67,6 +67,19 @@ def replayed(batches: Any, generator: torch.Generator | None) -> Callable[[], An
     return one_pass
 
 
+def state_of_next_pass(batches: Any) -> torch.Tensor:
+    """What the next pass over some batches draws with, as a state of torch's global generator."""
+    return batches.state if isinstance(batches, SeededBatches) else torch.get_rng_state()
+
+
+def from_state(batches: Any, state: torch.Tensor) -> Any:
+    """The same batches, whose passes draw from a state on; lists and tuples draw nothing."""
+    if isinstance(batches, (list, tuple)) or not isinstance(batches, Iterable):
+        return batches
+    source = batches.source if isinstance(batches, SeededBatches) else batches
+    return SeededBatches(source, _Stream(state))
+
+
 def alike(
     ranks: Ranks, generator: torch.Generator | None, device: torch.device
 ) -> torch.Generator | None:
@@ -97,6 +110,11 @@ class _Stream:
         """Begin at a state of the global generator."""
         self._state = state
 
+    @property
+    def state(self) -> torch.Tensor:
+        """A state of the global generator, with which the next numbers are drawn."""
+        return self._state
+
     @classmethod
     def of(cls, seed: int) -> "_Stream":
         """Begin at a seed."""
@@ -123,6 +141,11 @@ class SeededBatches:
     def __init__(self, batches: Iterable[Any], stream: _Stream) -> None:
         self.source = self._batches = batches
         self._stream = stream
+
+    @property
+    def state(self) -> torch.Tensor:
+        """The state of the stream, with which the next pass begins."""
+        return self._stream.state
 
     def __iter__(self) -> Iterator[Any]:
         with self._stream:

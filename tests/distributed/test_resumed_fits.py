@@ -2,6 +2,7 @@
 
 import kill_fits
 import pytest
+import rank_posteriors
 import rank_tasks as tasks
 import torch
 
@@ -48,6 +49,19 @@ def test_a_fit_goes_on_with_any_number_of_processes(processes, tmp_path, curvatu
     assert num_computed == tasks.SIZE - done or (
         num_computed == tasks.SIZE and two_passes and sizes == (3, 2)
     )
+
+
+def test_a_fit_in_groups_goes_on(processes, tmp_path):
+    folder, sizes = tmp_path / "state", (4, 6)
+    parts = [ShardedBatches(range(tasks.SIZE), 6, rank=rank, num_ranks=2) for rank in range(2)]
+    # In the pass for the second group.
+    stops = [len(list(of_rank)) + 2 for of_rank in parts]
+    processes.run(2, rank_posteriors.break_off_in_groups, folder, stops, sizes)
+    assert {path.name.split(".")[0] for path in folder.glob("pass-*")} == {"pass-1", "pass-2"}
+    expected = processes.run(2, rank_posteriors.resumed_in_groups, None, sizes)
+    found = processes.run(2, rank_posteriors.resumed_in_groups, folder, sizes)
+    assert all(torch.equal(C, of_one) for C, of_one in zip(found, expected, strict=True))
+    assert not folder.exists()
 
 
 def test_other_data_are_refused_by_all(processes, tmp_path):

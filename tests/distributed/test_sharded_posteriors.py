@@ -47,6 +47,30 @@ def test_every_call_of_every_curvature_and_mode(processes, num_ranks, curvature,
         check({name: found[name] for name in expected}, expected)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "curvature", "mode", "sizes", "replicate"),
+    [
+        (2, "ekfac", "full", (1,) * 10, False),
+        (3, "kfac", "debiased", (4, 1, 5), False),
+        (2, "kfac", "crossfit", (7, 3), False),
+        (3, "diag", "full", (2, 8), False),
+        (2, "ekfac", "debiased", (3, 7), True),
+    ],
+)
+def test_a_fit_in_groups_gives_what_one_process_gives_in_one_go(
+    processes, num_ranks, curvature, mode, sizes, replicate
+):
+    expected = tasks.calls(0, curvature, mode)
+    for found in processes.run(num_ranks, tasks.calls_in_groups, curvature, mode, sizes, replicate):
+        check(found, expected)
+
+
+def test_groups_of_one_block_are_shared_out_as_evenly_as_all_together(processes):
+    found = processes.run(3, tasks.held_in_groups, (1,) * 10)
+    assert sum(of["bytes"] for of in found) == sum(bytes_of_blocks("kfac").values())
+    assert max(of["bytes"] for of in found) == found[0]["planned"]
+
+
 def test_processes_without_a_block_take_part(processes):
     check_all(processes, 4, tasks.calls_of_last_layer)
 
@@ -193,6 +217,7 @@ def test_a_gathered_posterior_works_on_each_process_alone(processes):
         ("export", "NotImplementedError", ["la.gather()"]),
         ("changed", "RuntimeError", ["changed since the fit"]),
         ("no_folder", "", ["/nowhere"]),
+        ("parts", "ValueError", ["cannot be saved in parts", "la.gather()"]),
         ("one_block", "RuntimeError", ["This block lies on rank", "la.gather()"]),
     ],
 )
@@ -203,7 +228,8 @@ def test_what_is_not_one_call_of_all_is_refused(processes, fault, kind, parts):
             assert part in of_rank[1]
 
 
-def test_all_processes_must_keep_the_same(processes):
-    for kind, message in processes.run(2, tasks.replicate_on_one):
+@pytest.mark.parametrize(("option", "value"), [("replicate", True), ("memory_bound", 2**40)])
+def test_all_processes_must_fit_in_the_same_way(processes, option, value):
+    for kind, message in processes.run(2, tasks.option_on_one, option, value):
         assert kind == "ValueError"
-        assert "replicate differs between the ranks" in message
+        assert f"{option} differs between the ranks" in message

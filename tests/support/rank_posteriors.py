@@ -2,11 +2,14 @@
 
 import contextlib
 import hashlib
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from rank_tasks import (
     SIZE,
+    broken_or_whole,
     examples,
     generator,
     laplace,
@@ -18,9 +21,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, ShardedBatches, alone
+from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.laplace import grouping
 from laplace_debias.laplace.laplace import predict_grids
 
 FEW = 5
+_PARTS = ("U_G", "U_A", "magnitudes")
 
 
 def inputs(size=FEW):
@@ -71,6 +77,53 @@ def calls(rank, curvature="kfac", mode="full", fit_options=(), **options):
     la.prior_precision = torch.linspace(0.5, 2.0, len(la.block_names), dtype=torch.float64)
     la.temperature = 0.8
     return {name: call(la, inputs()) for name, call in CALLS.items()}
+
+
+def _groups_of(sizes):
+    """Fits under a bound go through groups of so many blocks, whatever the bound."""
+    original = grouping._grouped
+
+    def of_sizes(planned, most, is_stored):
+        return replace(original(planned, most, is_stored), sizes=sizes)
+
+    return patch.object(grouping, "_grouped", of_sizes)
+
+
+def calls_in_groups(rank, curvature, mode, sizes, replicate):
+    """As `calls`, of a fit in groups of so many blocks."""
+    with _groups_of(sizes):
+        return calls(rank, curvature, mode, {"memory_bound": 2**40, "replicate": replicate})
+
+
+def held_in_groups(rank, sizes):
+    """Bytes of the blocks that a process holds after a fit in groups."""
+    whole = laplace("kfac").plan(loader(), memory_bound=2**40)
+    with _groups_of(sizes):
+        la = fitted(fit_options={"memory_bound": 2**40})
+    blocks = la.posterior.curvature.blocks.values()
+    parts = [getattr(block, part, None) for block in blocks for part in _PARTS]
+    most = sum(part.nbytes for part in parts if part is not None)
+    return {"bytes": most, "planned": whole.posterior - la.mean.nbytes}
+
+
+def break_off_in_groups(rank, folder, stops, sizes):
+    """A fit in groups that saves after every batch; each process fails before some batch."""
+    with patch.object(saved_passes, "EVERY", 0.0), _groups_of(sizes):
+        laplace().fit(
+            broken_or_whole(stops[rank]),
+            generator=generator(5),
+            resume=folder,
+            memory_bound=2**40,
+        )
+
+
+def resumed_in_groups(rank, folder, sizes):
+    """The curvature of a fit in groups."""
+    with _groups_of(sizes):
+        la = laplace().fit(
+            broken_or_whole(), generator=generator(5), resume=folder, memory_bound=2**40
+        )
+    return la.posterior.curvature.to_dense()
 
 
 def calls_of_last_layer(rank):
@@ -179,7 +232,7 @@ def held(rank, curvature, replicate=False):
     la = fitted(curvature, fit_options={"replicate": replicate})
     tensors, names = [], []
     for name, block in la.posterior.curvature.blocks.items():
-        parts = [getattr(block, part, None) for part in ("U_G", "U_A", "magnitudes")]
+        parts = [getattr(block, part, None) for part in _PARTS]
         parts = [part for part in parts if part is not None]
         names += [name] if parts else []
         tensors += parts
@@ -282,6 +335,10 @@ def _no_folder(la, rank):
     la.save("/nowhere/posterior.safetensors")
 
 
+def _parts(la, rank):
+    la.save("nowhere", parts=True)
+
+
 def _one_block(la, rank):
     for block in la.posterior.curvature.blocks.values():
         block @ torch.ones(block.shape[0], dtype=torch.float64)
@@ -291,7 +348,7 @@ FAULTS = {
     fault.__name__.strip("_"): fault
     for fault in (
         *(_alone, _other_inputs, _other_request, _other_prior, _other_vector),
-        *(_other_call, _export, _changed, _no_folder, _one_block),
+        *(_other_call, _export, _changed, _no_folder, _parts, _one_block),
     )
 }
 
@@ -311,5 +368,5 @@ def fault(rank, name):
     return told
 
 
-def replicate_on_one(rank):
-    return fitted(fit_options={"replicate": rank == 0})
+def option_on_one(rank, option, value):
+    return fitted(fit_options={option: value} if rank == 0 else {})

@@ -43,8 +43,14 @@ def shape_of_table(block: Block) -> tuple[int, ...]:
 
 
 def owners_of_blocks(problem: Problem) -> dict[Block, int]:
-    """The rank that decomposes each block of a problem; see `owners_by_cost`."""
-    return owners_by_cost(problem.blocks, problem.ranks.size)
+    """The rank that decomposes each block of a problem; see `owners_by_cost`.
+
+    Where it keeps what it decomposes, blocks of all groups are shared out evenly; else a group's.
+    """
+    if not problem.is_sharded:
+        return owners_by_cost(problem.blocks, problem.ranks.size)
+    of_all = owners_by_cost(problem.paced_by or problem.blocks, problem.ranks.size)
+    return {block: of_all[block] for block in problem.blocks}
 
 
 def owners_by_cost(blocks: Sequence[Block], num_ranks: int) -> dict[Block, int]:

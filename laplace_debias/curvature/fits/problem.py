@@ -29,6 +29,9 @@ class Problem:
         memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
         ranks: The processes that share the data. What a fit sums over examples is summed over them.
         passes: Its passes over the data, which may be saved as they go.
+        paced_by: The blocks that say how much goes through the network at once, and which positions
+            take part; None for `blocks`. A group of blocks is measured at the pace of all of them:
+            its sums have the same terms in the same order.
         replicate: Whether each process ends with all blocks, or with those that it owns.
     """
 
@@ -40,6 +43,7 @@ class Problem:
     memory_bound: int | None
     ranks: Ranks = ALONE
     passes: Passes = NOT_SAVED
+    paced_by: Sequence[Block] | None = None
     replicate: bool = True
 
     @classmethod
@@ -77,6 +81,10 @@ class Problem:
     def device(self) -> torch.device:
         """Where the Bayesian parameters are."""
         return self.model.get_parameter(self.blocks[0].parameters[0]).device
+
+    def of_group(self, blocks: Sequence[Block]) -> "Problem":
+        """The same of some of the blocks, at the pace of all."""
+        return replace(self, blocks=blocks, paced_by=self.paced_by or self.blocks)
 
     @property
     def is_sharded(self) -> bool:

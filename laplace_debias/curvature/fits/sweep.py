@@ -164,12 +164,12 @@ def pace_of(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> Pa
     """
     device = problem.device
     one = move(take(x, slice(0, 1)), device, None)
-    network = shadow(problem.model)
-    tap = Tap.on(network, problem.blocks)
+    network, blocks = shadow(problem.model), problem.paced_by or problem.blocks
+    tap = Tap.on(network, blocks)
     outputs = tap.forward(one)
     check_outputs(outputs, num_examples(x))
     positions = PositionFinder(
-        problem.model, problem.blocks, problem.cotangents, network, tap.uses, outputs
+        problem.model, blocks, problem.cotangents, network, tap.uses, outputs
     )
     columns = problem.cotangents.num_columns(outputs)
     _check_columns(columns, outputs)

@@ -1,7 +1,7 @@
 """Working memory of a chunk of a pass over data, found by running one and two examples."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Working:
         positions: T of every block.
         inputs: Bytes of the inputs of one example that a weight block keeps for A. What goes into
             several layers is counted for the one that is done with it last.
+        tensors: All inputs of one example that a weight block needs for A: numbers of the tensors,
+            and their bytes.
         input_factors: Numbers at most, in the model's dtype, while a weight block's A is computed
             from a whole batch.
     """
@@ -55,12 +57,49 @@ class Working:
     kept_before: int
     positions: Mapping[Block, int]
     inputs: Mapping[Block, int]
+    tensors: Mapping[Block, Sequence[tuple[int, int]]]
     input_factors: Mapping[Block, int]
 
     @property
     def is_whole(self) -> bool:
         """Whether a batch is one chunk, all cotangents at once."""
         return self.examples >= self.batch and self.at_once >= self.columns
+
+    def of_group(self, blocks: Sequence[Block]) -> "Working":
+        """The same, at most, where some of the blocks are measured alone."""
+        group = set(blocks)
+        inputs = _inputs_of(self.tensors, blocks)
+        kept, kept_before = _kept(inputs, self.batch, self.examples)
+        return replace(
+            self,
+            measured={block: held for block, held in self.measured.items() if block in group},
+            kept=kept,
+            kept_before=kept_before,
+            inputs=inputs,
+            input_factors={b: number for b, number in self.input_factors.items() if b in group},
+        )
+
+
+def _inputs_of(
+    tensors: Mapping[Block, Sequence[tuple[int, int]]], blocks: Sequence[Block]
+) -> dict[Block, int]:
+    """`Working.inputs` where some blocks are measured, from `Working.tensors`."""
+    known: set[int] = set()
+    found = {}
+    for block in reversed(blocks):
+        if block in tensors:
+            found[block] = sum(size for number, size in tensors[block] if number not in known)
+            known |= {number for number, _ in tensors[block]}
+    return found
+
+
+def _kept(inputs: Mapping[Block, int], batch: int, examples: int) -> tuple[int, int]:
+    """`Working.kept` and `Working.kept_before`."""
+    size = sum(inputs.values())
+    return (
+        min(batch * size, MOST_KEPT + examples * size),
+        min((batch - examples) * size, MOST_KEPT),
+    )
 
 
 def working_memory(
@@ -88,16 +127,19 @@ def working_memory(
         return of_one + (examples - 1) * max(0, of_two - of_one)
 
     at_once = min(pace.columns, one.columns)
-    inputs = sum(one.sizes.inputs.values())
+    sizes = one.sizes
+    inputs = _inputs_of(sizes.tensors, problem.blocks)
     return Working(
         *(batch, examples, one.columns, at_once),
-        examples * at_once * one.sizes.outputs,
+        examples * at_once * sizes.outputs,
         extrapolated(one.activations, two.activations),
         extrapolated(one.peak, two.peak),
         {b: extrapolated(held, two.measured[b]) for b, held in one.measured.items()},
-        min(batch * inputs, MOST_KEPT + examples * inputs),
-        min((batch - examples) * inputs, MOST_KEPT),
-        *(one.sizes.positions, one.sizes.inputs, one.sizes.input_factors),
+        *_kept(inputs, batch, examples),
+        positions=sizes.positions,
+        inputs=inputs,
+        tensors=sizes.tensors,
+        input_factors=sizes.input_factors,
     )
 
 
@@ -126,7 +168,7 @@ class _Sizes:
 
     outputs: int
     positions: dict[Block, int]
-    inputs: dict[Block, int]
+    tensors: dict[Block, list[tuple[int, int]]]
     input_factors: dict[Block, int]
 
 
@@ -179,20 +221,24 @@ def _sizes(problem: Problem, tap: Tap, some: Inputs, batch: int) -> _Sizes:
     for use in tap.uses:
         uses.setdefault(use.layer, []).append(use.x)
         of_layers[use.layer] = of_layers.get(use.layer, 0) + use.z.numel() // count
-    positions, inputs, numbers = {}, {}, {}
+    positions, tensors, factors = {}, dict[Block, list[tuple[int, int]]](), {}
     # The batch itself is not the fit's.
-    known = {x.untyped_storage().data_ptr() for x in tensors_of(some)}
-    for block in reversed(problem.blocks):
+    of_batch = {x.untyped_storage().data_ptr() for x in tensors_of(some)}
+    numbers: dict[int, int] = {}
+    for block in problem.blocks:
         layer = tap.network.get_submodule(block.layer)
         positions[block] = max(1, of_layers.get(block.layer, 0) // _width(layer, block))
         if block.is_exact:
             continue
-        new = [x for x in uses.get(block.layer, []) if x.untyped_storage().data_ptr() not in known]
-        known |= {x.untyped_storage().data_ptr() for x in new}
-        inputs[block] = sum(x.numel() * x.element_size() for x in new) // count
-        of_batch = [_of_batch(x, count, batch) for x in uses.get(block.layer, [])]
-        numbers[block] = most_numbers_of_input_factor(layer, block, of_batch)
-    return _Sizes(tap.output_bytes(), positions, inputs, numbers)
+        tensors[block] = []
+        for x in uses.get(block.layer, []):
+            place = x.untyped_storage().data_ptr()
+            if place not in of_batch:
+                number = numbers.setdefault(place, len(numbers))
+                tensors[block].append((number, x.numel() * x.element_size() // count))
+        whole = [_of_batch(x, count, batch) for x in uses.get(block.layer, [])]
+        factors[block] = most_numbers_of_input_factor(layer, block, whole)
+    return _Sizes(tap.output_bytes(), positions, tensors, factors)
 
 
 def _of_batch(x: Tensor, count: int, batch: int) -> Tensor:

@@ -91,18 +91,43 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
 
 def tensors_of_fit(posterior: GaussianPosterior) -> dict[str, Tensor]:
     """What a fit has found, by the names in its file: all but the prior precision."""
-    tensors = {"mean": posterior.mean}
-    if posterior.prior_mean is not None:
-        tensors["prior_mean"] = posterior.prior_mean
+    tensors = of_mean(posterior)
     for index, block in enumerate(posterior.curvature.blocks.values()):
-        parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
-        # Directions that are the coordinate axes are None.
-        tensors.update({key: part for key, part in parts.items() if part is not None})
+        tensors.update(of_block(index, block))
     return tensors
 
 
-def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
+def of_mean(posterior: GaussianPosterior) -> dict[str, Tensor]:
+    """The tensors that a file holds of the mean, and of the prior's if it is not zero."""
+    of_prior = {} if posterior.prior_mean is None else {"prior_mean": posterior.prior_mean}
+    return {"mean": posterior.mean, **of_prior}
+
+
+def of_prior_and_mean(posterior: GaussianPosterior) -> dict[str, Tensor]:
+    """The tensors that a file holds besides the blocks'."""
+    return {"prior_precision": posterior.prior_precision, **of_mean(posterior)}
+
+
+def of_block(index: int, block: LinearOperator) -> dict[str, Tensor]:
+    """The tensors that a file holds of a block; directions that are the axes are not saved."""
+    parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
+    return {key: part for key, part in parts.items() if part is not None}
+
+
+def operator_from(parts: Mapping[str, Tensor]) -> LinearOperator:
+    """A block, from its tensors by their fields."""
+    magnitudes = parts["magnitudes"]
+    if "U" in parts:
+        return LowRankPlusDiagonal(parts["U"], magnitudes, 0.0)
+    return EigenKronecker(parts.get("U_G"), parts.get("U_A"), magnitudes)
+
+
+def load(path: Path, mapped: bool = False) -> tuple[Header, dict[str, Tensor]]:
     """Read a file's header and tensors (on the CPU).
+
+    Args:
+        path: The file.
+        mapped: As `read_sealed` takes it.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -111,7 +136,7 @@ def load(path: Path) -> tuple[Header, dict[str, Tensor]]:
         OSError: If it cannot be read.
     """
     try:
-        texts, tensors = read_sealed(path, _HAS_CHECKSUM)
+        texts, tensors = read_sealed(path, _HAS_CHECKSUM, mapped=mapped)
     except UnknownFormatError as error:
         raise ValueError(
             f"{path} is of format {shown(error.args[0])}, expected {FORMAT!r}: it was not written "
@@ -232,12 +257,7 @@ def posterior_from(
         for part, U in parts.items():
             if part != "magnitudes":
                 check_orthonormal(U, f"The directions {part} of {block.name} in the file")
-        magnitudes = parts["magnitudes"]
-        operators[block.name] = (
-            LowRankPlusDiagonal(parts["U"], magnitudes, 0.0)
-            if "U" in parts
-            else EigenKronecker(parts.get("U_G"), parts.get("U_A"), magnitudes)
-        )
+        operators[block.name] = operator_from(parts)
     return GaussianPosterior(
         mean,
         BlockDiagonal(operators),

@@ -5,6 +5,7 @@ posterior is kept for years and answers must not change without a word:
 
 - The library gives tensors that are the mapped file itself. A file that is overwritten in place
   (`cp other posterior.safetensors`) changes the tensors of a program that has read it, or ends it.
+  Here this is a choice (`mapped`), after the whole of the file was held against its checksum.
 - It orders the texts at random, so that equal contents give unequal files.
 - The checksum needs every byte of the header as it lies on disk.
 
@@ -15,6 +16,7 @@ takes most of the time: about 0.7 GB a second are written or read.
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import stat
@@ -64,7 +66,7 @@ def write_sealed(
     texts: Mapping[str, str],
     tensors: Mapping[str, Tensor],
     fetch: Callable[[str], Tensor] | None = None,
-) -> None:
+) -> str:
     """Write a sealed file; equal contents give equal bytes.
 
     Needs no more memory than one tensor on the CPU.
@@ -75,6 +77,9 @@ def write_sealed(
         tensors: Tensors by name, float32 or float64, of at most three dimensions, on any device.
         fetch: From a name to the tensor's values, called in the order of `names_in_order` as they
             are written; `tensors` may be on the meta device then. None if they have values.
+
+    Returns:
+        Its checksum.
 
     Raises:
         OSError: If it cannot be written.
@@ -105,6 +110,7 @@ def write_sealed(
             file.write(values)
         file.seek(place)
         file.write(digest.hexdigest().encode())
+    return digest.hexdigest()
 
 
 def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -113,15 +119,23 @@ def names_in_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def read_sealed(
-    path: Path, formats: Mapping[str, bool]
+    path: Path,
+    formats: Mapping[str, bool],
+    *,
+    expected: str | None = None,
+    mapped: bool = False,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read a sealed file, once, into memory of its own.
+    """Read a sealed file, once, into memory of its own or into a mapping.
 
     Beyond the tensors it takes memory for the header alone, whatever sizes that declares.
 
     Args:
         path: The file.
         formats: What the text `format` may be, and whether files of that format have a checksum.
+        expected: The checksum that it must have; None for any that is that of its content.
+        mapped: Whether the tensors are the file itself, whose parts the system reads as they are
+            used and lets go of when memory is short. Writing to them does not change the file, but
+            who overwrites the file in place changes them, and who cuts it off ends the program.
 
     Returns:
         Texts and tensors (on the CPU), by name.
@@ -137,13 +151,13 @@ def read_sealed(
     check_source(path)
     try:
         with path.open("rb") as file:
-            return _read(file, formats)
+            return _read(file, formats, expected, mapped)
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
 def _read(
-    file: BufferedReader, formats: Mapping[str, bool]
+    file: BufferedReader, formats: Mapping[str, bool], expected: str | None, mapped: bool
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     size = os.fstat(file.fileno()).st_size
     length = file.read(8)
@@ -161,10 +175,35 @@ def _read(
     digest = _new_digest()
     digest.update(length)
     digest.update(header if checksum is None else _without(header, checksum))
-    tensors = {entry.name: _tensor(file, entry, digest) for entry in entries}
+    if mapped:
+        start = file.tell()
+        _skim(file, digest)
+        contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        tensors = {entry.name: _view(contents, entry, start) for entry in entries}
+    else:
+        tensors = {entry.name: _tensor(file, entry, digest) for entry in entries}
     if checksum is not None and digest.hexdigest() != checksum:
         raise DamagedFileError("its checksum is not that of its content")
+    if expected is not None and checksum != expected:
+        raise DamagedFileError("it is the file of another save")
     return texts, tensors
+
+
+def _skim(file: BufferedReader, digest: hashlib.blake2b) -> None:
+    """Read to the end for the checksum alone."""
+    buffer = memoryview(bytearray(2**20))
+    while size := file.readinto(buffer):
+        digest.update(buffer[:size])
+
+
+def _view(contents: mmap.mmap, entry: _Entry, start: int) -> Tensor:
+    """A tensor that lies in a mapped file."""
+    count = (entry.end - entry.start) // entry.dtype.itemsize
+    if not count:
+        return torch.from_numpy(np.empty(0, entry.dtype.newbyteorder("="))).reshape(entry.shape)
+    values = np.frombuffer(contents, entry.dtype, count, start + entry.start)
+    native = values.astype(entry.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(native).reshape(entry.shape)
 
 
 def _tensor(file: BufferedReader, entry: _Entry, digest: hashlib.blake2b) -> Tensor:
