@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.curvature.fits import passes
+from laplace_debias.curvature.fits import saved_passes
 from laplace_debias.system.workers import LostWorkerError
 
 NETWORKS = (
@@ -163,7 +163,7 @@ def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys)
 
 def test_a_fit_goes_on_although_its_state_cannot_be_saved(here, disk, monkeypatch):
     place = disk("size=60k")
-    monkeypatch.setattr(passes, "EVERY", 0.0)
+    monkeypatch.setattr(saved_passes, "EVERY", 0.0)
     data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
     fit = ["fit", *data, "--batch_size=10", f"--resume={place}"]
     with pytest.warns(UserWarning, match="was not saved, and the fit goes on: There is no space"):
