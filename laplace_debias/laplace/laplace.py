@@ -715,9 +715,7 @@ class Laplace:
                 problem = replace(problem, passes=passes)
             scheme, is_saved = scheme.reading_first(known), states is not None
 
-            def read_with(drawn: torch.Generator | None, batches: Batches, what: str) -> Pairs:
-                return self._read(drawn, is_saved, batches, what)
-
+            read_with = partial(self._read, is_saved)
             read = partial(read_with, generator)
             ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
 
@@ -808,7 +806,7 @@ class Laplace:
             self._fitted = fitted
 
     def _read(
-        self, generator: torch.Generator | None, is_saved: bool, batches: Batches, what: str
+        self, is_saved: bool, generator: torch.Generator | None, batches: Batches, what: str
     ) -> Pairs:
         """Batches of a fit, of which at least one target must count.
 
