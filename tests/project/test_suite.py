@@ -1,6 +1,10 @@
 """What the other tests rely on."""
 
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -36,3 +40,24 @@ def test_others_slow_keeps_every_case_and_refuses_unknown_names():
     assert [param.values for param in found if not param.marks] == [("two",)]
     with pytest.raises(AssertionError, match=r"no cases.*four"):
         others_slow(["one"], "four")
+
+
+def test_every_name_is_defined():
+    """Neither ruff nor mypy says so in `make lint`: for them shapes in annotations are names."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "ruff", "check", "--select=F821", "--output-format=json"]
+    done = subprocess.run(
+        [*command, "laplace_debias", "tests", "benchmarks"],
+        check=False,
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    found = []
+    for one in json.loads(done.stdout):
+        place = one["location"]
+        line = Path(one["filename"]).read_text(encoding="utf-8").splitlines()[place["row"] - 1]
+        is_in_text = line[: place["column"] - 1].count('"') % 2 == 1
+        if not is_in_text:
+            found.append(f"{one['filename']}:{place['row']}: {one['message']}")
+    assert found == []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.computed import computed, drop_caches
 from laplace_debias.curvature.network.inner_module import FSDP, inner, is_of_fsdp
+from laplace_debias.system.out_of_memory import is_out_of_memory
 
 PLAIN_INSTEAD = (
     "build the plain model and load the full state into it, torch.distributed.checkpoint."
@@ -130,6 +131,8 @@ def twin(model: nn.Module, of: Callable[[nn.Parameter], nn.Parameter]) -> nn.Mod
             drop_caches(module, memo[id(module)])
     # Whatever a module's attributes raise when they are copied.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise TypeError(
             f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
             "so that your model stays untouched: keep non-leaf tensors, locks, open files and "
