@@ -681,16 +681,20 @@ class Laplace:
                 scheme.first_read, generator, room.replicate
             )
             first = self._checked(known.first)
-            alike = {"replicate": room.replicate, "memory_bound": memory_bound}
+            alike = {
+                "replicate": room.replicate,
+                "memory_bound": memory_bound,
+                "store": store is not None,
+            }
             shards.check_alike(ranks, plain, parameters.block_names, first, is_shared, alike)
             if store is None and is_too_large(problem, kind):
                 x = next((x for x, _ in self._on_device(known.first)), None)
                 raise too_large(unwrapped(self.model), problem, kind, x)
             keep: stored.StoredFit | None = None
             if store is not None:
-                needed = posterior_bytes(problem, kind)
-                stored.check_store(store, self.likelihood, problem.device, ranks, needed)
-                keep = stack.enter_context(stored.StoredFit(store))
+                needed = posterior_bytes(replace(problem, replicate=True), kind)
+                stored.check_store(store, self.likelihood, problem.device, needed)
+                keep = stack.enter_context(stored.StoredFit(store, ranks))
             sizes: Sequence[int] = [len(problem.blocks)]
             if memory_bound is not None:
                 batch = next(iter(self._on_device(shards.first_batch(ranks, known.first))))
@@ -1508,15 +1512,9 @@ class Laplace:
                 before is still there.
         """
         state, ranks = self._unchanged_state, current()
-        if parts and state.posterior.is_sharded:
-            raise ValueError(
-                "A sharded posterior cannot be saved in parts, as each process holds some of its "
-                "blocks: save it as one file, or call `la.gather()` on all of them before."
-            )
-        if ranks.rank == 0 and parts:
-            stored.save_parts(Path(path), state, own_likelihood)
-        elif state.posterior.is_sharded or ranks.rank == 0:
-            posterior_file.save(Path(path), state, own_likelihood)
+        if state.posterior.is_sharded or ranks.rank == 0:
+            write = stored.save_parts if parts else posterior_file.save
+            write(Path(path), state, own_likelihood)
         # Nobody goes on before the file is there.
         ranks.exchange(None)
 
@@ -1578,6 +1576,7 @@ class Laplace:
 
     @classmethod
     @over_whole_model(lambda cls, path, model, **_: model)
+    @stored.by_all_that_share
     def load(
         cls,
         path: str | Path,
@@ -1591,6 +1590,7 @@ class Laplace:
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
         mmap: bool = False,
+        replicate: bool | None = None,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
@@ -1613,21 +1613,26 @@ class Laplace:
                 what computes with a block reads its part of the file, and the system lets go of it
                 when memory is short. Any number of processes share one copy. All is read once here,
                 for the checksum. The file must not be written to; predictions refuse it then.
+            replicate: In a process group, whether each process gets the whole posterior, which it
+                reads by itself. False: the posterior is sharded, as after a fit: all processes
+                call this, each holds some of the blocks, and of a folder it reads those alone. Any
+                number of processes reads what any other number has written. None: of a folder as
+                False, of a single file as True. `"lowrank"` and `"full"` are whole either way.
 
         Raises:
             ValueError: If the file is damaged, of another format, or does not fit the model; if a
                 part of a folder is damaged, missing or of another save; if `likelihood` is missing,
-                superfluous or not that of the fit; for `mmap` with a model on an accelerator.
+                superfluous or not that of the fit; for `mmap` with a model on an accelerator; if
+                of several processes that read together one does not see what rank 0 sees.
             FileNotFoundError: If there is no such file.
             IsADirectoryError: If it is a folder without a posterior in parts.
             OSError: If it cannot be read.
         """
         if mmap:
             stored.check_mappable(next(model.parameters()).device, "mmap=True")
-        header, tensors, mapped = stored.load(Path(path), mmap)
         plain = _plain(model)
-        posterior_file.check_names(header, dict(plain.named_parameters()))
-        posterior_file.check_calls(header, plain)
+        saved = stored.load(Path(path), mmap, plain, replicate)
+        header = saved.header
         la = cls(
             model,
             likelihood=likelihood_from_json(header.likelihood, likelihood),
@@ -1648,7 +1653,9 @@ class Laplace:
         parameters = BayesianParameters.of(
             plain, header.param_names, la._settings, None, header.calls
         )
-        posterior = posterior_file.posterior_from(header, tensors, parameters, plain)
+        posterior = posterior_file.posterior_from(
+            header, saved.tensors, parameters, plain, saved.share
+        )
         others = fingerprint(plain, parameters.names)
         if wrong := changed(header.others, others):
             raise ValueError(
@@ -1670,7 +1677,7 @@ class Laplace:
             others,
             header.mode,
             None if header.noise is None else Noise(**header.noise),
-            mapped=stored.with_blocks(mapped, posterior),
+            mapped=saved.mapped_to(posterior),
         )
         return la
 

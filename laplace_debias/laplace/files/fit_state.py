@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.fits.pass_state import Entry, PassState
+from laplace_debias.laplace.files.layout import DamagedFileError, UnknownFormatError
 from laplace_debias.laplace.files.plain_data import parsed_json
-from laplace_debias.laplace.files.sealed import (
-    DamagedFileError,
-    UnknownFormatError,
-    read_sealed,
-    write_sealed,
-)
+from laplace_debias.laplace.files.sealed import read_sealed, write_sealed
 from laplace_debias.system.atomic import check_target, written_atomically
 
 _FORMAT = "laplace-debias fit state 2"

@@ -6,22 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from laplace_debias.laplace.files.parts import Part
+
 Stamp = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of a folder.
-
-    Attributes:
-        file: Its name.
-        checksum: That of all its content, as it says itself.
-        bytes: Its size.
-    """
-
-    file: str
-    checksum: str
-    bytes: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ checks, and so are those with a block for every group of a convolution (see `gro
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kinds import DENSE
-from laplace_debias.curvature.fits.sharded_blocks import ShardedBlocks
+from laplace_debias.curvature.fits.sharded_blocks import Elsewhere, ShardedBlocks
 from laplace_debias.laplace.files.groups_apart import blocks_apart, has_groups, joined
 from laplace_debias.laplace.files.header import (
     LATER_FIELDS,
@@ -22,25 +23,17 @@ from laplace_debias.laplace.files.header import (
     check_header,
     header_of,
 )
+from laplace_debias.laplace.files.layout import DamagedFileError, UnknownFormatError
 from laplace_debias.laplace.files.orthonormality import check_orthonormal
 from laplace_debias.laplace.files.plain_data import parsed_json, shown
 from laplace_debias.laplace.files.saved_blocks import SavedBlock, expected_blocks, rank_of
-from laplace_debias.laplace.files.sealed import (
-    DamagedFileError,
-    UnknownFormatError,
-    read_sealed,
-    write_sealed,
-)
+from laplace_debias.laplace.files.sealed import read_sealed, write_sealed
 from laplace_debias.laplace.files.sent_tensors import SentTensors
+from laplace_debias.laplace.files.share import WHOLE, Share
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.operators import (
-    BlockDiagonal,
-    EigenKronecker,
-    LinearOperator,
-    LowRankPlusDiagonal,
-)
+from laplace_debias.operators import EigenKronecker, LinearOperator, LowRankPlusDiagonal
 from laplace_debias.system.atomic import check_target, written_atomically
 
 _NAME = "laplace-debias/"
@@ -204,6 +197,7 @@ def posterior_from(
     tensors: Mapping[str, Tensor],
     parameters: BayesianParameters,
     model: nn.Module,
+    share: Share = WHOLE,
 ) -> GaussianPosterior:
     """Check a file's tensors against the model and build the posterior on the model's device.
 
@@ -212,6 +206,7 @@ def posterior_from(
         tensors: The file's tensors.
         parameters: The model's Bayesian parameters.
         model: The model.
+        share: What this process holds of the blocks.
 
     Raises:
         ValueError: If the file belongs to another model, or to other parameters of this one.
@@ -229,7 +224,8 @@ def posterior_from(
             f"The file's curvature blocks {shown(header.block_names)} are not the model's "
             f"{shown([block.name for block in blocks])}: it was saved for another model."
         )
-    _check_shapes(tensors, blocks, model_mean)
+    tensors = share.of(tensors)
+    _check_shapes(tensors, blocks, model_mean, share)
     prior_mean = tensors.get("prior_mean")
     odd = [key for key, value in tensors.items() if value.dtype != _dtype_of(key, tensors["mean"])]
     if odd:
@@ -249,6 +245,10 @@ def posterior_from(
         )
     operators: dict[str, LinearOperator] = {}
     for index, block in enumerate(blocks):
+        if not share.is_here(index):
+            size = math.prod(block.parts["magnitudes"])
+            operators[block.name] = Elsewhere(model_mean.new_empty(0), size, share.owners[index])
+            continue
         parts = {part: tensors[f"{index}.{part}"].to(model_mean) for part in block.parts}
         if not all(bool(part.isfinite().all()) for part in parts.values()):
             raise ValueError(f"The curvature of {block.name} in the file holds NaN or Inf.")
@@ -260,7 +260,7 @@ def posterior_from(
         operators[block.name] = operator_from(parts)
     return GaussianPosterior(
         mean,
-        BlockDiagonal(operators),
+        share.joined(operators),
         header.num_data,
         tensors["prior_precision"].to(model_mean.device),
         None if order is None else order.to(model_mean.device),
@@ -270,15 +270,20 @@ def posterior_from(
 
 
 def _check_shapes(
-    tensors: Mapping[str, Tensor], blocks: Sequence[SavedBlock], mean: Tensor
+    tensors: Mapping[str, Tensor],
+    blocks: Sequence[SavedBlock],
+    mean: Tensor,
+    share: Share = WHOLE,
 ) -> None:
-    """Require the tensors of these blocks, and none else.
+    """Require the tensors of the blocks that are here, and none else.
 
     Raises:
         ValueError: Otherwise.
     """
     shapes = {"mean": tuple(mean.shape)}
     for index, block in enumerate(blocks):
+        if not share.is_here(index):
+            continue
         shapes.update({f"{index}.{part}": shape for part, shape in block.parts.items()})
     found = {key: tuple(value.shape) for key, value in tensors.items()}
     has_prior = found.pop("prior_precision", None) is not None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.fits.sharded_blocks import ShardedBlocks
+from laplace_debias.laplace.files.layout import names_in_order
 from laplace_debias.laplace.files.saved_blocks import SavedBlock
-from laplace_debias.laplace.files.sealed import names_in_order
 from laplace_debias.system.ranks import Ranks
 
 

@@ -1,56 +1,57 @@
 """Posteriors in folders: saved in parts, and kept there while they are fitted."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.sharded_blocks import ShardedBlocks
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.files.folder import (
     FolderWriter,
     check_folder,
+    check_seen,
     check_space,
+)
+from laplace_debias.laplace.files.folder_reader import (
     is_folder,
     load_folder,
-    part_name,
-    read_part,
+    parts_by_block,
+    read_checked,
 )
 from laplace_debias.laplace.files.header import Header, header_of
 from laplace_debias.laplace.files.likelihood_json import likelihood_to_json
-from laplace_debias.laplace.files.mapped import Mapped, Part, Stamp, stamp_of
+from laplace_debias.laplace.files.mapped import Mapped, Stamp, stamp_of
+from laplace_debias.laplace.files.parts import Part
+from laplace_debias.laplace.files.share import WHOLE, Share, share_of
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import BlockDiagonal, LinearOperator
-from laplace_debias.system.ranks import Ranks
+from laplace_debias.system.ranks import ALONE, Ranks, current, together
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
-def check_store(
-    folder: Path, likelihood: Likelihood, device: torch.device, ranks: Ranks, needed: int
-) -> None:
+def check_store(folder: Path, likelihood: Likelihood, device: torch.device, needed: int) -> None:
     """Require that a fit can keep its posterior in a folder, before any work.
 
     Args:
         folder: The folder.
         likelihood: The model's, which the index describes.
         device: Where the model is.
-        ranks: The processes.
-        needed: Bytes of the posterior.
+        needed: Bytes of the posterior, of all processes together.
 
     Raises:
-        ValueError: On an accelerator, in a process group, or without room on the disk; as
-            `likelihood_to_json`.
+        ValueError: On an accelerator, or without room on the disk; as `likelihood_to_json`.
         OSError: As `check_folder`.
     """
     check_mappable(device, "store=")
-    if ranks.size > 1:
-        raise ValueError(
-            f"store= is for one process, and this is one of {ranks.size}: leave it out and save "
-            "with la.save(folder, parts=True), or fit within `laplace_debias.alone()`."
-        )
     likelihood_to_json(likelihood, own=True)
     check_folder(folder)
     check_space(folder, needed)
@@ -72,12 +73,17 @@ def check_mappable(device: torch.device, what: str) -> None:
 class StoredFit:
     """The posterior of a fit that goes on, whose finished blocks are in a folder.
 
+    Of several processes each writes the blocks that it holds, and none sends any; of blocks that
+    all hold rank 0 does.
+
     Args:
         folder: The folder.
+        ranks: The processes that fit together.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = FolderWriter(folder)
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._writer = FolderWriter(folder, ranks)
+        self._count = 0
         self._parts: dict[str, Part] = {}
         self._blocks: dict[str, LinearOperator] = {}
         self._stamps: dict[Path, Stamp] = {}
@@ -93,18 +99,40 @@ class StoredFit:
 
     def stored(self, curvature: BlockDiagonal) -> BlockDiagonal:
         """Finished blocks, from now on in files."""
-        for name, block in curvature.blocks.items():
-            index = len(self._blocks)
-            part = self._writer.write(part_name(index), posterior_file.of_block(index, block))
-            path = self._writer.folder / part.file
-            self._parts[name], self._stamps[path] = part, stamp_of(path)
+        numbers = {name: self._count + k for k, name in enumerate(curvature.blocks)}
+        self._count += len(numbers)
+        here = _held(curvature)
+        part = self._write({numbers[name]: curvature.blocks[name] for name in here}, curvature)
+        if part is None:
+            return curvature
+        path = self._writer.folder / part.file
+        self._stamps[path] = stamp_of(path)
+        tensors = read_checked(path, part, mapped=True)
+        for name in here:
+            of_block = {
+                key: tensor
+                for key, tensor in tensors.items()
+                if key.partition(".")[0] == str(numbers[name])
+            }
+            self._parts[name] = part.of(of_block.keys())
             self._blocks[name] = posterior_file.operator_from(
-                {
-                    key.partition(".")[2]: tensor
-                    for key, tensor in read_part(path, part, mapped=True).items()
-                }
+                {key.partition(".")[2]: tensor for key, tensor in of_block.items()}
             )
-        return BlockDiagonal({name: self._blocks[name] for name in curvature.blocks})
+        return curvature.map(lambda name, _: self._blocks[name])
+
+    def _write(self, blocks: Mapping[int, LinearOperator], of: BlockDiagonal) -> Part | None:
+        """The file of blocks that this process reads from now on; None without blocks."""
+        ranks, part = self._writer.ranks, None
+        is_whole = not isinstance(of, ShardedBlocks)
+        if blocks and (ranks.rank == 0 or not is_whole):
+            tensors: dict[str, Tensor] = {}
+            for number, block in blocks.items():
+                tensors |= posterior_file.of_block(number, block)
+            part = self._writer.write("blocks", tensors)
+        if is_whole and ranks.size > 1:
+            part = ranks.from_rank(part, 0)
+            check_seen(self._writer.folder, [part], ranks.rank, 0)
+        return part
 
     def finish(self, fitted: Fitted) -> Fitted:
         """The fit with its files, the index of which is written.
@@ -121,54 +149,137 @@ class StoredFit:
 def save_parts(folder: Path, fitted: Fitted, own_likelihood: bool) -> None:
     """Save a posterior in parts; blocks that were mapped from the same folder stay as they are.
 
+    All processes that share the blocks of a sharded posterior call it: each writes its own.
+
     Raises:
-        ValueError: As `posterior_file.save`.
+        ValueError: As `posterior_file.save`; if a process does not see the folder.
         OSError: As `FolderWriter`.
     """
-    header = header_of(fitted, own_likelihood)
-    with FolderWriter(folder) as writer:
+    header, curvature = header_of(fitted, own_likelihood), fitted.posterior.curvature
+    ranks = curvature.ranks() if isinstance(curvature, ShardedBlocks) else ALONE
+    with FolderWriter(folder, ranks) as writer:
         _write(writer, fitted, header)
 
 
 def _write(writer: FolderWriter, fitted: Fitted, header: Header) -> None:
     """Write what is not there yet of a posterior, and the index."""
-    posterior = fitted.posterior
-    parts = [writer.write("mean", posterior_file.of_prior_and_mean(posterior))]
-    for index, (name, block) in enumerate(posterior.curvature.blocks.items()):
+    posterior, is_first = fitted.posterior, writer.ranks.rank == 0
+    curvature = posterior.curvature
+    parts: list[Part] = []
+    if is_first:
+        parts.append(writer.write("mean", posterior_file.of_prior_and_mean(posterior)))
+    new: dict[str, Tensor] = {}
+    here = _held(curvature) if is_first or isinstance(curvature, ShardedBlocks) else []
+    for number, (name, block) in enumerate(curvature.blocks.items()):
+        if name not in here:
+            continue
         there = fitted.mapped and fitted.mapped.part_of(writer.folder, name, block)
-        tensors = posterior_file.of_block(index, block)
-        parts.append(there or writer.write(part_name(index), tensors))
+        if there:
+            parts.append(there)
+        else:
+            new |= posterior_file.of_block(number, block)
+    if new:
+        parts.append(writer.write("blocks", new))
     writer.finish(header, parts)
 
 
-def load(path: Path, mapped: bool) -> tuple[Header, dict[str, Tensor], Mapped | None]:
-    """Read a posterior's header and tensors (on the CPU), from a file or a folder.
+def _held(curvature: BlockDiagonal) -> list[str]:
+    """The blocks that this process holds."""
+    is_sharded = isinstance(curvature, ShardedBlocks)
+    return [name for name in curvature.blocks if not is_sharded or curvature.is_here(name)]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved posterior, as a process reads it.
+
+    Attributes:
+        header: Its header.
+        tensors: Its tensors on the CPU, at least those of the blocks that this process holds.
+        mapped: The files that they lie in; None where they are in memory.
+        share: What this process holds.
+    """
+
+    header: Header
+    tensors: Mapping[str, Tensor]
+    mapped: Mapped | None
+    share: Share
+
+    def mapped_to(self, posterior: GaussianPosterior) -> Mapped | None:
+        """What a posterior that is made of it is mapped from, with its blocks."""
+        if self.mapped is None or self.mapped.folder is None:
+            return self.mapped
+        blocks = dict(posterior.curvature.blocks)
+        parts = parts_by_block(self.mapped, list(blocks))
+        return Mapped(self.mapped.stamps, self.mapped.folder, parts, blocks)
+
+
+def load(path: Path, mapped: bool, model: nn.Module, replicate: bool | None) -> Saved:
+    """Read a posterior from a file or a folder.
 
     Args:
         path: The file or folder.
         mapped: As `read_sealed` takes it.
+        model: The model without wrappers.
+        replicate: As `Laplace.load` takes it.
 
     Raises:
         IsADirectoryError: For a folder without a posterior in parts.
-        ValueError: As `load_folder` and `posterior_file.load`.
+        ValueError: As `load_folder`, `posterior_file.load` and `share_of`; if it was saved for
+            another model; if a process does not see what rank 0 sees.
         OSError: Likewise.
     """
+    ranks = current() if _takes_part(path, replicate) else ALONE
+    _check_same_kind(path, ranks)
+    share = WHOLE
+
+    def share_among(header: Header) -> Share:
+        nonlocal share
+        posterior_file.check_names(header, dict(model.named_parameters()))
+        posterior_file.check_calls(header, model)
+        share = share_of(header, model, ranks)
+        return share
+
     if is_folder(path):
-        header, tensors, of_folder = load_folder(path, mapped)
-        return header, tensors, of_folder if mapped else None
+        header, tensors, of_folder = load_folder(
+            path, mapped, lambda header: share_among(header).is_here, ranks
+        )
+        return Saved(header, tensors, of_folder if mapped else None, share)
     stamps = {path: stamp_of(path)} if mapped and path.is_file() else {}
     header, tensors = posterior_file.load(path, mapped)
-    return header, tensors, Mapped(stamps) if mapped else None
+    return Saved(header, tensors, Mapped(stamps) if mapped else None, share_among(header))
 
 
-def with_blocks(mapped: Mapped | None, posterior: GaussianPosterior) -> Mapped | None:
-    """What a posterior is mapped from, with its blocks."""
-    if mapped is None or mapped.folder is None:
-        return mapped
-    by_place: Mapping[str, Part] = {
-        name.rpartition("-")[0]: part for name, part in mapped.parts.items()
-    }
-    names = list(posterior.curvature.blocks)
-    found = {name: by_place.get(part_name(index)) for index, name in enumerate(names)}
-    parts = {name: part for name, part in found.items() if part is not None}
-    return Mapped(mapped.stamps, mapped.folder, parts, dict(posterior.curvature.blocks))
+def by_all_that_share(function: Callable[P, Result]) -> Callable[P, Result]:
+    """`Laplace.load`, which the processes make together where they share out the blocks."""
+    with_all = together("load")(function)
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+        path: Any = args[1] if len(args) > 1 else kwargs["path"]
+        replicate: Any = kwargs.get("replicate")
+        takes_part = _takes_part(Path(path), replicate)
+        return with_all(*args, **kwargs) if takes_part else function(*args, **kwargs)
+
+    return called
+
+
+def _takes_part(path: Path, replicate: bool | None) -> bool:
+    """Whether this process reads a posterior together with others.
+
+    What is no file may be a folder that others see.
+    """
+    is_shared = not path.is_file() if replicate is None else not replicate
+    return is_shared and current().size > 1
+
+
+def _check_same_kind(path: Path, ranks: Ranks) -> None:
+    """Require that all processes see a folder, or all a file."""
+    kind_here = "a posterior in parts" if is_folder(path) else "a file" if path.is_file() else ""
+    for rank, kind in enumerate(said := ranks.exchange(kind_here)):
+        if kind != said[0]:
+            raise ValueError(
+                f"Rank {rank} sees {kind or 'nothing'} at {path}, and rank 0 "
+                f"{said[0] or 'nothing'}: name a place on a file system that all processes share, "
+                "or copy the posterior to the machine of each."
+            )
