@@ -5,18 +5,10 @@ import pytest
 import rank_posteriors as tasks
 import rank_tasks
 import torch
+from rank_posteriors import bytes_of_blocks, check
 
 CURVATURES = ("kfac", "ekfac", "diag")
 MODES = ("full", "mini", "debiased", "crossfit")
-
-
-def check(found, expected, rel=1e-12):
-    assert isinstance(found, dict), found
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        of_one = torch.as_tensor(value, dtype=torch.float64)
-        error = (torch.as_tensor(found[key], dtype=torch.float64) - of_one).norm()
-        assert error <= rel * of_one.norm(), key
 
 
 def check_all(processes, num_ranks, task, *args):
@@ -143,26 +135,6 @@ def test_each_process_holds_the_bytes_of_its_blocks(processes, curvature):
         assert "sharded" not in of_rank["repr"]
 
 
-def bytes_of_blocks(curvature):
-    """Eigenvectors of both sides and magnitudes, by hand from the network."""
-    found = {}
-    for name, parameter in rank_tasks.network().named_parameters():
-        layer, _, kind = name.rpartition(".")
-        groups = {"grouped": 2, "depthwise": 4}.get(layer, 1)
-        numbers = parameter.numel()
-        if curvature != "diag":
-            d, e = (
-                (parameter.shape[0] // groups, parameter[0].numel()) if kind == "weight" else (0, 0)
-            )
-            if layer == "depthwise" and kind == "weight":
-                d, e = e, 1
-            if parameter.ndim == 1:
-                groups, d, e = 1, len(parameter), 1
-            numbers += groups * (d * d + e * e)
-        found[name] = 8 * numbers
-    return found
-
-
 def test_the_messages_of_each_call(processes):
     """As docs/scale.md says: one sum a call, of the result's size."""
     C, D, blocks = 3, sum(p.numel() for p in rank_tasks.network().parameters()), 10
@@ -217,7 +189,6 @@ def test_a_gathered_posterior_works_on_each_process_alone(processes):
         ("export", "NotImplementedError", ["la.gather()"]),
         ("changed", "RuntimeError", ["changed since the fit"]),
         ("no_folder", "", ["/nowhere"]),
-        ("parts", "ValueError", ["cannot be saved in parts", "la.gather()"]),
         ("one_block", "RuntimeError", ["This block lies on rank", "la.gather()"]),
     ],
 )

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import fuzz_posterior_files
+import fuzz_posterior_folders
 import pytest
 from fuzz_posterior_files import (
     BROKEN,
@@ -73,3 +74,14 @@ def test_the_fuzzer_notices_what_it_looks_for(subjects, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fuzz_posterior_files.Laplace, "num_data", float("nan"))
         assert outcome_of(edited, classification, path, is_damaged=False)[0] == BROKEN
+
+
+def test_mutated_folders_are_refused_or_answer_as_the_original(tmp_path):
+    report = fuzz_posterior_folders.fuzz(400, seed=1, folder=tmp_path)
+    assert not report.failures, str(report)
+    for kind, counts in report.counts.items():
+        if kind.startswith("damaged"):
+            assert counts[SAME] == counts[OTHER] == 0, str(report)
+    # Or the fuzzer would test the checksums alone.
+    assert report.total(OTHER) > 10, str(report)
+    assert len(report.counts) == 6

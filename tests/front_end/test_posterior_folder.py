@@ -18,8 +18,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import groups
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.laplace import grouping
-from laplace_debias.laplace.files import folder as folder_file
-from laplace_debias.laplace.files import folder_reader
+from laplace_debias.laplace.files import folder_reader, parts
 from laplace_debias.laplace.files.folder import FolderWriter
 from laplace_debias.laplace.files.sealed import write_sealed
 from laplace_debias.system import atomic
@@ -302,7 +301,7 @@ def test_a_fit_that_fails_leaves_the_old_posterior_and_the_last_fit(tmp_path, mo
     before = sorted(p.name for p in tmp_path.iterdir())
     stored = Laplace(la.model).fit(batches(1))
     fit = stored._fitted
-    original, calls = folder_file.write_part, []
+    original, calls = parts.names_in_order, []
 
     def write(*arguments):
         calls.append(1)
@@ -310,7 +309,8 @@ def test_a_fit_that_fails_leaves_the_old_posterior_and_the_last_fit(tmp_path, mo
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
-    monkeypatch.setattr(folder_file, "write_part", write)
+    # Within the second file.
+    monkeypatch.setattr(parts, "names_in_order", write)
     with pytest.raises(OSError, match="no space left"):
         stored.fit(batches(), store=tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == before

@@ -2,16 +2,19 @@
 
 import io
 import os
+import pickle
 import signal
 from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from rank_posteriors import CALLS, _groups_of, inputs
 from rank_tasks import generator, laplace, loader, messages_of, network
 
 from laplace_debias import Laplace
 from laplace_debias.laplace.files import folder as folder_file
+from laplace_debias.laplace.files import parts
 from laplace_debias.system import agreement
 
 _PARTS = ("U_G", "U_A", "magnitudes")
@@ -100,12 +103,20 @@ def owners_after_a_fit(rank):
 def messages(rank, folder):
     """The collectives of a saving in parts, and of a fit with a folder and without."""
     la = laplace().fit(loader())
-    save = messages_of(lambda: la.save(folder, parts=True))
-    fits = [
-        messages_of(lambda options=options: laplace().fit(loader(), **options))
-        for options in ({}, {"store": folder})
-    ]
-    return {"save": save, "fits": fits}
+    pickled = []
+    original = dist.all_gather_object
+
+    def gather(found, value):
+        pickled.append(len(pickle.dumps(value)))
+        original(found, value)
+
+    with mock.patch.object(dist, "all_gather_object", gather):
+        save = messages_of(lambda: la.save(folder, parts=True))
+        fits = [
+            messages_of(lambda options=options: laplace().fit(loader(), **options))
+            for options in ({}, {"store": folder})
+        ]
+    return {"save": save, "fits": fits, "pickled": pickled}
 
 
 def save_again(rank, folder):
@@ -151,7 +162,7 @@ def store_on_one(rank, folder):
 
 def fit_that_fails(rank, folder):
     """A fit in groups of which one process cannot write its second part."""
-    original, calls = folder_file.write_part, []
+    original, calls = parts.names_in_order, []
 
     def write(*arguments):
         calls.append(1)
@@ -159,5 +170,5 @@ def fit_that_fails(rank, folder):
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
-    with mock.patch.object(folder_file, "write_part", write):
+    with mock.patch.object(parts, "names_in_order", write):
         stored(rank, folder, sizes=(4, 6))
