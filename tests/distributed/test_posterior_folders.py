@@ -13,17 +13,16 @@ from rank_posteriors import bytes_of_blocks, check
 from laplace_debias import Laplace
 
 
-def check_readers(processes, folder, expected, num_readers=(1, 2, 3)):
+def check_readers(processes, folder, expected):
     """Any number of processes reads it, and answers as one process that fitted."""
-    for number in num_readers:
-        for mmap in (False, True):
-            if number == 1:
-                found = [tasks.read(0, folder, mmap)]
-            else:
-                found = processes.run(number, tasks.read, folder, mmap)
-            for of_rank in found:
-                assert isinstance(of_rank, dict), of_rank
-                check(of_rank, {**expected, "sharded": number})
+    for number, mmap in ((1, False), (2, True), (3, False)):
+        if number == 1:
+            found = [tasks.read(0, folder, mmap)]
+        else:
+            found = processes.run(number, tasks.read, folder, mmap)
+        for of_rank in found:
+            assert isinstance(of_rank, dict), of_rank
+            check(of_rank, {**expected, "sharded": number})
 
 
 @pytest.mark.parametrize("num_writers", [1, 2, 3])

@@ -62,11 +62,11 @@ def load_folder(
         # Somebody may have saved another posterior since the index was read.
         again = _index_of(folder, ranks)
         if again == raw:
-            rank, error = next(iter(told.items()))
+            rank, what = next(iter(told.items()))
             where = f" for rank {rank}" if ranks.size > 1 else ""
             remedy = ", or name a folder that all processes share" if ranks.size > 1 else ""
             raise ValueError(
-                f"A file that {folder / INDEX} names is missing{where} ({error}): save the "
+                f"A file that {folder / INDEX} names is missing{where} ({what}): save the "
                 f"posterior again{remedy}."
             )
         raw = again

@@ -185,8 +185,9 @@ def _write(writer: FolderWriter, fitted: Fitted, header: Header) -> None:
 
 def _held(curvature: BlockDiagonal) -> list[str]:
     """The blocks that this process holds."""
-    is_sharded = isinstance(curvature, ShardedBlocks)
-    return [name for name in curvature.blocks if not is_sharded or curvature.is_here(name)]
+    if not isinstance(curvature, ShardedBlocks):
+        return list(curvature.blocks)
+    return [name for name in curvature.blocks if curvature.is_here(name)]
 
 
 @dataclass(frozen=True)
