@@ -229,6 +229,8 @@ outputs of each, P prior precisions, S samples and D parameters:
 | `tune`, `evaluate` on data | a part of a batch: its inputs to all, one sum | as `predict_grid` |
 | product with the precision, covariance or curvature | one sum | D a column |
 | `save` | a message for each tensor that rank 0 does not hold | all blocks, once |
+| `save(parts=True)`, `fit(store=)` | names and checksums of files | 100 bytes a tensor |
+| `load(folder)` | the index from rank 0; one sum | 1 a block; 100 bytes a tensor |
 | `gather` | buckets of 64 MiB | all blocks, once |
 
 Before a message the processes agree through the process group's store, in some hundred bytes. All
@@ -251,9 +253,10 @@ Where the factors are more than a GPU has, `la.fit(loader, memory_bound=BYTES)` 
 blocks in groups. Of the factors it holds those of one group, and each group takes its own passes:
 with q groups q forward passes over the data, q times the loader's work, and cotangents that go back
 to the group's first layer. `la.plan(loader, memory_bound=BYTES)` tells the groups and their FLOPs.
-With `store=FOLDER`, in one process, the finished groups lie on disk, the posterior's bytes of the
-tables above, and predictions read block after block from there. Otherwise take fewer parameters
-(`params=`), or `curvature="diag"`.
+With `store=FOLDER`, for models on CPUs, the finished groups lie on disk, the posterior's bytes of
+the tables above, and predictions read block after block from there. Each process writes its own
+blocks, and `load(FOLDER)` reads those that it holds: with W processes about 1/W of the bytes each,
+whatever number wrote them. Otherwise take fewer parameters (`params=`), or `curvature="diag"`.
 """
 
 

@@ -457,8 +457,9 @@ class Laplace:
                 margin of a fifth. None for one group.
             store: A folder that the posterior is written to, group by group as it is fitted, and
                 that it is read from block by block ever after: what `save(store, parts=True)` and
-                `load(store, model, mmap=True)` would do. For a model on the CPU, in one process.
-                None to hold it in memory.
+                `load(store, model, mmap=True)` would do. For a model on the CPU. In a process group
+                each process writes the blocks that it keeps, and all must see the folder. None to
+                hold it in memory.
 
         Returns:
             The object itself.
@@ -476,7 +477,8 @@ class Laplace:
                 shuffles or labels are drawn, and if the folder holds the state of another fit or of
                 other data, with what differs.
                 With `memory_bound` if a block by itself does not fit, with what would do. With
-                `store` in a process group, for a model on an accelerator, or with less space left.
+                `store` for a model on an accelerator, with less space left, or if a process does
+                not see the folder.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer;
                 for data that can be read only once where there are several groups.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
@@ -1497,15 +1499,17 @@ class Laplace:
             own_likelihood: Whether a likelihood of your own class may be saved by its import path
                 and its `options`. The file holds no code, and `load` imports none: it must be given
                 an instance.
-            parts: Write a folder of that name instead, with a file for each block and an index of
-                them, for `load(..., mmap=True)`. Blocks that are mapped from the same folder are
-                not written again. What was there before is removed once the index is complete.
+            parts: Write a folder of that name instead, with files of blocks and an index of them,
+                for `load(..., mmap=True)` and for large sharded posteriors: each process writes
+                the blocks that it holds, into one file, and all must see the folder. Blocks that
+                are mapped from the same folder are not written again. What was there before is
+                removed once the index is complete.
 
         Raises:
             RuntimeError: Before a fit.
             ValueError: If the likelihood is an instance of a user's class, unless
                 `own_likelihood`; if its `options` are not plain data, or the negative
-                log-likelihood is not finite; for a sharded posterior in parts.
+                log-likelihood is not finite; if a process does not see the folder.
             FileNotFoundError: If the folder does not exist.
             OSError: If the path is a folder (with `parts` a file), a device or may not be written;
                 if the disk is full; if somebody else is writing to the folder. What was there

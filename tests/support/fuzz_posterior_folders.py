@@ -33,6 +33,7 @@ from fuzz_posterior_files import (
     _fitted,
     _in_good_order,
     answers,
+    change_length,
     edit_file_header,
     edit_numbers,
     edit_tensors,
@@ -74,7 +75,9 @@ def subjects():
 def change_bytes(files, subject, chance):
     name = chance.choice(sorted(files))
     changed = bytearray(files[name])
-    chance.choice(BYTES)(changed, chance)
+    # An index does not begin with its header's length.
+    changes = [change for change in BYTES if name != INDEX or change is not change_length]
+    chance.choice(changes)(changed, chance)
     files[name] = bytes(changed)
 
 
