@@ -68,7 +68,7 @@ from laplace_debias.laplace.data_size import (
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export.export import export
-from laplace_debias.laplace.files import posterior_file, stored
+from laplace_debias.laplace.files import loading, posterior_file, stored
 from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
 from laplace_debias.laplace.first_look import look_at
@@ -1580,7 +1580,7 @@ class Laplace:
 
     @classmethod
     @over_whole_model(lambda cls, path, model, **_: model)
-    @stored.by_all_that_share
+    @loading.by_all_that_share
     def load(
         cls,
         path: str | Path,
@@ -1635,7 +1635,7 @@ class Laplace:
         if mmap:
             stored.check_mappable(next(model.parameters()).device, "mmap=True")
         plain = _plain(model)
-        saved = stored.load(Path(path), mmap, plain, replicate)
+        saved = loading.load(Path(path), mmap, plain, replicate)
         header = saved.header
         la = cls(
             model,

@@ -458,19 +458,24 @@ def fuzz(mutations: int, seed: int, folder: Path, originals: list[Subject] | Non
     return report
 
 
-def main() -> int:
-    """Run from the command line; 1 if any mutation did what it must not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(run: Callable[[int, int, Path], Report], told: str) -> int:
+    """Run from the command line; 1 if any mutation did what it must not.
+
+    Args:
+        run: Mutates so many times, with a seed, in a folder.
+        told: What it does.
+    """
+    parser = argparse.ArgumentParser(description=told.splitlines()[0])
     parser.add_argument("--mutations", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        report = fuzz(options.mutations, options.seed, Path(folder))
+        report = run(options.mutations, options.seed, Path(folder))
     print(report)  # noqa: T201
     return 1 if report.failures else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(fuzz, __doc__))

@@ -7,14 +7,12 @@ exchanged with another one, or taken from another save: it must be refused with 
 *Resealed* is one whose index or part was edited, and all checksums computed anew.
 """
 
-import argparse
 import hashlib
 import json
 import random
 import re
 import shutil
 import tempfile
-import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -39,6 +37,7 @@ from fuzz_posterior_files import (
     edit_tensors,
     edit_token,
     edit_value,
+    main,
 )
 
 from laplace_debias import Laplace
@@ -204,19 +203,5 @@ def fuzz(mutations, seed, folder, originals=None):
     return report
 
 
-def main() -> int:
-    """Run from the command line; 1 if any mutation did what it must not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mutations", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        report = fuzz(options.mutations, options.seed, Path(folder))
-    print(report)  # noqa: T201
-    return 1 if report.failures else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(fuzz, __doc__))
