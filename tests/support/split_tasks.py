@@ -77,12 +77,14 @@ def tune_and_evaluate(rank, is_split):
 
 
 def save_and_load(rank, folder):
-    """Files of the split network read for the plain one, and the other way round."""
+    """Files and folders of the split network read for the plain one, and the other way round."""
     found = []
     for number, (of_file, other) in enumerate(((split, tasks.network), (tasks.network, split))):
-        path = folder / f"{number}.safetensors"
-        Laplace(of_file(), curvature="ekfac").fit(tasks.loader()).save(path)
-        found.append(tasks.numbers(Laplace.load(path, other())))
+        la = Laplace(of_file(), curvature="ekfac").fit(tasks.loader())
+        for parts in (False, True):
+            path = folder / f"{number}-{parts}"
+            la.save(path, parts=parts)
+            found.append(tasks.numbers(Laplace.load(path, other())))
     return found
 
 
