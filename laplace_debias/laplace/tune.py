@@ -1,5 +1,6 @@
 """Ways to tune: on held-out data, or by the marginal likelihood; with the noise or without."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +11,22 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import Batches, Pairs, with_progress
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace import evidence, noise
+from laplace_debias.curvature.network.shards import check_shared
+from laplace_debias.laplace import evidence, links, noise
+from laplace_debias.laplace.data_size import data_size, refuse_misleading
+from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.resume import check_resumable, states_of_tuning
 from laplace_debias.laplace.search import DEFAULT_GRID, Found, Look, search, tuning_of
+from laplace_debias.laplace.subject import Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfile
+from laplace_debias.system.randomness import replayed
+from laplace_debias.system.ranks import current
 
 # Metrics of class probabilities; True where more is better.
 _OF_PROBABILITIES = {"accuracy": True, "brier": False, "ece": False, "nll": False}
@@ -72,6 +81,72 @@ class Wanted:
                 f"torch.logspace(-4, 4, 21) does; got {grid.tolist()}."
             )
         return grid.sort().values
+
+
+def on_loader(
+    subject: Subject,
+    fitted: Fitted,
+    predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
+    loader: Batches,
+    wanted: Wanted,
+    *,
+    link: str,
+    generator: torch.Generator | None,
+    progress: bool,
+    resume: str | os.PathLike[str] | None,
+) -> tuple[Tuning, Fitted | None]:
+    """As `on_data`, of a user's held-out data, whose passes may be saved as they go.
+
+    Args:
+        subject: What the fit is of.
+        fitted: The fit.
+        predict_grid: As `on_data` takes it, with that link.
+        loader: Held-out batches.
+        wanted: What to look for.
+        link: As `Laplace.tune` takes it; so are the others.
+        generator: What the loader draws from.
+        progress: Whether to show a progress bar.
+        resume: A folder for the state.
+
+    Raises:
+        ValueError: As `on_data`; for data that several processes do not share; as
+            `check_resumable`, and for a sharded posterior with `resume`.
+        OSError: If that folder cannot be written to.
+    """
+    ranks = current()
+    fitted.check_model()
+    links.check_link(link, fitted.likelihood)
+    check_resumable(resume, "exact", generator, loader)
+    check_held_out(loader)
+    passes = replayed(with_progress(loader, progress, "tune"), generator)
+    states: FitStates | None = None
+    saved: Passes = NOT_SAVED
+    if resume is not None:
+        if fitted.posterior.is_sharded:
+            raise ValueError(
+                "`resume` needs the whole posterior on each process: fit with "
+                "`replicate=True`, or call `la.gather()` before `la.tune`."
+            )
+        states = states_of_tuning(resume, fitted, ranks, **wanted.as_plain(), link=link)
+        saved = SavedPasses(states, fitted.posterior.mean.device, ranks, "tuning")
+    found = on_data(fitted, predict_grid, lambda: subject.on_device(passes()), wanted, saved)
+    if states is not None:
+        ranks.exchange(None)
+        states.remove()
+    return found
+
+
+def check_held_out(*data: Batches) -> None:
+    """Require held-out data that the processes share, where there are several.
+
+    Raises:
+        ValueError: As `check_shared` and `refuse_misleading`.
+    """
+    ranks = current()
+    if ranks.size > 1:
+        for loader in data:
+            check_shared(ranks, loader)
+            refuse_misleading(data_size(loader))
 
 
 def on_data(

@@ -98,7 +98,7 @@ def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
     la = Laplace(model, fisher=fisher, backend="hooks")
     plan = la.plan(data)
     batches = [tuple(next(iter(data)))]
-    problem, _, _ = la._problem_of(batches, None)
+    problem, _, _ = la._subject.problem(batches, None, la._prior)
     counted = []
     measured = sums.gradient_factor, sums.input_factor
 
