@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.kinds import CURVATURES, WITH_FACTORS, CurvatureKind
+from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
@@ -107,11 +107,12 @@ class Laplace:
             give the same factors.
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
             `"empirical"` (the true labels).
-        factor_dtype: In what Kronecker factors are summed and decomposed.
+        factor_dtype: In what curvature is summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
             a fit assumes 1.0 and warns of it; `tune` finds it.
         mc_samples: Labels an example for `fisher="mc"`.
-        joint: Whether a layer's weight and bias make one block instead of two.
+        joint: Whether a layer's weight and bias make one block instead of two. Not of `"lowrank"`
+            and `"full"`, which have one block of all parameters.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
             `"reduce"`: one for all, or a mapping from layers' paths. Of `"kfac"` and `"ekfac"`.
         rank: Directions of `"lowrank"`, 20 if None.
@@ -142,9 +143,9 @@ class Laplace:
         likelihood: The likelihood.
 
     Raises:
-        ValueError: For an unknown name, `sharing` with a curvature without Kronecker factors, a
-            prior precision that is not positive, a model that holds NaN, or one with dropout or
-            batch normalisation in training mode.
+        ValueError: For an unknown name, `sharing` or `joint` with a curvature that has no use for
+            it, a prior precision that is not positive, a model that holds NaN, or one with dropout
+            or batch normalisation in training mode.
         NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:
@@ -200,11 +201,7 @@ class Laplace:
             memory_bound,
             class_dim,
         )
-        if sharing != "expand" and curvature in CURVATURES and curvature not in WITH_FACTORS:
-            raise ValueError(
-                f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
-                "none: leave it out."
-            )
+        settings.check_used()
         usable(model)
         meaning = likelihood_from(likelihood, sigma)
         self._subject = Subject.of(model, meaning, settings, params, backend, batch)
@@ -311,7 +308,8 @@ class Laplace:
             progress: Show a progress bar over the batches of a full fit, or of the scale.
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
-            folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None.
+            folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None. `"diag"`
+                has the axes for directions, in every fold: its fit is that of the whole batch.
             resume: A folder of its own, in which every minute, and at Ctrl-C, the fit saves what it
                 has summed. The same call in another process goes on from there: it reads the
                 batches again that are in the sums, computes with the rest alone, and ends bit for
@@ -738,7 +736,8 @@ class Laplace:
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
-            generator: For the draws; torch's global one if None.
+            generator: For the draws; torch's global one if None. The closed form and `"map"` draw
+                nothing.
             link: How the closed form of `"glm"` comes from Gaussian logits to class probabilities.
                 `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
                 `"bridge"`, for `"classification"`: the mean of the Dirichlet distribution that the
@@ -875,10 +874,10 @@ class Laplace:
         """
         if method == "marglik":
             is_given = any(x is not None for x in (loader, grid, generator, extend, resume))
-            if is_given or (metric, link) != ("nll", "probit"):
+            if is_given or progress or (metric, link) != ("nll", "probit"):
                 raise ValueError(
                     'method="marglik" uses neither a loader, a generator, a grid, extend, '
-                    "resume, a link nor a metric."
+                    "resume, progress, a link nor a metric."
                 )
             found, fitted = tune.by_evidence(self._state, sigma, per)
         elif method == "grid":

@@ -74,3 +74,10 @@ def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
         assert found[0] == kind, found
         for part in parts:
             assert part in found[1]
+
+
+def test_a_warning_names_the_line_of_the_call(processes):
+    """Rank 1 comes late to each call, of which rank 0 warns."""
+    of_first, of_second = processes.run(2, tasks.warned_lines)
+    assert of_second == {}
+    assert of_first == {name: [tasks.__file__] for name in ("fit", "tune", "predict")}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.kinds import WITH_FACTORS
+from laplace_debias.curvature.fits.kinds import DENSE, WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.wrappers import unwrapped
@@ -219,7 +219,7 @@ class Saved:
             "curvature": header.curvature,
             "params": header.param_names,
             "rank": header.rank,
-            "joint": header.joint,
+            "joint": header.joint and header.curvature not in DENSE,
             "sharing": header.sharing if header.curvature in WITH_FACTORS else "expand",
             "class_dim": header.class_dim,
         }
@@ -231,9 +231,9 @@ class Saved:
             ValueError: If the model is another one, or not as it was at the fit.
         """
         header, plain = self.header, unwrapped(subject.model)
-        parameters = BayesianParameters.of(
-            plain, header.param_names, subject.settings, None, header.calls
-        )
+        # It says how the entries are ordered, in one block of all parameters too.
+        settings = replace(subject.settings, joint=header.joint)
+        parameters = BayesianParameters.of(plain, header.param_names, settings, None, header.calls)
         posterior = posterior_file.posterior_from(header, self.tensors, parameters, plain)
         others = fingerprint(plain, parameters.names)
         if wrong := changed(header.others, others):
@@ -244,7 +244,7 @@ class Saved:
         return Fitted(
             subject.model,
             subject.likelihood,
-            subject.settings,
+            settings,
             parameters,
             posterior,
             header.nll,
