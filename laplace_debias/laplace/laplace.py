@@ -23,15 +23,15 @@ from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace import fitting, grids, predicting, tune, tuning
+from laplace_debias.laplace import fitting, grids, predicting, shards, tune, tuning
 from laplace_debias.laplace.asked import OutputChoice
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export.export import export
 from laplace_debias.laplace.files import stored
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
+from laplace_debias.laplace.fit_request import Execution, FitRequest
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.fitting import Execution, FitRequest
 from laplace_debias.laplace.grids import Grid
 from laplace_debias.laplace.grouping import Room
 from laplace_debias.laplace.parameters import BayesianParameters
@@ -872,37 +872,19 @@ class Laplace:
             RuntimeError: Before a fit.
             OSError: If the folder of `resume` cannot be written to.
         """
-        if method == "marglik":
-            is_given = any(x is not None for x in (loader, grid, generator, extend, resume))
-            if is_given or progress or (metric, link) != ("nll", "probit"):
-                raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, extend, '
-                    "resume, progress, a link nor a metric."
-                )
-            found, fitted = tune.by_evidence(self._state, sigma, per)
-        elif method == "grid":
-            if loader is None:
-                raise ValueError(
-                    'method="grid" needs held-out data: pass a loader, or use method="marglik".'
-                )
-            if per is not None:
-                raise ValueError(
-                    f'per={per!r} tunes by the marginal likelihood: pass method="marglik", and no '
-                    "loader."
-                )
-            found, fitted = tune.on_loader(
-                self._subject,
-                self._state,
-                partial(self.predict_grid, link=link),
-                loader,
-                tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator)),
-                link=link,
-                generator=generator,
-                progress=progress,
-                resume=resume,
-            )
-        else:
-            raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
+        found, fitted = tune.best(
+            self._subject,
+            self._state,
+            partial(self.predict_grid, link=link),
+            loader,
+            tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator)),
+            method=method,
+            link=link,
+            per=per,
+            generator=generator,
+            progress=progress,
+            resume=resume,
+        )
         if fitted is None:
             self.prior_precision = torch.tensor(found.prior_precision, dtype=torch.float64)
         else:
@@ -956,7 +938,7 @@ class Laplace:
                 between 0 and 1, or fewer than two draws.
         """
         self._state.check_model()
-        tune.check_held_out(loader, *(ood or {}).values())
+        shards.check_held_out(loader, *(ood or {}).values())
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator, link=link)

@@ -15,10 +15,7 @@ from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
 from laplace_debias.curvature.network.batches import Batches, Pairs, with_progress
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.shards import check_shared
-from laplace_debias.laplace import evidence, links, noise
-from laplace_debias.laplace.data_size import data_size, refuse_misleading
-from laplace_debias.laplace.files.fit_state import FitStates
+from laplace_debias.laplace import evidence, links, noise, shards
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.resume import check_resumable, states_of_tuning
 from laplace_debias.laplace.search import DEFAULT_GRID, Found, Look, search, tuning_of
@@ -83,70 +80,84 @@ class Wanted:
         return grid.sort().values
 
 
-def on_loader(
+def best(
     subject: Subject,
     fitted: Fitted,
     predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
-    loader: Batches,
+    loader: Batches | None,
     wanted: Wanted,
     *,
+    method: str,
     link: str,
+    per: str | None,
     generator: torch.Generator | None,
     progress: bool,
     resume: str | os.PathLike[str] | None,
 ) -> tuple[Tuning, Fitted | None]:
-    """As `on_data`, of a user's held-out data, whose passes may be saved as they go.
+    """The best prior precision by one of the methods.
 
     Args:
         subject: What the fit is of.
         fitted: The fit.
         predict_grid: As `on_data` takes it, with that link.
-        loader: Held-out batches.
-        wanted: What to look for.
-        link: As `Laplace.tune` takes it; so are the others.
+        loader: As `Laplace.tune` takes it; so are the others.
+        wanted: What to look for on held-out data; its `sigma` serves both methods.
+        method: The method.
+        link: Of `"grid"`.
+        per: Of `"marglik"`.
         generator: What the loader draws from.
         progress: Whether to show a progress bar.
         resume: A folder for the state.
 
+    Returns:
+        What was found; the fit with it if its noise was tuned, too.
+
     Raises:
-        ValueError: As `on_data`; for data that several processes do not share; as
-            `check_resumable`, and for a sharded posterior with `resume`.
-        OSError: If that folder cannot be written to.
+        ValueError: As `Laplace.tune`.
+        OSError: Likewise.
     """
-    ranks = current()
+    if method == "marglik":
+        of_data = (loader, wanted.grid, generator, wanted.extend, resume)
+        is_given = progress or any(x is not None for x in of_data)
+        if is_given or (wanted.metric, link) != ("nll", "probit"):
+            raise ValueError(
+                'method="marglik" uses neither a loader, a generator, a grid, extend, '
+                "resume, progress, a link nor a metric."
+            )
+        return by_evidence(fitted, wanted.sigma, per)
+    if method != "grid":
+        raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
+    if loader is None:
+        raise ValueError(
+            'method="grid" needs held-out data: pass a loader, or use method="marglik".'
+        )
+    if per is not None:
+        raise ValueError(
+            f'per={per!r} tunes by the marginal likelihood: pass method="marglik", and no loader.'
+        )
     fitted.check_model()
     links.check_link(link, fitted.likelihood)
     check_resumable(resume, "exact", generator, loader)
-    check_held_out(loader)
+    shards.check_held_out(loader)
     passes = replayed(with_progress(loader, progress, "tune"), generator)
-    states: FitStates | None = None
-    saved: Passes = NOT_SAVED
-    if resume is not None:
-        if fitted.posterior.is_sharded:
-            raise ValueError(
-                "`resume` needs the whole posterior on each process: fit with "
-                "`replicate=True`, or call `la.gather()` before `la.tune`."
-            )
-        states = states_of_tuning(resume, fitted, ranks, **wanted.as_plain(), link=link)
-        saved = SavedPasses(states, fitted.posterior.mean.device, ranks, "tuning")
-    found = on_data(fitted, predict_grid, lambda: subject.on_device(passes()), wanted, saved)
-    if states is not None:
-        ranks.exchange(None)
-        states.remove()
-    return found
 
+    def read() -> Pairs:
+        return subject.on_device(passes())
 
-def check_held_out(*data: Batches) -> None:
-    """Require held-out data that the processes share, where there are several.
-
-    Raises:
-        ValueError: As `check_shared` and `refuse_misleading`.
-    """
+    if resume is None:
+        return on_data(fitted, predict_grid, read, wanted)
+    if fitted.posterior.is_sharded:
+        raise ValueError(
+            "`resume` needs the whole posterior on each process: fit with "
+            "`replicate=True`, or call `la.gather()` before `la.tune`."
+        )
     ranks = current()
-    if ranks.size > 1:
-        for loader in data:
-            check_shared(ranks, loader)
-            refuse_misleading(data_size(loader))
+    states = states_of_tuning(resume, fitted, ranks, **wanted.as_plain(), link=link)
+    saved = SavedPasses(states, fitted.posterior.mean.device, ranks, "tuning")
+    found = on_data(fitted, predict_grid, read, wanted, saved)
+    ranks.exchange(None)
+    states.remove()
+    return found
 
 
 def on_data(
