@@ -60,6 +60,7 @@ def test_a_process_that_is_killed_is_named(processes):
     [
         (tasks.the_same_loader, "ValueError", ["ShardedBatches", "alone()", "Rank 1"]),
         (tasks.the_same_loader_shuffled, "ValueError", ["ShardedBatches", "data set", "Rank 1"]),
+        (tasks.the_same_loader_as_a_scheme, "ValueError", ["ShardedBatches", "end to end"]),
         (tasks.the_same_batches, "ValueError", ["same batch", "ShardedBatches"]),
         (tasks.padded, "ValueError", ["DistributedSampler", "ShardedBatches(data, batch_size)"]),
         (tasks.sharded_on_one, "ValueError", ["must be the same on all ranks", "rank 1 none"]),

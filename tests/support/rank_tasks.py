@@ -26,6 +26,7 @@ from laplace_debias.curvature import (
     ggn_spectrum,
 )
 from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
 from laplace_debias.system import agreement
 
@@ -325,6 +326,11 @@ def the_same_loader(rank):
 def the_same_loader_shuffled(rank):
     torch.manual_seed(rank)
     return numbers(laplace().fit(DataLoader(examples(), batch_size=8, shuffle=True), mode="mini"))
+
+
+def the_same_loader_as_a_scheme(rank):
+    torch.manual_seed(rank)
+    return numbers(laplace().fit(Full(DataLoader(examples(), batch_size=8, shuffle=True))))
 
 
 def the_same_batches(rank):
