@@ -152,6 +152,7 @@ def test_everything_that_is_missing_is_told_at_once(
     assert not any(option in error.split() for option in given if option.startswith("--"))
 
 
+@pytest.mark.slow
 def test_a_fit_and_its_predictions_need_neither_rich_nor_matplotlib(tmp_path):
     code = f"""
 import sys

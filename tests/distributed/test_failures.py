@@ -10,6 +10,7 @@ def others(num_ranks, rank):
     return [other for other in range(num_ranks) if other != rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
@@ -55,6 +56,7 @@ def test_a_process_that_is_killed_is_named(processes):
         processes.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "kind", "parts"),
     [

@@ -238,6 +238,7 @@ def served(tmp_path_factory):
     return cases, torch.load(folder / "answers.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_alone_answers_as_the_dense_posterior(served, name):
     cases, answers = served
