@@ -138,10 +138,6 @@ class Laplace:
             fine-tuning began with). It is part of the marginal likelihood and of nothing else: the
             posterior's mean is θ* whatever the prior's.
 
-    Attributes:
-        model: The model.
-        likelihood: The likelihood.
-
     Raises:
         ValueError: For an unknown name, `sharing` or `joint` with a curvature that has no use for
             it, a prior precision that is not positive, a model that holds NaN, or one with dropout
