@@ -1,42 +1,127 @@
 """Reads a saved posterior, of a file or a folder, for one process or for several together."""
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.kinds import DENSE, WITH_FACTORS
+from laplace_debias.curvature.network.fingerprint import changed, fingerprint
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.files.folder_reader import is_folder, load_folder, parts_by_block
 from laplace_debias.laplace.files.header import Header
+from laplace_debias.laplace.files.holding import WHOLE, Holding, holding_of
 from laplace_debias.laplace.files.mapped import Mapped, stamp_of
-from laplace_debias.laplace.files.share import WHOLE, Share, share_of
+from laplace_debias.laplace.fitted import Fitted, Noise
+from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.ranks import ALONE, Ranks, current, together
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Saved:
-    """A saved posterior, as a process reads it.
+    """A posterior as a process reads it from a file or a folder.
 
     Attributes:
-        header: Its header.
+        header: What it says besides the tensors.
         tensors: Its tensors on the CPU, at least those of the blocks that this process holds.
-        mapped: The files that they lie in; None where they are in memory.
-        share: What this process holds.
+        mapped: The files that they are mapped from; None if they are in memory.
+        holding: Which blocks this process holds.
     """
 
     header: Header
     tensors: Mapping[str, Tensor]
     mapped: Mapped | None
-    share: Share
+    holding: Holding
 
-    def mapped_to(self, posterior: GaussianPosterior) -> Mapped | None:
+    @classmethod
+    def read(cls, path: Path, mapped: bool, model: nn.Module, replicate: bool | None) -> "Saved":
+        """From a file or a folder.
+
+        Args:
+            path: The file or folder.
+            mapped: As `read_sealed` takes it.
+            model: The model without wrappers, which must have the posterior's parameters where they
+                are measured.
+            replicate: As `Laplace.load` takes it.
+
+        Raises:
+            IsADirectoryError: For a folder without a posterior in parts.
+            ValueError: As `load_folder`, `posterior_file.load` and `holding_of`; if it was saved
+                for another model; if a process does not see what rank 0 sees.
+            OSError: Likewise.
+        """
+        ranks = current() if _is_shared_out(path, replicate) else ALONE
+        _check_same_kind(path, ranks)
+        holding = WHOLE
+
+        def checked(header: Header) -> Holding:
+            nonlocal holding
+            posterior_file.check_names(header, dict(model.named_parameters()))
+            posterior_file.check_calls(header, model)
+            holding = holding_of(header, model, ranks)
+            return holding
+
+        if is_folder(path):
+            header, tensors, of_folder = load_folder(
+                path, mapped, lambda header: checked(header).is_here, ranks
+            )
+            return cls(header, tensors, of_folder if mapped else None, holding)
+        stamps = {path: stamp_of(path)} if mapped and path.is_file() else {}
+        header, tensors = posterior_file.load(path, mapped)
+        return cls(header, tensors, Mapped(stamps) if mapped else None, checked(header))
+
+    def choices(self) -> dict[str, Any]:
+        """The arguments of `Laplace` that the posterior was fitted with."""
+        header = self.header
+        # Files of earlier versions may name what had no effect.
+        return {
+            "curvature": header.curvature,
+            "params": header.param_names,
+            "rank": header.rank,
+            "joint": header.joint and header.curvature not in DENSE,
+            "sharing": header.sharing if header.curvature in WITH_FACTORS else "expand",
+            "class_dim": header.class_dim,
+        }
+
+    def fitted(self, subject: Subject) -> Fitted:
+        """The fit, of the model that it is the posterior of.
+
+        Raises:
+            ValueError: If the model is another one, or not as it was at the fit.
+        """
+        header, plain = self.header, unwrapped(subject.model)
+        # It says how the entries are ordered, in one block of all parameters too.
+        settings = replace(subject.settings, joint=header.joint)
+        parameters = BayesianParameters.of(plain, header.param_names, settings, None, header.calls)
+        posterior = posterior_file.posterior_from(
+            header, self.tensors, parameters, plain, self.holding
+        )
+        others = fingerprint(plain, parameters.names)
+        if wrong := changed(header.others, others):
+            raise ValueError(
+                f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
+                "posterior was fitted on."
+            )
+        return Fitted(
+            subject.model,
+            subject.likelihood,
+            settings,
+            parameters,
+            posterior,
+            header.nll,
+            others,
+            header.mode,
+            None if header.noise is None else Noise(**header.noise),
+            mapped=self._mapped_to(posterior),
+        )
+
+    def _mapped_to(self, posterior: GaussianPosterior) -> Mapped | None:
         """What a posterior that is made of it is mapped from, with its blocks."""
         if self.mapped is None or self.mapped.folder is None:
             return self.mapped
@@ -45,57 +130,22 @@ class Saved:
         return Mapped(self.mapped.stamps, self.mapped.folder, parts, blocks)
 
 
-def load(path: Path, mapped: bool, model: nn.Module, replicate: bool | None) -> Saved:
-    """Read a posterior from a file or a folder.
+@contextmanager
+def together_if_shared_out(path: Path, replicate: bool | None) -> Iterator[None]:
+    """What all processes do if they share out the blocks of what is read, else this one alone.
 
     Args:
-        path: The file or folder.
-        mapped: As `read_sealed` takes it.
-        model: The model without wrappers.
+        path: What is read.
         replicate: As `Laplace.load` takes it.
-
-    Raises:
-        IsADirectoryError: For a folder without a posterior in parts.
-        ValueError: As `load_folder`, `posterior_file.load` and `share_of`; if it was saved for
-            another model; if a process does not see what rank 0 sees.
-        OSError: Likewise.
     """
-    ranks = current() if _takes_part(path, replicate) else ALONE
-    _check_same_kind(path, ranks)
-    share = WHOLE
-
-    def share_among(header: Header) -> Share:
-        nonlocal share
-        posterior_file.check_names(header, dict(model.named_parameters()))
-        posterior_file.check_calls(header, model)
-        share = share_of(header, model, ranks)
-        return share
-
-    if is_folder(path):
-        header, tensors, of_folder = load_folder(
-            path, mapped, lambda header: share_among(header).is_here, ranks
-        )
-        return Saved(header, tensors, of_folder if mapped else None, share)
-    stamps = {path: stamp_of(path)} if mapped and path.is_file() else {}
-    header, tensors = posterior_file.load(path, mapped)
-    return Saved(header, tensors, Mapped(stamps) if mapped else None, share_among(header))
+    if not _is_shared_out(path, replicate):
+        yield
+        return
+    with together("load"):
+        yield
 
 
-def by_all_that_share(function: Callable[P, Result]) -> Callable[P, Result]:
-    """`Laplace.load`, which the processes make together where they share out the blocks."""
-    with_all = together("load")(function)
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-        path: Any = args[1] if len(args) > 1 else kwargs["path"]
-        replicate: Any = kwargs.get("replicate")
-        takes_part = _takes_part(Path(path), replicate)
-        return with_all(*args, **kwargs) if takes_part else function(*args, **kwargs)
-
-    return called
-
-
-def _takes_part(path: Path, replicate: bool | None) -> bool:
+def _is_shared_out(path: Path, replicate: bool | None) -> bool:
     """Whether this process reads a posterior together with others.
 
     What is no file may be a folder that others see.

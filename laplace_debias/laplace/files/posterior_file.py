@@ -23,13 +23,13 @@ from laplace_debias.laplace.files.header import (
     check_header,
     header_of,
 )
+from laplace_debias.laplace.files.holding import WHOLE, Holding
 from laplace_debias.laplace.files.layout import DamagedFileError, UnknownFormatError
 from laplace_debias.laplace.files.orthonormality import check_orthonormal
 from laplace_debias.laplace.files.plain_data import parsed_json, shown
 from laplace_debias.laplace.files.saved_blocks import SavedBlock, expected_blocks, rank_of
 from laplace_debias.laplace.files.sealed import read_sealed, write_sealed
 from laplace_debias.laplace.files.sent_tensors import SentTensors
-from laplace_debias.laplace.files.share import WHOLE, Share
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -197,7 +197,7 @@ def posterior_from(
     tensors: Mapping[str, Tensor],
     parameters: BayesianParameters,
     model: nn.Module,
-    share: Share = WHOLE,
+    holding: Holding = WHOLE,
 ) -> GaussianPosterior:
     """Check a file's tensors against the model and build the posterior on the model's device.
 
@@ -206,7 +206,7 @@ def posterior_from(
         tensors: The file's tensors.
         parameters: The model's Bayesian parameters.
         model: The model.
-        share: What this process holds of the blocks.
+        holding: What this process holds of the blocks.
 
     Raises:
         ValueError: If the file belongs to another model, or to other parameters of this one.
@@ -224,8 +224,8 @@ def posterior_from(
             f"The file's curvature blocks {shown(header.block_names)} are not the model's "
             f"{shown([block.name for block in blocks])}: it was saved for another model."
         )
-    tensors = share.of(tensors)
-    _check_shapes(tensors, blocks, model_mean, share)
+    tensors = holding.of(tensors)
+    _check_shapes(tensors, blocks, model_mean, holding)
     prior_mean = tensors.get("prior_mean")
     odd = [key for key, value in tensors.items() if value.dtype != _dtype_of(key, tensors["mean"])]
     if odd:
@@ -245,9 +245,9 @@ def posterior_from(
         )
     operators: dict[str, LinearOperator] = {}
     for index, block in enumerate(blocks):
-        if not share.is_here(index):
+        if not holding.is_here(index):
             size = math.prod(block.parts["magnitudes"])
-            operators[block.name] = Elsewhere(model_mean.new_empty(0), size, share.owners[index])
+            operators[block.name] = Elsewhere(model_mean.new_empty(0), size, holding.owners[index])
             continue
         parts = {part: tensors[f"{index}.{part}"].to(model_mean) for part in block.parts}
         if not all(bool(part.isfinite().all()) for part in parts.values()):
@@ -260,7 +260,7 @@ def posterior_from(
         operators[block.name] = operator_from(parts)
     return GaussianPosterior(
         mean,
-        share.joined(operators),
+        holding.joined(operators),
         header.num_data,
         tensors["prior_precision"].to(model_mean.device),
         None if order is None else order.to(model_mean.device),
@@ -273,7 +273,7 @@ def _check_shapes(
     tensors: Mapping[str, Tensor],
     blocks: Sequence[SavedBlock],
     mean: Tensor,
-    share: Share = WHOLE,
+    holding: Holding = WHOLE,
 ) -> None:
     """Require the tensors of the blocks that are here, and none else.
 
@@ -282,7 +282,7 @@ def _check_shapes(
     """
     shapes = {"mean": tuple(mean.shape)}
     for index, block in enumerate(blocks):
-        if not share.is_here(index):
+        if not holding.is_here(index):
             continue
         shapes.update({f"{index}.{part}": shape for part, shape in block.parts.items()})
     found = {key: tuple(value.shape) for key, value in tensors.items()}

@@ -24,7 +24,7 @@ from laplace_debias.laplace.files.mapped import Mapped, Stamp, stamp_of
 from laplace_debias.laplace.files.parts import Part
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.operators import BlockDiagonal, LinearOperator
-from laplace_debias.system.ranks import ALONE, Ranks
+from laplace_debias.system.ranks import ALONE, Ranks, current
 
 
 def check_store(folder: Path, likelihood: Likelihood, device: torch.device, needed: int) -> None:
@@ -134,6 +134,26 @@ class StoredFit:
         fitted = replace(fitted, mapped=mapped)
         _write(self._writer, fitted, header_of(fitted, own_likelihood=True))
         return fitted
+
+
+def save(path: Path, fitted: Fitted, own_likelihood: bool, parts: bool) -> None:
+    """Save a posterior; all processes call it, and none goes on before the file is there.
+
+    Args:
+        path: The file, or with `parts` the folder.
+        fitted: The fit.
+        own_likelihood: Whether a likelihood of another package may be named.
+        parts: Whether to write a folder, into which each process writes the blocks that it holds.
+
+    Raises:
+        ValueError: As `posterior_file.save`; if a process does not see the folder.
+        OSError: As `posterior_file.save` and `FolderWriter`.
+    """
+    ranks = current()
+    if fitted.posterior.is_sharded or ranks.rank == 0:
+        write = save_parts if parts else posterior_file.save
+        write(path, fitted, own_likelihood)
+    ranks.exchange(None)
 
 
 def save_parts(folder: Path, fitted: Fitted, own_likelihood: bool) -> None:

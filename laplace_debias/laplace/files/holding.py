@@ -18,7 +18,7 @@ from laplace_debias.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Share:
+class Holding:
     """What a process holds of a posterior: all of it, or some blocks of a sharded one.
 
     Attributes:
@@ -52,10 +52,10 @@ class Share:
         return ShardedBlocks(blocks, rank=self.rank, num_ranks=self.num_ranks)
 
 
-WHOLE = Share()
+WHOLE = Holding()
 
 
-def share_of(header: Header, model: nn.Module, ranks: Ranks) -> Share:
+def holding_of(header: Header, model: nn.Module, ranks: Ranks) -> Holding:
     """What a process holds of a saved posterior: the blocks that it would hold after a fit.
 
     Args:
@@ -73,4 +73,4 @@ def share_of(header: Header, model: nn.Module, ranks: Ranks) -> Share:
     settings = FitSettings(kind, FisherType(), torch.float64, header.joint, sharing, None)
     parameters = BayesianParameters.of(model, header.param_names, settings, None, header.calls)
     owners = owners_by_cost(parameters.blocks, ranks.size)
-    return Share([owners[block] for block in parameters.blocks], ranks.rank, ranks.size)
+    return Holding([owners[block] for block in parameters.blocks], ranks.rank, ranks.size)
