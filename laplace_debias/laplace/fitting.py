@@ -99,9 +99,7 @@ def fit(subject: Subject, prior: Prior, request: FitRequest) -> Fitted:
             problem = replace(problem, passes=SavedPasses(states, problem.device, ranks))
         scheme, is_saved = scheme.reading_first(known), states is not None
 
-        def read(generator: torch.Generator | None, batches: Batches, what: str) -> Pairs:
-            return _read(subject, is_saved, generator, batches, what)
-
+        read = partial(_read, subject, is_saved)
         ratio = 1.0
         if scale is not None:
             ratio = scale_of(problem, scheme, scale, partial(read, generator))
