@@ -35,6 +35,18 @@ class Padded(nn.Module):
         return self.head(h.sum(1) / real.sum(1).clamp_min(1))
 
 
+class Attention(nn.Module):
+    """Torch's own attention, whose projections are no layers of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
 def deep():
     layers = [m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 4)).eval()
@@ -70,6 +82,10 @@ CASES = {
     "wide": (wide, lambda: (torch.randn(45, 48), torch.randint(4, (45,)))),
     "convolutions": (convolutions, of_images),
     "tokens": (lambda: Padded().eval(), of_tokens),
+    "attention": (
+        lambda: Attention().eval(),
+        lambda: (torch.randn(45, 5, 12), torch.randint(4, (45,))),
+    ),
 }
 
 
@@ -127,6 +143,7 @@ def uneven(blocks):
         *(("convolutions", curvature, "crossfit", "mc") for curvature in ("kfac", "ekfac")),
         *(("convolutions", curvature, "debiased", "exact") for curvature in ("kfac", "diag")),
         ("tokens", "ekfac", "mini", "empirical"),
+        ("attention", "ekfac", "full", "exact"),
     ],
 )
 def test_groups_give_the_bits_of_a_fit_in_one_go(name, curvature, mode, fisher, monkeypatch):
