@@ -385,6 +385,7 @@ def test_an_input_of_several_layers_is_counted_in_each_group():
     [
         (lambda la, d: la.fit(d, memory_bound=0), ValueError, "positive number of bytes"),
         (lambda la, d: la.plan(d, memory_bound=-1), ValueError, "positive number of bytes"),
+        (lambda la, d: la.fit(d, memory_bound=1e9), TypeError, "whole number of bytes, such as"),
         (lambda la, d: la.fit(iter(d), memory_bound=2**30), TypeError, "read only once"),
         (
             lambda la, d: la.fit(Split(d, iter(d)), memory_bound=2**30, num_data=9),
