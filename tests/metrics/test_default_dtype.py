@@ -37,7 +37,9 @@ def test_detection_is_not_counted_in_half_precision(other):
     expected = evaluate_ood(*scores)
     other()
     if torch.get_default_dtype() == torch.bfloat16:
-        with pytest.raises(ValueError, match="default dtype is torch.bfloat16.*set_default_dtype"):
+        with pytest.raises(
+            ValueError, match=r"default dtype is torch\.bfloat16.*set_default_dtype"
+        ):
             evaluate_ood(*scores)
     else:
         assert dict(evaluate_ood(*scores)) == pytest.approx(dict(expected), abs=1e-6)
