@@ -1,6 +1,7 @@
 import gc
 import importlib
 import os
+import signal
 
 # The networks here are tiny: one thread each, and the processes of pytest-xdist side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,10 @@ import faulty_eigh
 import pytest
 import torch
 from jaxtyping import config as jaxtyping_config
+
+# A shell that runs the tests in the background hands an ignored Ctrl-C on to all their processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAULT = os.environ.get("LAPLACE_DEBIAS_FAULTY_EIGH")
 if FAULT:

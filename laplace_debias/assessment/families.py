@@ -17,7 +17,7 @@ from laplace_debias.assessment.predictions import (
     of_laplace,
     of_network,
 )
-from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes, Sums
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace import Laplace
@@ -120,17 +120,21 @@ def predict_set(
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    if current().size > 1:
-        return _predict_dealt(loaded, batches, la, positions, sigma, seed)
+    ranks = current()
+    if ranks.size > 1:
+        # Each process predicts some of the batches.
+        passes = NOT_SAVED
     # Tensors, so that they can be saved.
     columns: dict[str, list[Tensor]] = {}
     targets: dict[str, list[Tensor]] = {"targets": []}
     none = torch.zeros((), dtype=torch.float64)
     seconds = {"all": none, "network, an example": none}
+    numbers: list[int] = []
     num_outputs: int | None = None
     num_read = 0
-    with passes.begin([columns, targets, seconds], {}, lambda: None) as one_pass:
-        for all_x, all_y in one_pass.batches(Chosen(loaded.model, batches, positions)):
+    with passes.begin(Sums([columns, targets, seconds], {}, lambda: None)) as one_pass:
+        chosen = Chosen(loaded.model, batches, positions)
+        for number, all_x, all_y in one_pass.batches(chosen.numbered()):
             left = one_pass.left(all_x, all_y, num_read)
             num_read += len(all_y)
             for part in left:
@@ -149,58 +153,40 @@ def predict_set(
                 for name, column in predicted.columns().items():
                     columns.setdefault(name, []).append(column)
                 targets["targets"].append(all_y[part].detach().cpu())
+                numbers.append(number)
             if left:
                 one_pass.done(num_read, 0.0, 0)
-    if not columns:
+    parts = columns | targets
+    spent = [[float(value) for value in seconds.values()]]
+    if ranks.size > 1:
+        parts, spent = _of_all_ranks(numbers, parts), ranks.exchange(spent[0])
+    if not parts["targets"]:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    predicted = Predicted(**{name: torch.cat(parts) for name, parts in columns.items()})
+    joined = {name: torch.cat(of_name) for name, of_name in parts.items()}
+    all_targets = joined.pop("targets")
+    predicted = Predicted(**joined)
     index = torch.arange(len(predicted)) if positions is None else positions
-    return SetPredicted(
-        predicted,
-        torch.cat(targets["targets"]),
-        index,
-        float(seconds["all"]),
-        float(seconds["network, an example"]) * len(predicted),
+    slowest, alone = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
+    return SetPredicted(predicted, all_targets, index, slowest, alone * len(predicted))
+
+
+def _of_all_ranks(
+    numbers: Sequence[int], columns: Mapping[str, Sequence[Tensor]]
+) -> dict[str, list[Tensor]]:
+    """The parts of columns that all processes have, in the order of the batches.
+
+    Args:
+        numbers: The number of the batch of each part of this process.
+        columns: The parts of this process, by the columns' names.
+    """
+    rows = in_order(
+        [
+            (number, {name: parts[row] for name, parts in columns.items()})
+            for row, number in enumerate(numbers)
+        ]
     )
-
-
-def _predict_dealt(
-    loaded: Loaded,
-    batches: Batches,
-    la: Laplace | None,
-    positions: Tensor | None,
-    sigma: float | None,
-    seed: int,
-) -> SetPredicted:
-    """As `predict_set`, every process with some of the batches; nothing is saved before the end."""
-    parts: list[tuple[int, Predicted, Tensor]] = []
-    seconds, of_network_alone = 0.0, 0.0
-    num_outputs: int | None = None
-    for number, x, y in Chosen(loaded.model, batches, positions).numbered():
-        start = time.perf_counter()
-        if la is None or num_outputs is None:
-            outputs = network_outputs(loaded.model, x)
-            num_outputs = outputs.shape[1]
-            of_network_alone = (time.perf_counter() - start) / len(outputs)
-        if la is None:
-            found = of_network(outputs, loaded.task, sigma)
-            seconds += time.perf_counter() - start
-        else:
-            start = time.perf_counter()
-            found = of_laplace(la, x, loaded.task, num_outputs, seed)
-            seconds += time.perf_counter() - start
-        parts.append((number, found, y.detach().cpu()))
-    parts = in_order(parts)
-    if not parts:
-        raise ValueError("a set holds no example: give it some, or leave it out")
-    spent = current().exchange([seconds, of_network_alone])
-    seconds, of_network_alone = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
-    columns = [found.columns() for _, found, _ in parts]
-    predicted = Predicted(**{name: torch.cat([c[name] for c in columns]) for name in columns[0]})
-    index = torch.arange(len(predicted)) if positions is None else positions
-    of_network_alone *= len(predicted)
-    targets = torch.cat([y for _, _, y in parts])
-    return SetPredicted(predicted, targets, index, seconds, of_network_alone)
+    names = rows[0][1] if rows else columns
+    return {name: [row[name] for _, row in rows] for name in names}
 
 
 def columns_of(

@@ -31,7 +31,7 @@ class Settings(SourceSettings):
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
         params: Which parameters are Bayesian.
         fisher: How the curvature's columns are found.
-        joint: Whether a layer's weight and bias make one block.
+        joint: Whether a layer's weight and bias make one block; not of `lowrank` and `full`.
         sharing: How the positions of a convolution or a sequence share a weight.
         prior_precision: δ, before it is tuned.
         sigma: Standard deviation of a regression's noise, in the target's unit; 1 if None.
@@ -87,6 +87,8 @@ class Settings(SourceSettings):
             found |= dict.fromkeys(("resume", "overwrite", "scale"), "`plan` fits nothing")
         if self.curvature in ("diag", "lowrank", "full"):
             found["sharing"] = f"curvature={self.curvature} has no Kronecker factors"
+        if self.curvature in ("lowrank", "full"):
+            found["joint"] = f"curvature={self.curvature} is one block of all parameters"
         return found
 
 

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.laplace.posterior_range import check_num_data
 from laplace_debias.system.ranks import Ranks, current
 
 
@@ -193,6 +194,25 @@ def expected_of_some(loader: Any, num_data: int | None, mode: str, num_batches: 
     if size.batch_size is not None:
         limits.append(num_batches * size.batch_size)
     return Expected(size.num_examples, most=min(limits))
+
+
+def expected_of_given(data: Iterable[Any], num_data: SupportsIndex | None) -> Expected:
+    """The N of a fit whose data are given, each for its purpose.
+
+    Args:
+        data: What it reads.
+        num_data: N, if the user gave it; the number of examples that are seen if None.
+
+    Raises:
+        ValueError: If some data repeat or split examples and `num_data` is None; for an N that is
+            out of range.
+        TypeError: For an N that is not a whole number.
+    """
+    if num_data is not None:
+        return Expected(check_num_data(num_data))
+    for one in data:
+        refuse_misleading(data_size(one))
+    return Expected(None)
 
 
 def refuse_misleading(size: DataSize) -> None:

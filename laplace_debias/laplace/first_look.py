@@ -1,7 +1,5 @@
 """What the first examples tell of a model before a fit."""
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +7,7 @@ from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, L
 from laplace_debias.curvature.network.class_dim import check_layout, warn_of_probabilities
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.warn import warn
 
 _FEW = 4
 
@@ -37,12 +36,10 @@ def look_at(
         outputs = call(shadow(network), take(x, slice(0, _FEW)))
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, class_dim)
     if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
-        warnings.warn(
+        warn(
             "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= in the "
             "targets' units, or tune it after the fit, as la.tune(validation_loader) does, or "
-            'la.tune(method="marglik", sigma=True).',
-            UserWarning,
-            stacklevel=6,
+            'la.tune(method="marglik", sigma=True).'
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)

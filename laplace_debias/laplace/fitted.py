@@ -21,6 +21,7 @@ from laplace_debias.laplace.files.mapped import Mapped
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.posterior_range import check_prior_precision
+from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.settings import FitSettings
 
 
@@ -84,8 +85,23 @@ class Fitted:
         return network_of(self.model, self.parameters.names, self.settings)
 
     def with_posterior(self, posterior: GaussianPosterior) -> "Fitted":
-        """The same fit under another prior or at another temperature."""
+        """The same fit with another form of its posterior."""
         return replace(self, posterior=posterior)
+
+    def under(self, prior: Prior) -> "Fitted":
+        """The same fit under a prior and at a temperature, of which what is new is checked.
+
+        Raises:
+            ValueError: As `GaussianPosterior.check_prior_precision`.
+        """
+        posterior = self.posterior
+        if prior.precision is not posterior.prior_precision:
+            posterior = posterior.with_prior_precision(prior.precision)
+        if prior.mean is not posterior.prior_mean:
+            posterior = posterior.with_prior_mean(prior.mean)
+        if prior.temperature != posterior.temperature:
+            posterior = posterior.with_temperature(prior.temperature)
+        return self.with_posterior(posterior)
 
     def moved(self, x: Any) -> Inputs:
         """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""

@@ -1,9 +1,7 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
-import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,118 +12,49 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.kinds import CURVATURES, WITH_FACTORS, CurvatureKind
-from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
-from laplace_debias.curvature.fits.saved_passes import SavedPasses
-from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
-from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
-from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
-from laplace_debias.curvature.network.batches import (
-    Batches,
-    Checked,
-    Counted,
-    FirstBatchKnown,
-    Pairs,
-    source_of,
-    with_progress,
-)
+from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
+from laplace_debias.curvature.network.batches import Batches, with_progress
 from laplace_debias.curvature.network.chosen_positions import Positions
-from laplace_debias.curvature.network.class_dim import classes_last
-from laplace_debias.curvature.network.fingerprint import changed, fingerprint
-from laplace_debias.curvature.network.gathered import (
-    over_whole_model,
-    with_all_ranks,
-    with_own_values,
-)
+from laplace_debias.curvature.network.gathered import gathered
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
-from laplace_debias.curvature.network.outputs import explaining_unbatched
-from laplace_debias.curvature.network.precision import is_narrow, wide
-from laplace_debias.curvature.network.reader import BatchHook, BatchReader
+from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.shadow import (
-    check_deterministic,
-    check_finite,
-    check_no_autocast,
-    check_usable,
-)
-from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
-from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import grids, links, predictive, shards, tune, tuning
-from laplace_debias.laplace.asked import Asked, OutputChoice
-from laplace_debias.laplace.data_size import (
-    Expected,
-    Known,
-    Supposed,
-    data_size,
-    expected_of_all,
-    expected_of_some,
-    refuse_misleading,
-)
+from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.laplace import fitting, grids, predicting, shards, tune, tuning
+from laplace_debias.laplace.asked import OutputChoice
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export.export import export
-from laplace_debias.laplace.files import posterior_file, stored
-from laplace_debias.laplace.files.fit_state import FitStates
+from laplace_debias.laplace.files import stored
 from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
-from laplace_debias.laplace.first_look import look_at
-from laplace_debias.laplace.fitted import Fitted, Noise, network_of
+from laplace_debias.laplace.fit_request import Execution, FitRequest
+from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.grids import Grid
-from laplace_debias.laplace.grouping import (
-    Room,
-    agreed,
-    check_fit_bound,
-    check_rereadable,
-    fit_grouped,
-    grouped,
-    plan_within,
-)
+from laplace_debias.laplace.grouping import Room
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.planned import Planned
-from laplace_debias.laplace.planning import is_too_large, posterior_bytes, too_large
-from laplace_debias.laplace.posterior import GaussianPosterior, scaled
-from laplace_debias.laplace.posterior_range import (
-    check_num_data,
-    check_prior_precision,
-    check_temperature,
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.posterior_range import check_temperature
+from laplace_debias.laplace.predicting import Prediction
+from laplace_debias.laplace.prior import (
+    Prior,
+    PriorMean,
+    PriorPrecision,
+    prior_mean_from,
+    prior_precision_from,
 )
-from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
-from laplace_debias.laplace.resume import check_resumable, states_of, states_of_tuning
-from laplace_debias.laplace.scale import check_scale, scale_of
-from laplace_debias.laplace.schemes import (
-    MODES,
-    OF_FIRST_BATCHES,
-    CrossFit,
-    Full,
-    Scheme,
-    scheme_of,
-)
+from laplace_debias.laplace.schemes import Scheme, scheme_of
 from laplace_debias.laplace.settings import FitSettings
-from laplace_debias.laplace.sharded_calls import on_all_ranks, run_together
-from laplace_debias.laplace.uncertainty import has_variance_in_closed_form, of_draws, of_moments
+from laplace_debias.laplace.sharded_calls import collective, together_if_sharded
+from laplace_debias.laplace.subject import Subject, usable
 from laplace_debias.metrics import Report, Uncertainty
-from laplace_debias.operators import BlockDiagonal
-from laplace_debias.system.available import check_available
-from laplace_debias.system.randomness import alike, replayed, seeded
-from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
 
-PriorPrecision = float | Tensor
-
-METHODS = ("glm", "glm-mc", "nn", "map")
-_DEFAULT_SAMPLES = 100
-
-# Held for the moment in which a fit or a prior precision takes the place of another.
+# Held for the moment in which a fit or a prior takes the place of another.
 _EXCHANGE = Lock()
-
-
-def _model_of(la: "Laplace", *_: object, **__: object) -> nn.Module:
-    """The model that a method of `Laplace` computes with."""
-    return la.model
 
 
 class Laplace:
@@ -178,11 +107,12 @@ class Laplace:
             give the same factors.
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
             `"empirical"` (the true labels).
-        factor_dtype: In what Kronecker factors are summed and decomposed.
+        factor_dtype: In what curvature is summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
             a fit assumes 1.0 and warns of it; `tune` finds it.
         mc_samples: Labels an example for `fisher="mc"`.
-        joint: Whether a layer's weight and bias make one block instead of two.
+        joint: Whether a layer's weight and bias make one block instead of two. Not of `"lowrank"`
+            and `"full"`, which have one block of all parameters.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
             `"reduce"`: one for all, or a mapping from layers' paths. Of `"kfac"` and `"ekfac"`.
         rank: Directions of `"lowrank"`, 20 if None.
@@ -208,14 +138,10 @@ class Laplace:
             fine-tuning began with). It is part of the marginal likelihood and of nothing else: the
             posterior's mean is θ* whatever the prior's.
 
-    Attributes:
-        model: The model.
-        likelihood: The likelihood.
-
     Raises:
-        ValueError: For an unknown name, `sharing` with a curvature without Kronecker factors, a
-            prior precision that is not positive, a model that holds NaN, or one with dropout or
-            batch normalisation in training mode.
+        ValueError: For an unknown name, `sharing` or `joint` with a curvature that has no use for
+            it, a prior precision that is not positive, a model that holds NaN, or one with dropout
+            or batch normalisation in training mode.
         NotImplementedError: For BackPACK with a model that it would get wrong.
 
     Example:
@@ -262,7 +188,7 @@ class Laplace:
         temperature: float = 1.0,
         prior_mean: PriorMean = 0.0,
     ) -> None:
-        self._settings = FitSettings(
+        settings = FitSettings(
             CurvatureKind(curvature, rank),
             FisherType(fisher, mc_samples),
             factor_dtype,
@@ -271,48 +197,19 @@ class Laplace:
             memory_bound,
             class_dim,
         )
-        if sharing != "expand" and curvature in CURVATURES and curvature not in WITH_FACTORS:
-            raise ValueError(
-                f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
-                "none: leave it out."
-            )
-        plain = _plain(model)
-        self.model = model
-        self.likelihood = likelihood_from(likelihood, sigma)
-        self._read_batch = BatchReader(model, batch)
-        self._params = plain_names(model, params) if isinstance(params, (list, tuple)) else params
-        # What the model's structure tells; a fit holds it against an example.
-        self._selected: BayesianParameters | None = None
-        if not needs_example(plain, self._params):
-            self._selected = BayesianParameters.of(plain, self._params, self._settings, None)
-        self._parameters = self._selected
-        if class_dim not in (None, -1) and backend == "backpack":
-            raise NotImplementedError(
-                f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
-                "use backend='hooks' or 'auto', or put the classes last in the model."
-            )
-        names = p.names if (p := self._parameters) else [n for n, _ in plain.named_parameters()]
-        if is_narrow(plain, names):
-            if backend == "backpack":
-                raise NotImplementedError(
-                    "BackPACK does not see that parameters in half precision are computed with in "
-                    "single precision: use backend='hooks' or 'auto'."
-                )
-            backend = "hooks"
-        self._backend = backend
-        choose_backend(classes_last(plain, class_dim), backend)
-        self._prior_precision = self._check_prior_precision(prior_precision)
-        self._temperature = check_temperature(temperature)
-        check_kind(prior_mean)
-        self._given_prior_mean = prior_mean
-        self._prior_mean: Tensor | None = None
-        if self._parameters is not None:
-            self._prior_mean = prior_mean_from(prior_mean, plain, self._parameters.names)
+        settings.check_used()
+        usable(model)
+        meaning = likelihood_from(likelihood, sigma)
+        self._subject = Subject.of(model, meaning, settings, params, backend, batch)
+        precision = self._prior_precision_from(prior_precision)
+        self._prior = Prior(precision, check_temperature(temperature), prior_mean)
+        if (known := self._subject.parameters) is not None:
+            self._prior = self._prior.of(unwrapped(model), known)
         self._fitted: Fitted | None = None
 
     def __repr__(self) -> str:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
-        parameters, fitted = self._parameters, self._fitted
+        parameters, prior, fitted = self._subject.parameters, self._prior, self._fitted
         return str(
             Described(
                 unwrapped(self.model),
@@ -320,14 +217,28 @@ class Laplace:
                 self._settings.kind.name,
                 None if parameters is None else parameters.names,
                 None if parameters is None else parameters.block_names,
-                self._prior_precision,
-                self._prior_mean if parameters is not None else self._given_prior_mean,
-                self._temperature,
+                prior.precision,
+                prior.given_mean if parameters is None else prior.mean,
+                prior.temperature,
                 None if fitted is None else fitted.mode,
                 None if fitted is None else fitted.posterior.num_data,
                 1 if fitted is None else fitted.posterior.num_ranks,
             )
         )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._subject.model
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood; of a regression with the noise that `tune` has found."""
+        return self._subject.likelihood
+
+    @property
+    def _settings(self) -> FitSettings:
+        return self._subject.settings
 
     # ------------------------------------------------------------- parameters
 
@@ -351,53 +262,11 @@ class Laplace:
 
     @property
     def _known(self) -> BayesianParameters:
-        if self._parameters is None:
-            raise RuntimeError(
-                f'params="last_layer" of a {type(self.model).__name__} is found by running an '
-                "example, which the first fit does: call `fit(train_loader)` first, or name the "
-                "parameters, params=[...]."
-            )
-        return self._parameters
-
-    @property
-    def _first_parameter(self) -> nn.Parameter:
-        """The first Bayesian parameter; the first trainable one as long as they are not known."""
-        if self._parameters is None:
-            return next(p for p in self.model.parameters() if p.requires_grad)
-        return unwrapped(self.model).get_parameter(self._parameters.names[0])
-
-    def _look_at(self, batches: FirstBatchKnown) -> BayesianParameters:
-        """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
-
-        A process without examples looks at those of the first one that has some.
-
-        Raises:
-            ValueError: If there is no last layer, it is not what it was, or there is no batch; if
-                the shapes leave open where the classes are; as `BayesianParameters.verified`.
-            NotImplementedError: As `BayesianParameters.verified`.
-        """
-        for x, y in self._on_device(shards.first_batch(current(), batches.first)):
-            plain, found = unwrapped(self.model), self._selected
-            if found is None or is_last_layer(self._params):
-                found = BayesianParameters.of(plain, self._params, self._settings, x)
-                known = self._parameters
-                if known is not None and known.names != found.names:
-                    raise ValueError(
-                        f'params="last_layer" was {known.names}, but now the outputs come '
-                        f"from {found.names}: the model has changed, build a new Laplace."
-                    )
-            network = network_of(self.model, found.names, self._settings)
-            look_at(network, self.likelihood, x, y, self._settings.class_dim)
-            found = found.verified(network, plain, self._params, self._settings, x)
-            self._check_prior_precision(self._prior_precision, found)
-            prior_mean_from(self._given_prior_mean, plain, found.names)
-            return found
-        raise ValueError("The data holds no example: pass a loader with at least one batch.")
+        return self._subject.known
 
     # ---------------------------------------------------------------- fitting
 
-    @over_whole_model(_model_of)
-    @together("fit")
+    @collective(always=True)
     def fit(
         self,
         train_loader: Batches | Scheme,
@@ -435,7 +304,8 @@ class Laplace:
             progress: Show a progress bar over the batches of a full fit, or of the scale.
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
-            folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None.
+            folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None. `"diag"`
+                has the axes for directions, in every fold: its fit is that of the whole batch.
             resume: A folder of its own, in which every minute, and at Ctrl-C, the fit saves what it
                 has summed. The same call in another process goes on from there: it reads the
                 batches again that are in the sums, computes with the rest alone, and ends bit for
@@ -485,50 +355,29 @@ class Laplace:
             OSError: If the folder of `resume` or `store` cannot be written to, or somebody else is
                 writing to that of `store`.
         """
-        if mode not in MODES:
-            raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
-        room = Room.of(memory_bound, store, replicate)
-        if isinstance(train_loader, Scheme):
-            if mode != "full" or progress or scale or folds is not None:
-                raise ValueError(
-                    f"{type(train_loader).__name__}(...) says how to fit: leave out mode, folds, "
-                    "progress and scale (fit_batches(..., scale=data) scales)."
-                )
-            expected = _expected_of(train_loader, num_data)
-            self._check_resumable(resume, generator, train_loader)
-            return self._fit(
-                train_loader, expected, generator, train_loader.mode, room, resume=resume
+        execution = Execution(Room.of(memory_bound, store, replicate), generator, resume)
+        if not isinstance(train_loader, Scheme):
+            request = FitRequest.of_loader(
+                self._subject,
+                train_loader,
+                mode,
+                num_data,
+                execution,
+                scale=scale,
+                folds=folds,
+                progress=progress,
             )
-        if folds is not None and mode != "crossfit":
-            raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
-        if scale and mode == "full":
-            raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
-        if scale:
-            check_scale(train_loader)
-        ranks = current()
-        self._check_resumable(resume, generator, train_loader)
-        is_shared = check_shared(ranks, train_loader)
-        given = None if num_data is None else check_num_data(num_data)
-        if mode == "full":
-            Full(train_loader).check(self._settings.kind)
-            expected = expected_of_all(train_loader, given)
-            scheme: Scheme = Full(with_progress(train_loader, progress, "fit"))
-            return self._fit(scheme, expected, generator, mode, room, None, is_shared, resume)
-        wanted = OF_FIRST_BATCHES[mode]
-        expected = expected_of_some(train_loader, given, mode, wanted.num_batches)
-        batches = list(itertools.islice(seeded(train_loader, generator), wanted.num_batches))
-        most = max(ranks.exchange(len(batches)))
-        if most < wanted.num_batches:
+        elif mode != "full" or progress or scale or folds is not None:
             raise ValueError(
-                f'mode="{mode}" needs {wanted.num_batches} batch(es), the loader gave '
-                f"{most}: use a smaller batch size or more data."
+                f"{type(train_loader).__name__}(...) says how to fit: leave out mode, folds, "
+                "progress and scale (fit_batches(..., scale=data) scales)."
             )
-        scale_data = with_progress(train_loader, progress, "scale") if scale else None
-        scheme = wanted.scheme(batches) if folds is None else CrossFit(batches, folds)
-        return self._fit(scheme, expected, generator, mode, room, scale_data, is_shared, resume)
+        else:
+            request = FitRequest.of_scheme(self._subject, train_loader, num_data, None, execution)
+        self._adopt(fitting.fit(self._subject, self._prior, request))
+        return self
 
-    @over_whole_model(_model_of)
-    @together("plan")
+    @collective(always=True)
     def plan(
         self,
         train_loader: Batches,
@@ -577,32 +426,20 @@ class Laplace:
             [23200, 20000, 20072, 72]
             >>> plan.check()
         """
-        if mode not in MODES:
-            raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
-        if folds is not None and mode != "crossfit":
-            raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')
-        if isinstance(train_loader, Iterator):
-            raise TypeError(
-                "A plan reads the first batch, which this iterator would lose for the fit: pass a "
-                "DataLoader or a list of batches."
-            )
-        limit = None if available is None else check_available(available)
-        bound = check_fit_bound(memory_bound)
-        # The loader's order, and labels that a fit draws, are drawn anew by the fit.
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            problem, _, known = self._problem_of(train_loader, None, replicate)
-            batch = next(iter(self._on_device(known.first)))
-        size = data_size(train_loader)
-        planned = Planned(
-            *(unwrapped(self.model), problem, self._settings, mode, folds, batch),
-            len(train_loader) if isinstance(train_loader, Sized) else None,
-            size.num_examples if isinstance(size, (Known, Supposed)) else None,
+        return fitting.plan(
+            self._subject,
+            self._prior,
+            train_loader,
+            mode,
+            folds,
+            replicate=replicate,
+            timed=timed,
+            available=available,
+            memory_bound=memory_bound,
+            is_stored=store not in (None, False),
         )
-        with torch.inference_mode(False):
-            return plan_within(planned, timed, limit, bound, store not in (None, False))
 
-    @over_whole_model(_model_of)
-    @together("fit")
+    @collective(always=True)
     def fit_batches(
         self,
         directions: Batches,
@@ -647,205 +484,27 @@ class Laplace:
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
             OSError: As `fit`.
         """
+        execution = Execution(Room.of(memory_bound, store, replicate), generator, resume)
         scheme = scheme_of(directions, magnitudes, folds)
-        self._check_resumable(resume, generator, scheme)
-        of_data = [check_shared(current(), data) for data in (directions, magnitudes, scale)]
-        is_shared = of_data[0]
-        expected = _expected_of(scheme, num_data)
-        room = Room.of(memory_bound, store, replicate)
-        return self._fit(scheme, expected, generator, scheme.mode, room, scale, is_shared, resume)
-
-    def _fit(
-        self,
-        scheme: Scheme,
-        expected: Expected,
-        generator: torch.Generator | None,
-        mode: str,
-        room: Room,
-        scale: Batches | None = None,
-        is_shared: bool = False,
-        resume: str | os.PathLike[str] | None = None,
-    ) -> "Laplace":
-        kind, memory_bound, store = self._settings.kind, room.memory_bound, room.store
-        scheme.check(kind)
-        if memory_bound is not None:
-            check_rereadable(scheme)
-        if scale is not None:
-            check_scale(scale, scheme.measured[0])
-        plain = _plain(self.model)
-        check_no_autocast(self._first_parameter.device)
-        ranks = current()
-        expected = expected.over(ranks)
-        with torch.inference_mode(False), ExitStack() as stack:
-            problem, parameters, known = self._problem_of(
-                scheme.first_read, generator, room.replicate
-            )
-            first = self._checked(known.first)
-            alike = {"replicate": room.replicate, "memory_bound": memory_bound}
-            shards.check_alike(ranks, plain, parameters.block_names, first, is_shared, alike)
-            if store is None and is_too_large(problem, kind):
-                x = next((x for x, _ in self._on_device(known.first)), None)
-                raise too_large(unwrapped(self.model), problem, kind, x)
-            keep: stored.StoredFit | None = None
-            if store is not None:
-                needed = posterior_bytes(problem, kind)
-                stored.check_store(store, self.likelihood, problem.device, ranks, needed)
-                keep = stack.enter_context(stored.StoredFit(store))
-            sizes: Sequence[int] = [len(problem.blocks)]
-            if memory_bound is not None:
-                batch = next(iter(self._on_device(shards.first_batch(ranks, known.first))))
-                planned = Planned(
-                    *(plain, problem, self._settings, scheme.mode, scheme.num_folds, batch),
-                    *(None, expected.num_data),
-                )
-                problem, sizes = agreed(grouped(planned, memory_bound, store is not None))
-            states = None
-            if resume is not None:
-                of_data: dict[str, Any] = {
-                    "mode": mode,
-                    "num_data": expected.num_data,
-                    "folds": scheme.num_folds,
-                }
-                if memory_bound is not None:
-                    of_data |= {"memory_bound of the fit": memory_bound, "groups": list(sizes)}
-                states = states_of(
-                    resume, problem, self._settings, self.likelihood, plain, **of_data
-                )
-                passes = SavedPasses(states, problem.device, ranks)
-                problem = replace(problem, passes=passes)
-            scheme, is_saved = scheme.reading_first(known), states is not None
-
-            read_with = partial(self._read, is_saved)
-            read = partial(read_with, generator)
-            ratio = 1.0 if scale is None else scale_of(problem, scheme, scale, read)
-
-            def finished(curvature: BlockDiagonal) -> BlockDiagonal:
-                if scale is not None:
-                    curvature = curvature.map(lambda _, block: scaled(block, ratio))
-                return curvature if keep is None else keep.stored(curvature)
-
-            found = fit_grouped(scheme, known, problem, kind, sizes, generator, read_with, finished)
-            mode = mode if scale is None else f"{mode}, scaled"
-            num_data = expected.given(found.seen.num_examples)
-            self._take(found, parameters, num_data, mode, keep)
-        if states is not None:
-            ranks.exchange(None)
-            states.remove()
+        request = FitRequest.of_scheme(self._subject, scheme, num_data, scale, execution)
+        self._adopt(fitting.fit(self._subject, self._prior, request))
         return self
 
-    def _check_resumable(
-        self,
-        folder: str | os.PathLike[str] | None,
-        generator: torch.Generator | None,
-        data: Batches | Scheme,
-    ) -> None:
-        read = (data.first_read, data.measured[0]) if isinstance(data, Scheme) else (data,)
-        check_resumable(folder, self._settings.fisher.kind, generator, *read)
+    def _adopt(self, fitted: Fitted, **of_prior: Any) -> None:
+        """Make a fit the one that is predicted with, under the prior that holds by now.
 
-    def _problem_of(
-        self, data: Batches, generator: torch.Generator | None, replicate: bool = False
-    ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
-        """What is fitted, as the first batch of some data tells."""
-        problem = self._settings.problem(_plain(self.model), self.likelihood, generator)
-        problem = problem.on(current())
-        known = FirstBatchKnown(seeded(data, generator))
-        parameters = self._look_at(known)
-        network = network_of(self.model, parameters.names, self._settings)
-        backend = choose_backend(network, self._backend, parameters.blocks)
-        problem = replace(
-            problem,
-            model=network,
-            blocks=parameters.blocks,
-            backend=backend,
-            replicate=replicate or self._settings.kind.is_dense,
-        )
-        return problem, parameters, known
-
-    def _take(
-        self,
-        found: CurvatureFit,
-        parameters: BayesianParameters,
-        num_data: int,
-        mode: str,
-        keep: stored.StoredFit | None,
-    ) -> None:
-        """Make a fit the one that is predicted with; one that is refused leaves the last one."""
-        plain = unwrapped(self.model)
-        others = fingerprint(plain, parameters.names)
-        mean = parameters.flat(plain)
-        order = None if parameters.order is None else parameters.order.to(mean.device)
-        prior_mean = prior_mean_from(self._given_prior_mean, plain, parameters.names)
-        per_seen = num_data / found.seen.num_examples
-        of_noise = None
-        if type(self.likelihood) is Gaussian:
-            power = 4 if self._settings.fisher.kind == "empirical" else 2
-            of_noise = Noise(found.seen.num_outputs * per_seen, power)
-        with _EXCHANGE:
-            posterior = GaussianPosterior(
-                mean,
-                found.curvature,
-                num_data,
-                self._prior_precision,
-                order,
-                prior_mean,
-                self._temperature,
-            )
-            fitted = Fitted(
-                self.model,
-                self.likelihood,
-                self._settings,
-                parameters,
-                posterior,
-                found.seen.nll * per_seen,
-                others,
-                mode,
-                of_noise,
-            )
-            fitted = fitted if keep is None else keep.finish(fitted)
-            self._parameters, self._prior_mean = parameters, prior_mean
-            self._fitted = fitted
-
-    def _read(
-        self, is_saved: bool, generator: torch.Generator | None, batches: Batches, what: str
-    ) -> Pairs:
-        """Batches of a fit, of which at least one target must count.
-
-        Where labels are drawn, or sums are saved, it matters where the examples of one process are
-        among those of all.
-
-        Questions about numbers that still lie on the CPU are asked there: a fit moves them.
+        Args:
+            fitted: The fit.
+            of_prior: Fields of the prior that it brings with it.
         """
-        ranks = current()
-        ignored = getattr(self.likelihood, "ignore_index", None)
-        of_targets = None if look_at_shapes(self.likelihood) else self._first_parameter.device
-        checked = self._checked(batches, generator, None, of_targets)
-        counted = Counted(
-            checked,
-            self.likelihood.counts_any,
-            "" if ignored is None else f"ignore_index={ignored}",
-            what,
-            ranks,
-        )
-        if ranks.size == 1 or not (is_saved or self._settings.fisher.kind == "mc"):
-            return counted
-        source = source_of(batches)
-        return Placed(counted, place_of(ranks, source, lambda: [len(y) for _, y in checked]))
-
-    def _on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
-        device = self._first_parameter.device
-        return self._checked(batches, generator, device, device)
-
-    def _checked(
-        self,
-        batches: Batches,
-        generator: torch.Generator | None = None,
-        device: torch.device | None = None,
-        of_targets: torch.device | None = None,
-    ) -> Checked:
-        if not isinstance(batches, FirstBatchKnown):
-            batches = seeded(batches, generator)
-        dtypes = {p.dtype for p in self.model.parameters()}
-        return Checked(batches, device, dtypes, self._read_batch, of_targets)
+        with _EXCHANGE:
+            prior = replace(self._prior, **of_prior)
+            prior = prior.of(unwrapped(self.model), fitted.parameters)
+            self._fitted = fitted.under(prior)
+            self._prior = prior
+            self._subject = replace(
+                self._subject, likelihood=fitted.likelihood, parameters=fitted.parameters
+            )
 
     # -------------------------------------------------------------- posterior
 
@@ -875,7 +534,7 @@ class Laplace:
         """The fitted posterior, in a list that is empty before a fit."""
         return [] if self._fitted is None else [self._fitted.posterior]
 
-    @on_all_ranks("gather")
+    @collective(with_model=False)
     def gather(self) -> "Laplace":
         """Make a sharded posterior whole on every process, which may then work on its own.
 
@@ -905,30 +564,20 @@ class Laplace:
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
         """δ; setting it needs no refit."""
-        return self._prior_precision
+        return self._prior.precision
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
-        prior_precision = self._check_prior_precision(value)
-        with _EXCHANGE:
-            if self._fitted is not None:
-                posterior = self._fitted.posterior.with_prior_precision(prior_precision)
-                self._fitted = self._fitted.with_posterior(posterior)
-            self._prior_precision = prior_precision
+        self._set_prior(precision=self._prior_precision_from(value))
 
     @property
     def temperature(self) -> float:
         """T of the likelihood; setting it needs no refit."""
-        return self._temperature
+        return self._prior.temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        temperature = check_temperature(value)
-        with _EXCHANGE:
-            if self._fitted is not None:
-                posterior = self._fitted.posterior.with_temperature(temperature)
-                self._fitted = self._fitted.with_posterior(posterior)
-            self._temperature = temperature
+        self._set_prior(temperature=check_temperature(value))
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
@@ -939,30 +588,27 @@ class Laplace:
         """
         device = unwrapped(self.model).get_parameter(self._known.names[0]).device
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return zero if self._prior_mean is None else self._prior_mean
+        return zero if self._prior.mean is None else self._prior.mean
 
     @prior_mean.setter
     def prior_mean(self, value: PriorMean) -> None:
-        prior_mean = prior_mean_from(value, unwrapped(self.model), self._known.names)
-        with _EXCHANGE:
-            if self._fitted is not None:
-                posterior = self._fitted.posterior.with_prior_mean(prior_mean)
-                self._fitted = self._fitted.with_posterior(posterior)
-            self._given_prior_mean, self._prior_mean = value, prior_mean
+        mean = prior_mean_from(value, unwrapped(self.model), self._known.names)
+        self._set_prior(given_mean=value, mean=mean)
 
-    def _check_prior_precision(
-        self, value: PriorPrecision, parameters: BayesianParameters | None = None
-    ) -> Tensor:
-        first = self._first_parameter
-        parameters = self._parameters if parameters is None else parameters
-        prior_precision = torch.as_tensor(value, dtype=torch.float64, device=first.device)
-        prior_precision = prior_precision.detach().clone()
+    def _prior_precision_from(self, value: PriorPrecision) -> Tensor:
+        known = self._subject.parameters
         # As long as there are no blocks, the fit that finds them checks their number.
-        num_blocks = len(parameters.block_names) if parameters else prior_precision.numel()
-        check_prior_precision(prior_precision, num_blocks, wide(first.dtype))
-        return prior_precision
+        num_blocks = None if known is None else len(known.block_names)
+        return prior_precision_from(value, self._subject.first_parameter, num_blocks)
 
-    @on_all_ranks("sample")
+    def _set_prior(self, **fields: Any) -> None:
+        with _EXCHANGE:
+            prior = replace(self._prior, **fields)
+            if self._fitted is not None:
+                self._fitted = self._fitted.under(prior)
+            self._prior = prior
+
+    @collective(with_model=False)
     def sample(
         self, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
@@ -971,7 +617,7 @@ class Laplace:
             raise ValueError(f"The number of samples must be at least 1, got {n}.")
         return self.posterior.sample(n, generator)
 
-    @on_all_ranks("log_marginal_likelihood")
+    @collective(with_model=False)
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:
@@ -989,8 +635,7 @@ class Laplace:
 
     # ------------------------------------------------------------- predicting
 
-    @over_whole_model(_model_of)
-    @on_all_ranks("functional")
+    @collective()
     def functional(
         self,
         x: Inputs | Record,
@@ -1035,12 +680,9 @@ class Laplace:
         state = self._unchanged_state
         if joint:
             return grids.joint(state, x, outputs, positions)
-        deltas = [state.posterior.prior_precision.unsqueeze(0)]
-        mean, covariances = grids.moments([state], x, deltas, diagonal, outputs, positions)
-        return mean, covariances[0, 0]
+        return predicting.moments(state, x, diagonal, outputs, positions)
 
-    @over_whole_model(_model_of)
-    @on_all_ranks("predict_grid")
+    @collective()
     def predict_grid(
         self,
         x: Inputs | Record,
@@ -1068,8 +710,7 @@ class Laplace:
         state = self._unchanged_state
         return grids.predictives([state], x, [prior_precisions], link, positions)[0]
 
-    @over_whole_model(_model_of)
-    @on_all_ranks("predict")
+    @collective()
     def predict(
         self,
         x: Inputs | Record,
@@ -1091,7 +732,8 @@ class Laplace:
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
-            generator: For the draws; torch's global one if None.
+            generator: For the draws; torch's global one if None. The closed form and `"map"` draw
+                nothing.
             link: How the closed form of `"glm"` comes from Gaussian logits to class probabilities.
                 `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
                 `"bridge"`, for `"classification"`: the mean of the Dirichlet distribution that the
@@ -1116,25 +758,11 @@ class Laplace:
             RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
                 since, or under autocast.
         """
-        _check_method(method, samples)
-        links.check_link(link, self.likelihood)
-        if link != "probit" and (method != "glm" or samples is not None):
-            raise ValueError(
-                f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
-                "link out, or method and samples."
-            )
-        state = self._unchanged_state
-        if method == "glm" and samples is None:
-            deltas = state.posterior.prior_precision.unsqueeze(0)
-            return grids.predictives([state], x, [deltas], link, positions)[0][0]
-        with torch.inference_mode(False):
-            if method == "map":
-                return state.likelihood.predictive(self._map_outputs(state, x, positions), None)
-            draws = self._draws(state, x, method, samples, generator, positions)
-            return state.likelihood.mixture(draws)
+        how = Prediction(method, samples, generator, positions)
+        how.check_link(link, self.likelihood)
+        return predicting.predict(self._unchanged_state, x, how, link)
 
-    @over_whole_model(_model_of)
-    @on_all_ranks("marginals")
+    @collective()
     def marginals(
         self,
         x: Inputs | Record,
@@ -1168,63 +796,12 @@ class Laplace:
             ValueError: As `predict`.
             RuntimeError: As `predict`.
         """
-        _check_method(method, samples)
-        state = self._unchanged_state
-        if method == "glm" and samples is None:
-            deltas = state.posterior.prior_precision.unsqueeze(0)
-            mean, variances = grids.moments(
-                [state], x, [deltas], diagonal=True, positions=positions
-            )
-            return state.likelihood.marginals(mean, variances[0, 0])
-        with torch.inference_mode(False):
-            if method == "map":
-                mean = self._map_outputs(state, x, positions)
-                return state.likelihood.marginals(mean, torch.zeros_like(mean))
-            draws = self._draws(state, x, method, samples, generator, positions)
-            return state.likelihood.marginal_mixture(draws)
-
-    @staticmethod
-    def _map_outputs(
-        state: Fitted, x: Inputs | Record, positions: Positions | None
-    ) -> Float[Tensor, "batch *outputs"]:
-        x, network = state.moved(x), state.network
-        with explaining_unbatched(network, x):
-            asked = Asked.of(network, x, positions, lambda _: True)
-            return asked.shaped(predictive.map_outputs(asked.network, asked.x), None)
-
-    @staticmethod
-    def _draws(
-        state: Fitted,
-        x: Inputs | Record,
-        method: str,
-        samples: int | None,
-        generator: torch.Generator | None,
-        positions: Positions | None,
-    ) -> Float[Tensor, "samples batch *outputs"]:
-        """Samples of the outputs, `[S, B, ..., C]`."""
-        num_samples = _DEFAULT_SAMPLES if samples is None else samples
-        if method == "glm":
-            deltas = state.posterior.prior_precision.unsqueeze(0)
-            mean, covariances = grids.moments([state], x, [deltas], positions=positions)
-            if state.posterior.is_sharded:
-                generator = alike(current(), generator, mean.device)
-            outputs = predictive.sample_outputs(
-                mean.flatten(1), covariances[0, 0], num_samples, generator
-            )
-            return outputs.unflatten(2, mean.shape[1:])
-        x, network = state.moved(x), state.network
-        with explaining_unbatched(network, x):
-            draws = state.posterior.sample(num_samples, generator)
-            is_linear = method == "glm-mc"
-            push = predictive.linearised_outputs if is_linear else predictive.sampled_outputs
-            asked = Asked.of(network, x, positions, lambda _: True)
-            found = push(asked.network, state.parameters.names, asked.x, draws)
-            return asked.shaped(found, None)
+        how = Prediction(method, samples, generator, positions)
+        return predicting.marginals(self._unchanged_state, x, how)
 
     # ------------------------------------------------- tuning and evaluation
 
-    @over_whole_model(_model_of)
-    @together("tune")
+    @collective(always=True)
     def tune(
         self,
         loader: Batches | None = None,
@@ -1291,71 +868,26 @@ class Laplace:
             RuntimeError: Before a fit.
             OSError: If the folder of `resume` cannot be written to.
         """
-        if method == "marglik":
-            is_given = any(x is not None for x in (loader, grid, generator, extend, resume))
-            if is_given or (metric, link) != ("nll", "probit"):
-                raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, extend, '
-                    "resume, a link nor a metric."
-                )
-            found, fitted = tune.by_evidence(self._state, sigma, per)
-        elif method == "grid":
-            if loader is None:
-                raise ValueError(
-                    'method="grid" needs held-out data: pass a loader, or use method="marglik".'
-                )
-            if per is not None:
-                raise ValueError(
-                    f'per={per!r} tunes by the marginal likelihood: pass method="marglik", and no '
-                    "loader."
-                )
-            self._state.check_model()
-            links.check_link(link, self.likelihood)
-            check_resumable(resume, "exact", generator, loader)
-            self._check_shared(loader)
-            passes = replayed(with_progress(loader, progress, "tune"), generator)
-            wanted = tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator))
-            states: FitStates | None = None
-            saved: Passes = NOT_SAVED
-            if resume is not None:
-                if self._state.posterior.is_sharded:
-                    raise ValueError(
-                        "`resume` needs the whole posterior on each process: fit with "
-                        "`replicate=True`, or call `la.gather()` before `la.tune`."
-                    )
-                asked = {**wanted.as_plain(), "link": link}
-                states = states_of_tuning(resume, self._state, current(), **asked)
-                saved = SavedPasses(states, self._state.posterior.mean.device, current(), "tuning")
-            found, fitted = tune.on_data(
-                self._state,
-                partial(self.predict_grid, link=link),
-                lambda: self._on_device(passes()),
-                wanted,
-                saved,
-            )
-            if states is not None:
-                current().exchange(None)
-                states.remove()
-        else:
-            raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
+        found, fitted = tune.best(
+            self._subject,
+            self._state,
+            partial(self.predict_grid, link=link),
+            loader,
+            tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator)),
+            method=method,
+            link=link,
+            per=per,
+            generator=generator,
+            progress=progress,
+            resume=resume,
+        )
         if fitted is None:
             self.prior_precision = torch.tensor(found.prior_precision, dtype=torch.float64)
-            return found
-        with _EXCHANGE:
-            self._fitted, self.likelihood = fitted, fitted.likelihood
-            self._prior_precision = fitted.posterior.prior_precision
+        else:
+            self._adopt(fitted, precision=fitted.posterior.prior_precision)
         return found
 
-    @staticmethod
-    def _check_shared(loader: Batches) -> None:
-        """Require held-out data that the processes share, where there are several."""
-        ranks = current()
-        if ranks.size > 1:
-            check_shared(ranks, loader)
-            refuse_misleading(data_size(loader))
-
-    @over_whole_model(_model_of)
-    @together("evaluate")
+    @collective(always=True)
     def evaluate(
         self,
         loader: Batches,
@@ -1402,14 +934,13 @@ class Laplace:
                 between 0 and 1, or fewer than two draws.
         """
         self._state.check_model()
-        for data in (loader, *(ood or {}).values()):
-            self._check_shared(data)
+        shards.check_held_out(loader, *(ood or {}).values())
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator, link=link)
 
         def batches(data: Batches) -> Batches:
-            return self._on_device(with_progress(data, progress, "evaluate"), generator)
+            return self._subject.on_device(with_progress(data, progress, "evaluate"), generator)
 
         return evaluate_predictions(
             predict,
@@ -1423,8 +954,7 @@ class Laplace:
             in_turn=self._state.posterior.is_sharded,
         )
 
-    @over_whole_model(_model_of)
-    @on_all_ranks("uncertainty")
+    @collective()
     def uncertainty(
         self,
         x: Inputs | Record,
@@ -1461,25 +991,13 @@ class Laplace:
             Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
             preference learning. 2011.
         """
-        _check_method(method, samples)
-        if method == "map":
-            raise ValueError(
-                'method="map" has one setting of the parameters and no uncertainty about them: use '
-                "'glm', 'glm-mc' or 'nn'."
-            )
-        state = self._unchanged_state
-        if method == "glm" and samples is None and has_variance_in_closed_form(state.likelihood):
-            deltas = [state.posterior.prior_precision.unsqueeze(0)]
-            mean, variances = grids.moments([state], x, deltas, diagonal=True, positions=positions)
-            return of_moments(state.likelihood, mean, variances[0, 0])
-        with torch.inference_mode(False):
-            draws = self._draws(state, x, method, samples, generator, positions)
-            return of_draws(state.likelihood, draws)
+        how = Prediction(method, samples, generator, positions)
+        how.check_uncertain()
+        return predicting.uncertainty(self._unchanged_state, x, how)
 
     # -------------------------------------------------------------- on disk
 
-    @over_whole_model(_model_of)
-    @together("save")
+    @collective(always=True)
     def save(self, path: str | Path, *, own_likelihood: bool = False, parts: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
@@ -1507,20 +1025,8 @@ class Laplace:
                 if the disk is full; if somebody else is writing to the folder. What was there
                 before is still there.
         """
-        state, ranks = self._unchanged_state, current()
-        if parts and state.posterior.is_sharded:
-            raise ValueError(
-                "A sharded posterior cannot be saved in parts, as each process holds some of its "
-                "blocks: save it as one file, or call `la.gather()` on all of them before."
-            )
-        if ranks.rank == 0 and parts:
-            stored.save_parts(Path(path), state, own_likelihood)
-        elif state.posterior.is_sharded or ranks.rank == 0:
-            posterior_file.save(Path(path), state, own_likelihood)
-        # Nobody goes on before the file is there.
-        ranks.exchange(None)
+        stored.save(Path(path), self._unchanged_state, own_likelihood, parts)
 
-    @over_whole_model(_model_of)
     def export(
         self,
         path: str | Path,
@@ -1568,16 +1074,16 @@ class Laplace:
                 `predict`.
             OSError: As `save`.
         """
-        state = self._unchanged_state
-        if state.posterior.is_sharded:
-            raise NotImplementedError(
-                "A sharded posterior cannot be exported, as each process holds some of its blocks: "
-                "call `la.gather()` on all of them before."
-            )
-        export(state, Path(path), example, method, samples, generator, link)
+        with gathered(self.model):
+            state = self._unchanged_state
+            if state.posterior.is_sharded:
+                raise NotImplementedError(
+                    "A sharded posterior cannot be exported, as each process holds some of its "
+                    "blocks: call `la.gather()` on all of them before."
+                )
+            export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
-    @over_whole_model(lambda cls, path, model, **_: model)
     def load(
         cls,
         path: str | Path,
@@ -1624,88 +1130,31 @@ class Laplace:
         """
         if mmap:
             stored.check_mappable(next(model.parameters()).device, "mmap=True")
-        header, tensors, mapped = stored.load(Path(path), mmap)
-        plain = _plain(model)
-        posterior_file.check_names(header, dict(plain.named_parameters()))
-        posterior_file.check_calls(header, plain)
-        la = cls(
-            model,
-            likelihood=likelihood_from_json(header.likelihood, likelihood),
-            curvature=header.curvature,
-            params=header.param_names,
-            rank=header.rank,
-            joint=header.joint,
-            # Files of earlier versions may name what had no effect.
-            sharing=header.sharing if header.curvature in WITH_FACTORS else "expand",
-            class_dim=header.class_dim,
-            backend=backend,
-            fisher=fisher,
-            factor_dtype=factor_dtype,
-            mc_samples=mc_samples,
-            memory_bound=memory_bound,
-            batch=batch,
-        )
-        parameters = BayesianParameters.of(
-            plain, header.param_names, la._settings, None, header.calls
-        )
-        posterior = posterior_file.posterior_from(header, tensors, parameters, plain)
-        others = fingerprint(plain, parameters.names)
-        if wrong := changed(header.others, others):
-            raise ValueError(
-                f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
-                "posterior was fitted on."
+        with gathered(model):
+            saved = stored.Saved.read(Path(path), mmap)
+            saved.check(usable(model))
+            la = cls(
+                model,
+                likelihood=likelihood_from_json(saved.header.likelihood, likelihood),
+                **saved.choices(),
+                backend=backend,
+                fisher=fisher,
+                factor_dtype=factor_dtype,
+                mc_samples=mc_samples,
+                memory_bound=memory_bound,
+                batch=batch,
             )
-        la._parameters = parameters
-        la._prior_precision = posterior.prior_precision
-        la._given_prior_mean = 0.0 if posterior.prior_mean is None else posterior.prior_mean
-        la._prior_mean = posterior.prior_mean
-        la._temperature = posterior.temperature
-        la._fitted = Fitted(
-            model,
-            la.likelihood,
-            la._settings,
-            parameters,
-            posterior,
-            header.nll,
-            others,
-            header.mode,
-            None if header.noise is None else Noise(**header.noise),
-            mapped=stored.with_blocks(mapped, posterior),
-        )
+            fitted = saved.fitted(la._subject)
+            posterior = fitted.posterior
+            la._adopt(
+                fitted,
+                precision=posterior.prior_precision,
+                temperature=posterior.temperature,
+                given_mean=0.0 if posterior.prior_mean is None else posterior.prior_mean,
+            )
         return la
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    """The model without wrappers, found to be one that curvature is defined for."""
-    with with_all_ranks(model):
-        check_usable(model)
-        plain = unwrapped(model)
-        check_deterministic(plain)
-        check_finite(unwrapped(with_own_values(model)))
-    return plain
-
-
-def _check_method(method: str, samples: int | None) -> None:
-    """Require a way to predict, and samples where there are some."""
-    if method not in METHODS:
-        raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
-    if samples is not None and (method == "map" or samples < 1):
-        raise ValueError(
-            f'samples={samples} with method="{method}": give a positive number of samples to '
-            '"glm", "glm-mc" or "nn", none to "map".'
-        )
-
-
-def _expected_of(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
-    """N of a fit whose data are given."""
-    if num_data is not None:
-        return Expected(check_num_data(num_data))
-    for data in (scheme.first_read, scheme.measured[0]):
-        refuse_misleading(data_size(data))
-    return Expected(None)
-
-
-@over_whole_model(lambda posteriors, *_, **__: posteriors[0].model)
 def predict_grids(
     posteriors: Sequence[Laplace],
     x: Inputs | Record,
@@ -1726,9 +1175,7 @@ def predict_grids(
         ValueError: If they are not of one model; as `Laplace.predict_grid`.
         RuntimeError: As `Laplace.predict`.
     """
-    states = [la._unchanged_state for la in posteriors]
-    return run_together(
-        "predict_grids",
-        [state.posterior for state in states],
-        lambda: grids.predictives(states, x, prior_precisions),
-    )
+    with gathered(posteriors[0].model):
+        states = [la._unchanged_state for la in posteriors]
+        with together_if_sharded("predict_grids", [state.posterior for state in states]):
+            return grids.predictives(states, x, prior_precisions)

@@ -1,6 +1,5 @@
 """The Bayesian parameters of a model, and the blocks that they make."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from laplace_debias.curvature.network.selection import (
     select_parameters,
 )
 from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.system.warn import warn
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +137,7 @@ def _report_unused(unused: Sequence[str], names: Sequence[str], may_leave_out: b
     )
     if not may_leave_out:
         raise ValueError(f"{says}: leave them out with {leaving_out(unused, names)}.")
-    warnings.warn(
+    warn(
         f"{says}, so they are left out of the posterior. To say so yourself, pass "
-        f"{leaving_out(unused, names)}, or freeze them with requires_grad_(False).",
-        stacklevel=7,
+        f"{leaving_out(unused, names)}, or freeze them with requires_grad_(False)."
     )

@@ -1,16 +1,81 @@
-"""The mean of the prior, as a user gives it."""
+"""The prior, as a user gives it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.split_model import is_shard
+from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.posterior_range import check_prior_precision
 
+# One number, or one per block.
+PriorPrecision = float | Tensor
 # One number, one per Bayesian parameter [D], or tensors by the parameters' names.
 PriorMean = float | Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """The Gaussian prior, and the temperature of the likelihood.
+
+    Attributes:
+        precision: δ, one number or one per block, float64.
+        temperature: T.
+        given_mean: The mean as the user gave it.
+        mean: The same for the Bayesian parameters, as `prior_mean_from` gives it; None if it is
+            zero, or as long as they are not known.
+
+    Raises:
+        TypeError: As `check_kind`.
+    """
+
+    precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    temperature: float
+    given_mean: PriorMean
+    mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.given_mean)
+
+    def of(self, model: nn.Module, parameters: BayesianParameters) -> "Prior":
+        """The same for Bayesian parameters.
+
+        Args:
+            model: The model, without wrappers.
+            parameters: Its Bayesian parameters.
+
+        Raises:
+            TypeError: As `prior_mean_from`.
+            ValueError: If the prior's precision or mean does not fit them.
+        """
+        dtype = model.get_parameter(parameters.names[0]).dtype
+        check_prior_precision(self.precision, len(parameters.block_names), wide(dtype))
+        return replace(self, mean=prior_mean_from(self.given_mean, model, parameters.names))
+
+
+def prior_precision_from(
+    value: PriorPrecision, first: Tensor, num_blocks: int | None
+) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
+    """The prior precision, float64, on the model's device.
+
+    Args:
+        value: One number, or one per block.
+        first: The first Bayesian parameter.
+        num_blocks: How many blocks there are; None if the fit that finds them checks their number.
+
+    Raises:
+        ValueError: As `check_prior_precision`.
+    """
+    precision = torch.as_tensor(value, dtype=torch.float64, device=first.device).detach().clone()
+    check_prior_precision(
+        precision, precision.numel() if num_blocks is None else num_blocks, wide(first.dtype)
+    )
+    return precision
 
 
 def check_kind(value: Any) -> None:

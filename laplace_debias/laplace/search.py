@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
+from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes, Sums
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs, take
@@ -94,7 +94,7 @@ class Look:
                 num_examples = add(predictives, y, num_examples)
         else:
             place, num_read = place_of(current(), None, list), 0
-            with self.passes.begin([*kept, examples], {}, _nothing, [grid]) as one_pass:
+            with self.passes.begin(Sums([*kept, examples], {}, _nothing, [grid])) as one_pass:
                 num_examples = one_pass.num_examples
                 for number, (all_x, all_y) in enumerate(one_pass.batches(self.read())):
                     left = one_pass.left(all_x, all_y, place(number, num_read))

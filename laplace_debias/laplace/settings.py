@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.layers.stream import HookStream
@@ -48,6 +48,24 @@ class FitSettings:
             )
         check_memory_bound(self.memory_bound)
         check_class_dim(self.class_dim)
+
+    def check_used(self) -> None:
+        """Require choices that have an effect on this curvature.
+
+        Raises:
+            ValueError: Otherwise.
+        """
+        kind = self.kind
+        if self.sharing != "expand" and kind.name not in WITH_FACTORS:
+            raise ValueError(
+                f"sharing={self.sharing!r} is for Kronecker factors, and curvature={kind.name!r} "
+                "has none: leave it out."
+            )
+        if self.joint and kind.is_dense:
+            raise ValueError(
+                "joint=True makes one block of a layer's weight and bias, and "
+                f"curvature={kind.name!r} is one block of all parameters: leave it out."
+            )
 
     def problem(
         self,

@@ -6,6 +6,7 @@ all.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from laplace_debias.curvature.fits.sharded_blocks import ShardedBlocks
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.gathered import gathered
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.same_vectors import digest
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -24,35 +26,41 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-def on_all_ranks(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """A method that all processes call where the posterior is sharded; of a whole one as it is.
+def collective(
+    *, always: bool = False, with_model: bool = True
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """A method that the processes of a group call together; it goes by its name in messages.
 
-    Its object gives its posteriors by `_posteriors`, none before a fit.
+    Its object has a `model`, which is whole meanwhile if `fully_shard` has split it, and
+    `_posteriors`, none before a fit.
 
     Args:
-        what: What messages call it.
+        always: Whether all call it even if the posterior is whole, as what reads data or writes.
+        with_model: Whether it computes with the model. If not, and the posterior is whole, each
+            process may call it alone.
     """
 
     def decorate(method: Callable[P, Result]) -> Callable[P, Result]:
         @functools.wraps(method)
         def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-            of_posteriors: Any = args[0]
-            return run_together(what, of_posteriors._posteriors, lambda: method(*args, **kwargs))
+            of: Any = args[0]
+            whole = gathered(of.model) if with_model else nullcontext()
+            what = method.__name__
+            with whole, together(what) if always else together_if_sharded(what, of._posteriors):
+                return method(*args, **kwargs)
 
         return called
 
     return decorate
 
 
-def run_together(
-    what: str, posteriors: Sequence[GaussianPosterior], function: Callable[[], Result]
-) -> Result:
-    """Call a function on all processes if some posterior is sharded, else on this one.
+@contextmanager
+def together_if_sharded(what: str, posteriors: Sequence[GaussianPosterior]) -> Iterator[None]:
+    """What all processes do if some posterior is sharded, else this one alone.
 
     Args:
         what: What messages call it.
         posteriors: What it works on.
-        function: The function.
 
     Raises:
         RuntimeError: If this call is not one of all processes that share the blocks.
@@ -60,15 +68,12 @@ def run_together(
     """
     sharded = sharded_among(posteriors)
     if sharded is None:
-        return function()
+        yield
+        return
     sharded.ranks()
-
-    @together(what)
-    def agreed() -> Result:
+    with together(what):
         check_same_state(posteriors)
-        return function()
-
-    return agreed()
+        yield
 
 
 def sharded_among(posteriors: Sequence[GaussianPosterior]) -> ShardedBlocks | None:
@@ -93,12 +98,11 @@ def check_same_state(posteriors: Sequence[GaussianPosterior]) -> None:
         ValueError: Otherwise.
     """
     states = [[p.prior_precision.tolist(), p.temperature, p.num_data] for p in posteriors]
-    for rank, of_rank in enumerate(said := current().exchange(states)):
-        if of_rank != said[0]:
-            raise ValueError(
-                f"Rank {rank} has another prior precision, temperature or N than rank 0: set them "
-                "to the same on all ranks, whose blocks make one posterior."
-            )
+    if wrong := current().unlike_first(states):
+        raise ValueError(
+            f"Rank {wrong[0]} has another prior precision, temperature or N than rank 0: set them "
+            "to the same on all ranks, whose blocks make one posterior."
+        )
 
 
 @dataclass(frozen=True)
@@ -146,9 +150,7 @@ class Share:
         if self.sharded is None:
             return
         asked = [None if of is None else digest(of) for of in (*tensors_of(x), *others)]
-        said = self.sharded.ranks().exchange([asked, diagonal])
-        wrong = [rank for rank, of_rank in enumerate(said) if of_rank != said[0]]
-        if wrong:
+        if wrong := self.sharded.ranks().unlike_first([asked, diagonal]):
             raise ValueError(
                 f"Ranks {wrong} ask for other inputs, outputs or prior precisions than rank 0, but "
                 "a sharded posterior predicts for the same on all ranks: pass the same, or make "

@@ -1,15 +1,17 @@
-"""What several processes must agree on before they fit together."""
+"""What several processes must agree on before they work together."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.repeatable_data import mark_of
 from laplace_debias.curvature.network.same_model import check_same_model
-from laplace_debias.curvature.network.shards import refuse_same
-from laplace_debias.system.ranks import Ranks
+from laplace_debias.curvature.network.shards import check_shared, refuse_same
+from laplace_debias.laplace.data_size import data_size, refuse_misleading
+from laplace_debias.system.ranks import Ranks, current
 
 
 def first_batch(ranks: Ranks, own: list[Any]) -> list[Any]:
@@ -65,3 +67,16 @@ def check_alike(
                 f"Rank {rank} finds the curvature blocks {names}, rank 0 {said[0][0]}: their first "
                 "batches take different branches of the model. Name the parameters, params=[...]."
             )
+
+
+def check_held_out(*data: Batches) -> None:
+    """Require held-out data that the processes share, where there are several.
+
+    Raises:
+        ValueError: As `check_shared` and `refuse_misleading`.
+    """
+    ranks = current()
+    if ranks.size > 1:
+        for loader in data:
+            check_shared(ranks, loader)
+            refuse_misleading(data_size(loader))

@@ -1,5 +1,6 @@
 """Ways to tune: on held-out data, or by the marginal likelihood; with the noise or without."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +11,19 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import Batches, Pairs, with_progress
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace import evidence, noise
+from laplace_debias.laplace import evidence, links, noise, shards
 from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.resume import check_resumable, states_of_tuning
 from laplace_debias.laplace.search import DEFAULT_GRID, Found, Look, search, tuning_of
+from laplace_debias.laplace.subject import Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfile
+from laplace_debias.system.randomness import replayed
+from laplace_debias.system.ranks import current
 
 # Metrics of class probabilities; True where more is better.
 _OF_PROBABILITIES = {"accuracy": True, "brier": False, "ece": False, "nll": False}
@@ -72,6 +78,86 @@ class Wanted:
                 f"torch.logspace(-4, 4, 21) does; got {grid.tolist()}."
             )
         return grid.sort().values
+
+
+def best(
+    subject: Subject,
+    fitted: Fitted,
+    predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
+    loader: Batches | None,
+    wanted: Wanted,
+    *,
+    method: str,
+    link: str,
+    per: str | None,
+    generator: torch.Generator | None,
+    progress: bool,
+    resume: str | os.PathLike[str] | None,
+) -> tuple[Tuning, Fitted | None]:
+    """The best prior precision by one of the methods.
+
+    Args:
+        subject: What the fit is of.
+        fitted: The fit.
+        predict_grid: As `on_data` takes it, with that link.
+        loader: As `Laplace.tune` takes it; so are the others.
+        wanted: What to look for on held-out data; its `sigma` serves both methods.
+        method: The method.
+        link: Of `"grid"`.
+        per: Of `"marglik"`.
+        generator: What the loader draws from.
+        progress: Whether to show a progress bar.
+        resume: A folder for the state.
+
+    Returns:
+        What was found; the fit with it if its noise was tuned, too.
+
+    Raises:
+        ValueError: As `Laplace.tune`.
+        OSError: Likewise.
+    """
+    if method == "marglik":
+        of_data = (loader, wanted.grid, generator, wanted.extend, resume)
+        is_given = progress or any(x is not None for x in of_data)
+        if is_given or (wanted.metric, link) != ("nll", "probit"):
+            raise ValueError(
+                'method="marglik" uses neither a loader, a generator, a grid, extend, '
+                "resume, progress, a link nor a metric."
+            )
+        return by_evidence(fitted, wanted.sigma, per)
+    if method != "grid":
+        raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
+    if loader is None:
+        raise ValueError(
+            'method="grid" needs held-out data: pass a loader, or use method="marglik".'
+        )
+    if per is not None:
+        raise ValueError(
+            f'per={per!r} tunes by the marginal likelihood: pass method="marglik", and no loader.'
+        )
+    fitted.check_model()
+    links.check_link(link, fitted.likelihood)
+    check_resumable(resume, "exact", generator, loader)
+    shards.check_held_out(loader)
+    passes = replayed(with_progress(loader, progress, "tune"), generator)
+
+    def read() -> Pairs:
+        return subject.on_device(passes())
+
+    if resume is None:
+        return on_data(fitted, predict_grid, read, wanted)
+    if fitted.posterior.is_sharded:
+        raise ValueError(
+            "`resume` needs the whole posterior on each process: fit with "
+            "`replicate=True`, or call `la.gather()` before `la.tune`."
+        )
+    ranks = current()
+    states = states_of_tuning(resume, fitted, ranks, **wanted.as_plain(), link=link)
+    saved = SavedPasses(states, fitted.posterior.mean.device, ranks, "tuning")
+    found = on_data(fitted, predict_grid, read, wanted, saved)
+    ranks.exchange(None)
+    states.remove()
+    return found
 
 
 def on_data(

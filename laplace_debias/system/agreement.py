@@ -11,12 +11,13 @@ import builtins
 import json
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
+
+from laplace_debias.system.warn import warn
 
 # Seconds: between two beats of the pulse, and without one until a rank is taken for gone.
 PULSE = 1.0
@@ -200,7 +201,7 @@ class Agreement:
                             "on every rank, or within `laplace_debias.alone()` on one."
                         )
                     )
-                warnings.warn(f"Rank {self.rank} waits for {told}.", UserWarning, stacklevel=2)
+                warn(f"Rank {self.rank} waits for {told}.")
                 is_warned = True
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)

@@ -7,11 +7,10 @@ collectives, agreement and errors through its store (see `agreement`).
 Sums are over all ranks, in the tensors' dtype, and the same bits on each of them.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,6 @@ from laplace_debias.system.buckets import buckets, lower_filled, packed, upper, 
 from laplace_debias.system.workers import telling_of_lost_workers
 
 Key = TypeVar("Key", bound=Hashable)
-P = ParamSpec("P")
-Result = TypeVar("Result")
 # Of each key some tensors; None stands for one that there is not.
 Parts = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
@@ -52,6 +49,11 @@ class Ranks:
             Exception: The error of the rank that has failed, with its number; see `agreement`.
         """
         return [value]
+
+    def unlike_first(self, value: Any) -> list[int]:
+        """The ranks that say something else than rank 0; arguments and errors as `exchange`."""
+        said = self.exchange(value)
+        return [rank for rank, of_rank in enumerate(said) if of_rank != said[0]]
 
     def check(self) -> None:
         """Raise if it is known that another rank has failed; costs no message."""
@@ -271,22 +273,15 @@ def all_within(what: str) -> AbstractContextManager[None]:
     return ranks.agreement.over(what) if isinstance(ranks, Group) else nullcontext()
 
 
-def together(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """A function that all ranks call: an error on one of them is raised on all.
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """What all ranks do, a block or a decorated function: an error on one is raised on all.
 
     Args:
-        what: What messages call the function.
+        what: What messages call it.
     """
-
-    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
-        @functools.wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-            with all_within(what), telling_of_lost_workers():
-                return function(*args, **kwargs)
-
-        return called
-
-    return decorate
+    with all_within(what), telling_of_lost_workers():
+        yield
 
 
 def refuse_ranks(what: str, instead: str) -> None:

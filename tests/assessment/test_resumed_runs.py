@@ -71,6 +71,7 @@ def breaking_after(writes, error, monkeypatch):
     monkeypatch.setattr("laplace_debias.assessment.run.write_bytes", write)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
     loaded, unbroken, tmp_path, monkeypatch
 ):

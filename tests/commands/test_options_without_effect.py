@@ -1,7 +1,10 @@
 """Options that a command does not use: refused on its line, told of where a file has them."""
 
+from dataclasses import replace
+
 import bring
 import pytest
+import torch
 import yaml
 from torch import nn
 
@@ -23,7 +26,7 @@ REFUSED = {
     "fit": [
         *("--ood=x=nowhere", "--ood_examples=3", "--corruptions=[1]", "--test_examples=3"),
         *("--validation_examples=3", "--plan --overwrite", "--plan --scale --mode=mini"),
-        "--curvature=diag --sharing=reduce",
+        *("--curvature=diag --sharing=reduce", "--curvature=full --joint"),
     ],
     "tune": [
         *("--corruptions=[1]", "--train_examples=3", "--ood.far:x=builtin:digits"),
@@ -106,3 +109,30 @@ def test_sharing_without_kronecker_factors_is_refused(curvature):
     model = nn.Linear(4, 3).eval()
     with pytest.raises(ValueError, match="sharing='reduce' is for Kronecker factors"):
         Laplace(model, curvature=curvature, sharing="reduce")
+
+
+@pytest.mark.parametrize("curvature", ["lowrank", "full"])
+def test_joint_blocks_of_one_block_are_refused(curvature):
+    model = nn.Linear(4, 3).eval()
+    with pytest.raises(ValueError, match=r"joint=True .* is one block of all parameters"):
+        Laplace(model, curvature=curvature, joint=True)
+
+
+@pytest.mark.parametrize("curvature", ["lowrank", "full"])
+def test_a_file_that_names_joint_blocks_is_read_as_it_was_written(curvature, tmp_path):
+    """Earlier versions let it pass, and ordered the entries of the one block by it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
+    x, y = torch.randn(9, 4), torch.arange(9) % 3
+    la = Laplace(model, curvature=curvature)
+    la._subject = replace(
+        la._subject, settings=replace(la._settings, joint=True), selected=None, parameters=None
+    )
+    la.fit([(x, y)]).save(tmp_path / "file")
+    assert la.posterior.order is not None
+    loaded = Laplace.load(tmp_path / "file", model)
+    for found, expected in zip(loaded.functional(x), la.functional(x), strict=True):
+        assert torch.equal(found, expected)
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
+    assert loaded.fit([(x, y)]).posterior.order is None

@@ -315,6 +315,7 @@ def torchrun(here, *arguments):
     return done, lines
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_command(here):
     fit = ["fit", *SOURCE, *DATA]
     done, lines = torchrun(here, *fit, "--output=t.safetensors")
@@ -326,6 +327,7 @@ def test_torchrun_starts_a_command(here):
     assert done.stdout.count("Posterior: t.safetensors") == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_named_and_what_to_do(here):
     fit = ["fit", *SOURCE, "--data=nets:killed_on_1", "--output=p.safetensors"]
     done, lines = torchrun(here, *fit, "--batch_size=9")

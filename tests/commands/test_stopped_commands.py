@@ -68,18 +68,14 @@ def test_a_training_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     assert output.exists()
 
 
-def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
-    network = tmp_path / "network.safetensors"
-    problem = get_problem("convnet-digits")
-    save_checkpoint(problem.initial_model(0).eval(), network, {})
+def stopped(arguments, folder, monkeypatch, capsys):
+    """A command once to its end, and once with Ctrl-C at its second batch; how it is given again.
 
-    def arguments(name):
-        output = f"--output={tmp_path / name}"
-        options = [f"--checkpoint={network}", "--progress=false", "--train_examples=300"]
-        return ["fit", "--problem=convnet-digits", "--device=cpu", output, *options]
-
+    Args:
+        arguments: Those of the command that writes to a file of this name.
+        folder: Where its state is.
+    """
     assert main(arguments("alone")) == 0
-    folder = tmp_path / "state"
     done, calls = saved_passes._SavedPass.done, []
 
     def interrupted(self, *seen):
@@ -93,6 +89,21 @@ def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, 
     capsys.readouterr()
     assert main(resumed) == 130
     assert "give the same command again, and it goes on" in capsys.readouterr().err
+    return resumed
+
+
+def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
+    network = tmp_path / "network.safetensors"
+    problem = get_problem("convnet-digits")
+    save_checkpoint(problem.initial_model(0).eval(), network, {})
+
+    def arguments(name):
+        output = f"--output={tmp_path / name}"
+        options = [f"--checkpoint={network}", "--progress=false", "--train_examples=300"]
+        return ["fit", "--problem=convnet-digits", "--device=cpu", output, *options]
+
+    folder = tmp_path / "state"
+    resumed = stopped(arguments, folder, monkeypatch, capsys)
     assert len(list(folder.iterdir())) == 1
     assert main(resumed) == 0
     assert (tmp_path / "resumed").read_bytes() == (tmp_path / "alone").read_bytes()
@@ -111,21 +122,8 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatc
         posteriors = [f"--posterior={posterior}", f"--output={tmp_path / name}"]
         return ["tune", *problem, *few, *posteriors]
 
-    assert main(arguments("alone")) == 0
     folder = tmp_path / "state"
-    done, calls = saved_passes._SavedPass.done, []
-
-    def interrupted(self, *seen):
-        calls.append(seen)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGINT)
-        done(self, *seen)
-
-    monkeypatch.setattr(saved_passes._SavedPass, "done", interrupted)
-    resumed = [*arguments("resumed"), f"--resume={folder}"]
-    capsys.readouterr()
-    assert main(resumed) == 130
-    assert "give the same command again, and it goes on" in capsys.readouterr().err
+    resumed = stopped(arguments, folder, monkeypatch, capsys)
     assert [path.name for path in folder.iterdir()] == ["pass-1.safetensors"]
     assert main([*resumed, "--metric=ece"]) == 2
     assert "another tuning, which differs in metric" in capsys.readouterr().err
@@ -154,6 +152,7 @@ def test_everything_that_is_missing_is_told_at_once(
     assert not any(option in error.split() for option in given if option.startswith("--"))
 
 
+@pytest.mark.slow
 def test_a_fit_and_its_predictions_need_neither_rich_nor_matplotlib(tmp_path):
     code = f"""
 import sys

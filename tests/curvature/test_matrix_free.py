@@ -137,6 +137,7 @@ def test_models(name):
     assert_on_its_path(operator, name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("name", others_slow(MODELS, "conv", "attention", "tied", "masked"))
 def test_models_in_the_hessian(name):

@@ -91,6 +91,7 @@ def test_a_changed_model_is_linearised_again():
         assert not torch.allclose(operator.to_dense(), old)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "by value"])
 def test_a_model_that_is_changed_behind_torchs_back_is_linearised_again(name):
     model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
@@ -112,6 +113,7 @@ def test_a_model_that_is_changed_behind_torchs_back_is_linearised_again(name):
     close(operators[1], dense_ggn(model, loss, x, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "by value"])
 @pytest.mark.parametrize("operator", [GGN, Hessian])
 def test_batches_that_are_not_kept_are_linearised_one_at_a_time(operator, name, monkeypatch):

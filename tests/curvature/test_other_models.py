@@ -210,6 +210,7 @@ def test_kfac_of_a_function_has_its_exact_blocks():
 # ------------------------------------------------- the empirical Fisher of single terms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_empirical_fisher_per_token_sums_the_terms(name):
     """Term by term: the loss's gradient in one position's outputs alone, through its Jacobian."""

@@ -100,7 +100,8 @@ def test_every_pass_goes_on_by_halves(case, curvature, mode, options, monkeypatc
 
 def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatch):
     model, batches = case
-    problem, _, _ = Laplace(model, backend="hooks")._problem_of(batches, None)
+    la = Laplace(model, backend="hooks")
+    problem, _, _ = la._subject.problem(batches, None, la._prior)
     fits_up_to(monkeypatch, 0, MESSAGES[0])
     with pytest.raises(RuntimeError, match=r'1 example.*memory_bound=.*fisher="mc"'):
         sums.factor_sums(problem, batches)

@@ -114,6 +114,7 @@ def test_soft_targets_of_narrow_types_are_rounded_probabilities(dtype):
         likelihood.check(f, (1.02 * q).to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     one_axis_at_a_time(CASES, [pytest.param((N,), id="B"), pytest.param((N, 2), id="BT")]),

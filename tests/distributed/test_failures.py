@@ -10,6 +10,7 @@ def others(num_ranks, rank):
     return [other for other in range(num_ranks) if other != rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
@@ -55,11 +56,13 @@ def test_a_process_that_is_killed_is_named(processes):
         processes.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "kind", "parts"),
     [
         (tasks.the_same_loader, "ValueError", ["ShardedBatches", "alone()", "Rank 1"]),
         (tasks.the_same_loader_shuffled, "ValueError", ["ShardedBatches", "data set", "Rank 1"]),
+        (tasks.the_same_loader_as_a_scheme, "ValueError", ["ShardedBatches", "end to end"]),
         (tasks.the_same_batches, "ValueError", ["same batch", "ShardedBatches"]),
         (tasks.padded, "ValueError", ["DistributedSampler", "ShardedBatches(data, batch_size)"]),
         (tasks.sharded_on_one, "ValueError", ["must be the same on all ranks", "rank 1 none"]),
@@ -74,3 +77,10 @@ def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
         assert found[0] == kind, found
         for part in parts:
             assert part in found[1]
+
+
+def test_a_warning_names_the_line_of_the_call(processes):
+    """Rank 1 comes late to each call, of which rank 0 warns."""
+    of_first, of_second = processes.run(2, tasks.warned_lines)
+    assert of_second == {}
+    assert of_first == {name: [tasks.__file__] for name in ("fit", "tune", "predict")}

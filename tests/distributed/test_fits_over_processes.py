@@ -59,6 +59,7 @@ def test_every_curvature_and_mode_is_the_same_on_any_number_of_processes(process
     check_all(processes.run(num_ranks, tasks.fits, MATRIX), MATRIX)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "batch"), [(2, 16), (7, 3)])
 def test_processes_without_examples_take_part(processes, size, batch):
     cases = [c for c in DAILY[::2] if c[1] == "full" or size > 6]
@@ -101,6 +102,7 @@ def test_loaders_of_data_that_was_split_before(processes, mode):
         check(found, tasks.numbers(la))
 
 
+@pytest.mark.slow
 def test_a_process_all_of_whose_targets_are_ignored(processes):
     expected = tasks.fit_and_tune_ignored(0, 1)
     for found in processes.run(2, tasks.fit_and_tune_ignored, 2):
@@ -127,6 +129,7 @@ def test_each_process_alone(processes):
         check(found, expected, rel=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(("metric", "replicate"), [("nll", False), ("nll", True), ("ece", False)])
 def test_tuning_and_evaluation(processes, num_ranks, metric, replicate):
@@ -137,6 +140,7 @@ def test_tuning_and_evaluation(processes, num_ranks, metric, replicate):
         check(found, expected, but=but)
 
 
+@pytest.mark.slow
 def test_evaluation_where_some_processes_have_no_example(processes):
     expected = tasks.tune_and_evaluate(0, "nll", 2)
     for found in processes.run(4, tasks.tune_and_evaluate, "nll", 2):

@@ -5,6 +5,7 @@ import rank_tasks as tasks
 import torch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tasks.OPERATORS)
 def test_products_and_estimates(processes, name):
     expected = tasks.products(0, name)
@@ -16,6 +17,7 @@ def test_products_and_estimates(processes, name):
             )
 
 
+@pytest.mark.slow
 def test_a_quadratic(processes):
     expected = tasks.quadratic(0)
     for found in processes.run(2, tasks.quadratic):

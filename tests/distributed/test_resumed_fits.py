@@ -11,6 +11,7 @@ from laplace_debias import ShardedBatches
 CASES = [("kfac", {}), ("ekfac", {"fisher": "mc"}), ("full", {}), ("lowrank", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (3, 2), (3, 3)])
 @pytest.mark.parametrize(("curvature", "options"), CASES)
 def test_a_fit_goes_on_with_any_number_of_processes(processes, tmp_path, curvature, options, sizes):

@@ -47,6 +47,7 @@ def test_every_call_of_every_curvature_and_mode(processes, num_ranks, curvature,
         check({name: found[name] for name in expected}, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "curvature", "mode", "sizes", "replicate"),
     [
@@ -104,6 +105,7 @@ def test_a_language_model_at_chosen_positions(processes, tied):
     check_all(processes, 3, tasks.predict_tokens, tied)
 
 
+@pytest.mark.slow
 def test_a_regression_is_tuned_in_all_ways(processes):
     expected = tasks.regression(0)
     for found in processes.run(3, tasks.regression):
@@ -111,6 +113,7 @@ def test_a_regression_is_tuned_in_all_ways(processes):
         check(found, expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_search_over_held_out_data(processes, num_ranks):
     check_all(processes, num_ranks, tasks.search)
@@ -125,6 +128,7 @@ def test_without_a_generator_samples_are_those_of_the_first_process(processes):
     assert [of_rank["moved"] for of_rank in found] == [True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_each_process_holds_the_bytes_of_its_blocks(processes, curvature):
     whole = tasks.held(0, curvature)

@@ -47,6 +47,7 @@ def test_a_split_model_has_the_posterior_of_the_plain_one(processes, num_ranks, 
             check(of_split, of_one)
 
 
+@pytest.mark.slow
 def test_a_split_model_is_tuned_and_evaluated(processes):
     expected = split_tasks.tune_and_evaluate(0, False)
     for found in processes.run(3, split_tasks.tune_and_evaluate, True):
@@ -62,6 +63,7 @@ def test_files_of_split_models_are_those_of_plain_ones(processes, tmp_path):
             check(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -77,6 +79,7 @@ def test_operators_of_a_split_model(processes, name):
         check(found, expected)
 
 
+@pytest.mark.slow
 def test_the_quadratic_of_a_split_model(processes):
     expected = tasks.quadratic(0)
     for found in processes.run(2, split_tasks.quadratic):
@@ -105,6 +108,7 @@ def test_parameters_that_a_forward_pass_left_whole_are_split_again(processes):
         check(found, expected)
 
 
+@pytest.mark.slow
 def test_training_on_is_noticed(processes):
     for found in processes.run(2, split_tasks.change):
         assert "have changed since the fit" in found["error"]
@@ -112,6 +116,7 @@ def test_training_on_is_noticed(processes):
         torch.testing.assert_close(found["after"], found["expected"], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_every_split_parameter_is_gathered_once_a_call_and_never_for_a_batch(processes):
     few, many = (processes.run(2, split_tasks.count, batch) for batch in (37, 4))
     for found in (*few, *many):
@@ -164,6 +169,7 @@ def test_what_cannot_be_gathered_is_refused_on_all(processes, task, kind, parts)
             assert part in found[1]
 
 
+@pytest.mark.slow
 def test_the_dtype_of_gradient_sums_does_not_matter(processes):
     expected = tasks.fit(0, "kfac", "full", {}, {})
     for found in processes.run(2, split_tasks.with_sums_in_half_precision):

@@ -73,6 +73,7 @@ def numbers_of(printed, start):
     return [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_examples_of_linear_algebra_run_at_reduced_size(name, example, tmp_path):
     """Every line of them in a few seconds; the last test here runs them as they are."""
@@ -144,6 +145,7 @@ def test_the_last_layer_of_a_timm_network_keeps_its_decisions(example):
     assert numbers_of(printed, "after:")[1] == pytest.approx(found["after"]["nll"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_posterior_over_adapters_is_less_sure_of_mixed_reviews(example):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")

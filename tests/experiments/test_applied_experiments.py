@@ -249,6 +249,7 @@ def test_measuring_less_often_keeps_start_and_end():
     assert rows[2] == [rows[1][i] for i in (0, 2, 4, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [cgs.SINGLE, cgs.DEBIASED])
 def test_the_end_of_a_run_that_ends_early_is_measured(method):
     trained, data = tiny()
@@ -319,6 +320,7 @@ def laplace_run(checkpoint, tmp_path_factory):
     return settings, lap.run_laplace(settings, silent())
 
 
+@pytest.mark.slow
 def test_every_data_set_method_draw_and_prior_precision_has_one_row(laplace_run):
     _, rows = laplace_run
     points = [(MAP, 0, None)]
@@ -507,6 +509,7 @@ def test_summary_relates_medians_to_the_mini_batch():
     assert unknown[1]["peak MB"] is None
 
 
+@pytest.mark.slow
 def test_runtime_times_every_fit_as_often_as_asked(checkpoint, tmp_path):
     output = tmp_path / "runtime"
     settings = runtime.RuntimeSettings(
@@ -533,6 +536,7 @@ def hessian_free_run(tmp_path_factory):
     return settings, hf.run_hessian_free(settings, silent())
 
 
+@pytest.mark.slow
 def test_runs_of_a_draw_start_alike_and_damped_ones_learn(hessian_free_run):
     settings, rows = hessian_free_run
     starts = {row["train_loss"] for row in rows if row["step"] == 0}

@@ -113,6 +113,7 @@ def test_cuts_are_those_of_dense_quadratics(trained, batches, curvature):
     torch.testing.assert_close(cut.curvatures, V.T @ matrix @ V, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 def test_the_mean_of_a_partitions_cuts_is_the_full_sets(trained, batches, curvature):
     union = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
@@ -243,6 +244,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_contours_tell_six_numbers_of_each_quadratic(tmp_path):
     settings = ContoursSettings(
         **TINY | {"num_directions": 2, "output": tmp_path / "out", "batch_size": 10, "draws": 2}
@@ -261,6 +263,7 @@ def test_contours_tell_six_numbers_of_each_quadratic(tmp_path):
     assert (tmp_path / "out" / "contours.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("curvature", "directions", "sizes"),
     [

@@ -63,6 +63,7 @@ def arguments_of(image_folder: Path, checkpoint: Path, output: Path) -> list[str
     ]
 
 
+@pytest.mark.slow
 def test_it_runs_from_a_config_with_flags_on_top(image_folder, checkpoint, tmp_path, capsys):
     assert main(arguments_of(image_folder, checkpoint, tmp_path / "out")) == 0
     rows = read_csv(tmp_path / "out" / "sweep.csv")

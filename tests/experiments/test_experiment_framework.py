@@ -173,6 +173,7 @@ def test_results_are_a_table_and_pictures(finished):
     assert {"directional_curvature_20.png", "directional_curvature_20.pdf"} <= names
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_and_resumed_equals_an_unbroken_one(
     finished, tmp_path, monkeypatch
 ):

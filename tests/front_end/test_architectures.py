@@ -186,6 +186,7 @@ OF_LIBRARIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     others_slow(OF_LIBRARIES, "regnet_y", "vit_tiny_patch16_224", "LlamaForCausalLM, tied"),

@@ -136,6 +136,7 @@ def uneven(blocks):
     return (2, 1, len(blocks) - 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "curvature", "mode", "fisher"),
     [
@@ -192,6 +193,7 @@ def test_a_scale_and_two_loaders_are_those_of_a_fit_in_one_go(monkeypatch):
     assert_same(*fits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("curvature", "mode"),
     [("kfac", "full"), ("ekfac", "crossfit"), ("kfac", "debiased")],

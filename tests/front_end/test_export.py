@@ -174,7 +174,7 @@ CASES = {
         for name in ("ekfac", "diag", "full", "lowrank")
     },
     "glm, lowrank, variances": lambda: Case(plain, vectors, curvature="lowrank", rank=5),
-    "glm, full, variances": lambda: Case(plain, vectors, curvature="full", joint=True),
+    "glm, full, variances": lambda: Case(plain, vectors, curvature="full"),
     "glm, joint": lambda: Case(plain, vectors, "regression", joint=True),
     "glm, without bias": lambda: Case(Pair, pair, "regression", curvature="full"),
     "glm, one δ a block": lambda: Case(plain, vectors, prior_precision=torch.tensor([0.2, 3.0])),
@@ -238,6 +238,7 @@ def served(tmp_path_factory):
     return cases, torch.load(folder / "answers.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_alone_answers_as_the_dense_posterior(served, name):
     cases, answers = served

@@ -86,6 +86,7 @@ def test_samples_and_the_map_are_those_of_the_rounded_values(dtype):
     assert relative(found, probs) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW)
 def test_operators_of_parameters_in_half_precision(dtype):
     model, x = network(dtype).eval(), X.to(dtype)

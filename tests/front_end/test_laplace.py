@@ -525,6 +525,7 @@ def test_bad_arguments_after_the_fit_change_nothing(fitted, loader):
         (lambda: fitted.tune(method="cv"), "'grid' or 'marglik'"),
         (lambda: fitted.tune(loader, method="marglik"), "neither"),
         (lambda: fitted.tune(metric="ece", method="marglik"), "nor a metric"),
+        (lambda: fitted.tune(progress=True, method="marglik"), "progress"),
         (lambda: fitted.tune([(loader.dataset[0][0][None], torch.tensor([7]))]), "0 … 2"),
         (lambda: fitted.evaluate([(loader.dataset[0][0][None], torch.tensor([7]))]), "0 … 2"),
         (lambda: fitted.tune([]), "no batch"),

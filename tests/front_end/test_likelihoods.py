@@ -67,6 +67,7 @@ def test_backends_and_modes_agree(name):
         close(one, two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_empirical_and_drawn_curvature(name):
     """The bias of the last layer: mean outer products of the gradients in the outputs."""

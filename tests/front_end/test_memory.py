@@ -14,6 +14,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import kfac, sums
 
 
+@pytest.mark.slow
 def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatch):
     """First factors go into the sums that become the eigenbases, second ones are projected."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 3)).eval()

@@ -89,6 +89,7 @@ def test_it_is_the_maximum_of_the_dense_evidence():
     assert found.value == max(row["log_marginal_likelihood"] for row in found.table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("curvature", "fisher", "mode"),
     one_axis_at_a_time(

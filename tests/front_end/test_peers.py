@@ -41,7 +41,16 @@ def _assert_equal(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def _factors_of_curvlinops(operator):
+def _factors_of_curvlinops(curvlinops, problem, fisher):
+    model, x, y = problem
+    operator = curvlinops.KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [(x, y)],
+        fisher_type=getattr(curvlinops.FisherType, fisher),
+        check_deterministic=False,
+    )
     operator.compute_kronecker_factors()
     return operator._gradient_covariances, operator._input_covariances
 
@@ -51,15 +60,7 @@ def test_curvlinops_has_the_same_exact_kfac(problem, backend):
     """It puts 1/T into A where we put it into G; their product is the same."""
     curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
     model, x, y = problem
-    operator = curvlinops.KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x, y)],
-        fisher_type=curvlinops.FisherType.TYPE2,
-        check_deterministic=False,
-    )
-    G, A = _factors_of_curvlinops(operator)
+    G, A = _factors_of_curvlinops(curvlinops, problem, "TYPE2")
     ours = _dense_blocks(Laplace(model, backend=backend).fit_batches([(x, y)]))
     for layer in ("0", "2", "5"):
         _assert_equal(ours[f"{layer}.weight"], torch.kron(G[layer], A[layer]))
@@ -69,15 +70,7 @@ def test_curvlinops_has_the_same_exact_kfac(problem, backend):
 def test_curvlinops_has_the_same_empirical_fisher_kfac(problem):
     curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
     model, x, y = problem
-    operator = curvlinops.KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x, y)],
-        fisher_type=curvlinops.FisherType.EMPIRICAL,
-        check_deterministic=False,
-    )
-    G, A = _factors_of_curvlinops(operator)
+    G, A = _factors_of_curvlinops(curvlinops, problem, "EMPIRICAL")
     ours = _dense_blocks(Laplace(model, fisher="empirical").fit_batches([(x, y)]))
     for layer in ("0", "2", "5"):
         _assert_equal(ours[f"{layer}.weight"], torch.kron(G[layer], A[layer]))

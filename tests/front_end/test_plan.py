@@ -119,7 +119,7 @@ def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
     la = Laplace(model, fisher=fisher, backend="hooks")
     plan = la.plan(data)
     batches = [tuple(next(iter(data)))]
-    problem, _, _ = la._problem_of(batches, None)
+    problem, _, _ = la._subject.problem(batches, None, la._prior)
     counted = []
     measured = sums.gradient_factor, sums.input_factor
 
@@ -141,6 +141,7 @@ def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
     assert sum(counted) == len(batches[0][1]) * sum(block.factor_flops for block in plan.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank"])
 def test_memory_is_near_what_a_fit_holds(curvature, mode):

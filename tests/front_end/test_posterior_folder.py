@@ -385,6 +385,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_mapped_posterior_takes_little_memory_of_its_own(tmp_path):
     """Anonymous memory: pages of mapped files are the system's, shared by all processes."""

@@ -243,3 +243,21 @@ def test_a_precision_out_of_range_names_the_block_and_keeps_the_posterior():
     with pytest.raises(ValueError, match="prior's mean is too far"):
         la.prior_mean = 1e154
     assert torch.equal(la.log_marginal_likelihood(), before)
+
+
+def test_what_is_set_during_a_fit_holds_for_it():
+    """As another thread may do it, here while the data are read."""
+    la, x, y = fitted()
+    mean = torch.linspace(-1, 1, len(la.mean), dtype=torch.float64)
+
+    class Setting(list):
+        def __iter__(self):
+            la.prior_precision, la.temperature, la.prior_mean = 3.0, T, mean
+            return super().__iter__()
+
+    la.fit_batches(Setting([(x, y)]), num_data=NUM_DATA)
+    expected, _, _ = fitted(prior_precision=3.0, temperature=T, prior_mean=mean)
+    assert (la.prior_precision, la.temperature) == (3.0, T)
+    assert torch.equal(la.prior_mean, mean)
+    assert torch.equal(la.functional(x)[1], expected.functional(x)[1])
+    assert la.log_marginal_likelihood() == expected.log_marginal_likelihood()

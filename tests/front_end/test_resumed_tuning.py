@@ -109,6 +109,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder, monkeypatch):
     assert tune(fitted(), loader(), folder) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "options", "says"),
     [

@@ -204,6 +204,7 @@ OPERATORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "make", "bound"), OPERATORS)
 def test_products_with_one_operator(kind, make, bound):
     """Not multiplied before: the threads come to make and to keep the same batches."""

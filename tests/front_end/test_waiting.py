@@ -98,6 +98,7 @@ def fitted(name, model, data, curvature="kfac", fisher="exact", **options):
     return la.fit(data, generator=torch.Generator().manual_seed(1), num_data=40, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The noise of the regression")
 @pytest.mark.parametrize(
     ("name", "curvature", "fisher"),
@@ -128,6 +129,7 @@ def waits_of_batches(few, many):
     return sum(many.places[place] - few.places[place] for place in places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "per_batch"), [("mlp", 0), ("convolutions", 1), ("padding", 2)])
 def test_data_on_the_device_is_asked_for_ignored_targets_where_positions_share_weights(
     name, per_batch

@@ -102,6 +102,7 @@ def test_a_wrapped_model_has_the_posterior_of_the_plain_one(name, tmp_path):
     is_the_same(WRAPPERS[name], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapped_model_has_the_operators_of_the_plain_one(name):
     operators_are_the_same(WRAPPERS[name])
@@ -228,6 +229,7 @@ def test_logits_are_found_in_what_the_model_returns(name, params):
         torch.testing.assert_close(other, one, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_operators_find_the_logits(name):
     for make in (GGN, Hessian, KFAC):

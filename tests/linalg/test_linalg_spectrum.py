@@ -106,6 +106,7 @@ def test_width_is_respected_and_must_be_resolved():
         spectral_density(A, 20, width=0.01, num_steps=20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("function", [torch.exp, torch.sqrt, lambda x: x**3, lambda x: 1 / (1 + x)])
 def test_trace_of_a_function_is_within_its_calibrated_error(function):

@@ -293,6 +293,7 @@ for seed in range(20):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512"])
 def test_factors_that_broke_single_precision_are_decomposed(instructions):
     """On the instruction sets where MKL's driver has returned NaN, and where it has not."""

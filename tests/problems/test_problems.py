@@ -494,6 +494,7 @@ def trained() -> tuple[nn.Module, list[dict[str, float]]]:
     return model, train(model, digits().train, DIGITS_RECIPE, generator=seeded())
 
 
+@pytest.mark.slow
 def test_digits_recipe_reaches_its_accuracy_and_over_confidence(trained):
     model, history = trained
     images, labels = digits().test.tensors()

@@ -162,6 +162,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_work(capsys):
     assert "torch sees no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

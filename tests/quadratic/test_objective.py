@@ -47,6 +47,7 @@ def dense(model, loss, batches, curvature, weight_decay, decayed):
     return objective(theta0), torch.func.grad(objective)(theta0), H, theta0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("curvature", "decay_biases", "loss"),
     one_axis_at_a_time(
@@ -74,6 +75,7 @@ def test_it_is_the_dense_one_however_the_data_is_cut(curvature, decay_biases, lo
             assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_mean_over_a_partition_is_the_full_batch():
     """Eq. 5 on a network."""
     model = network()

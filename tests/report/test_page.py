@@ -145,6 +145,7 @@ def test_every_group_of_pictures_says_how_to_read_it(page):
     assert len(set(labels)) == len(labels)
 
 
+@pytest.mark.slow
 def test_the_same_folder_gives_the_same_page_and_matplotlib_is_left_as_it_was(folder, page):
     pictures = {path: path.read_bytes() for path in (folder / "pictures").iterdir()}
     settings = dict(matplotlib.rcParams)

@@ -68,6 +68,7 @@ def opened(browser, addresses):
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [390, 1200])
 def test_pictures_are_drawn_and_nothing_is_wider_than_the_window(opened, kind, width):
@@ -171,6 +172,7 @@ def test_it_prints(opened, tmp_path):
     assert not page.locator("#theme").is_visible()
 
 
+@pytest.mark.slow
 def test_without_scripts_everything_is_there_but_the_controls(opened):
     page = opened(java_script_enabled=False)
     assert page.locator("#picture-roc-digits svg").is_visible()

@@ -1,43 +1,25 @@
 """A dense operator that counts its products: the independent side of tests of linear algebra."""
 
 import torch
+from spectra import Matrix
 
-from laplace_debias.operators.base import LinearOperator
 
+class Counted(Matrix):
+    """A dense symmetric matrix as an operator; counts the columns it multiplies.
 
-class Counted(LinearOperator):
-    """A dense matrix as an operator; counts the columns it multiplies."""
+    Its transpose is another operator, with a count of its own.
+    """
 
     def __init__(self, matrix, claim=False):
-        self.matrix, self.claim, self.products = matrix, claim, 0
+        super().__init__(matrix, is_symmetric=True, is_positive_semidefinite=claim)
 
     @property
-    def shape(self):
-        return tuple(self.matrix.shape)
-
-    @property
-    def dtype(self):
-        return self.matrix.dtype
-
-    @property
-    def device(self):
-        return self.matrix.device
-
-    @property
-    def is_symmetric(self):
-        return True
-
-    @property
-    def is_positive_semidefinite(self):
-        return self.claim
+    def products(self):
+        return self.columns
 
     @property
     def T(self):  # noqa: N802
-        return Counted(self.matrix.T, self.claim)
-
-    def _matmat(self, matrix):
-        self.products += matrix.shape[1]
-        return self.matrix @ matrix
+        return Counted(self.matrix.T, self.is_positive_semidefinite)
 
 
 def symmetric(eigenvalues, seed=0):

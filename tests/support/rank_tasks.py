@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from contextlib import ExitStack
+import warnings
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -25,6 +26,7 @@ from laplace_debias.curvature import (
     ggn_spectrum,
 )
 from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
 from laplace_debias.system import agreement
 
@@ -326,6 +328,11 @@ def the_same_loader_shuffled(rank):
     return numbers(laplace().fit(DataLoader(examples(), batch_size=8, shuffle=True), mode="mini"))
 
 
+def the_same_loader_as_a_scheme(rank):
+    torch.manual_seed(rank)
+    return numbers(laplace().fit(Full(DataLoader(examples(), batch_size=8, shuffle=True))))
+
+
 def the_same_batches(rank):
     return numbers(laplace().fit_batches(list(DataLoader(examples(), batch_size=8))))
 
@@ -454,3 +461,30 @@ def tune_sharded(rank, folder):
     except ValueError as error:
         return str(error), folder.exists()
     return None
+
+
+def warned_lines(rank):
+    """The files whose lines the warnings of rank 0 name, while it waits for the other one."""
+    found = {}
+
+    @contextmanager
+    def late(what):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            # The processes are in step before one of them is late.
+            dist.barrier()
+            time.sleep(0.5 * rank)
+            yield
+        if caught:
+            found[what] = [warning.filename for warning in caught]
+
+    la = laplace()
+    x, _ = a_batch()
+    with mock.patch.object(agreement, "_LATE", 0.1):
+        with late("fit"):
+            la.fit(loader())
+        with late("tune"):
+            la.tune(loader(), grid=[1.0])
+        with late("predict"):
+            la.predict(x)
+    return found

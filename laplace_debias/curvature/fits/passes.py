@@ -1,6 +1,7 @@
 """A fit's passes over data, of which nothing is saved; `saved_passes` has those that are."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -47,23 +48,31 @@ class Pass:
         """Tell that the batch that was read is in the sums, and what was seen so far."""
 
 
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What a pass sums, so that it can be saved and gone on with.
+
+    Attributes:
+        held: Where it keeps its sums.
+        keys: The keys of `held` by their names.
+        check: Raises if a batch so far was a wrong one: such sums are not saved.
+        along: What is measured along: sums along other directions are no part of these.
+    """
+
+    held: Held
+    keys: Mapping[str, Any]
+    check: Callable[[], None]
+    along: Sequence[Tensor | None] = ()
+
+
 class Passes:
     """The passes of a fit of which nothing is saved."""
 
-    def begin(
-        self,
-        held: Held | None,
-        keys: Mapping[str, Any],
-        check: Callable[[], None],
-        along: Sequence[Tensor | None] = (),
-    ) -> Pass:
+    def begin(self, sums: Sums | None) -> Pass:
         """The next pass.
 
         Args:
-            held: Where it keeps its sums; None if it cannot be gone on with.
-            keys: The keys of `held` by their names.
-            check: Raises if a batch so far was a wrong one: such sums are not saved.
-            along: What is measured along: sums along other directions are no part of these.
+            sums: What it sums; None if it cannot be gone on with.
         """
         return Pass()
 

@@ -16,8 +16,7 @@ import os
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -31,7 +30,6 @@ from laplace_debias.curvature.fits.examples_done import (
     runs_of,
 )
 from laplace_debias.curvature.fits.pass_state import (
-    Held,
     PassState,
     Store,
     entries_of,
@@ -39,9 +37,10 @@ from laplace_debias.curvature.fits.pass_state import (
     marks_of_examples,
     put_back,
 )
-from laplace_debias.curvature.fits.passes import Pass, Passes
+from laplace_debias.curvature.fits.passes import Pass, Passes, Sums
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.system.ranks import ALONE, Ranks
+from laplace_debias.system.warn import warn
 
 EVERY = 60.0
 """Seconds after which a pass is saved again."""
@@ -67,34 +66,28 @@ class SavedPasses(Passes):
         self._ranks, self._what = ranks, what
         self._begun = 0
 
-    def begin(
-        self,
-        held: Held | None,
-        keys: Mapping[str, Any],
-        check: Callable[[], None],
-        along: Sequence[Tensor | None] = (),
-    ) -> Pass:
+    def begin(self, sums: Sums | None) -> Pass:
         """As `Passes.begin`.
 
         Raises:
             ValueError: In the pass, if its data is not what it was.
         """
-        if held is None:
+        if sums is None:
             return Pass()
         self._begun += 1
-        number, mark = self._begun, mark_of_all(along)
+        number, mark = self._begun, mark_of_all(sums.along)
         found = self._store.load(number)
         fitting = {saver: state for saver, state in found.items() if state.along == mark}
         if len(fitting) < len(found):
-            warnings.warn(
+            warn(
                 f"What was saved of pass {number} of the {self._what} in {self._store.place} was "
                 "measured along other directions (another number of processes or threads rounds "
-                "them otherwise): this pass begins anew.",
-                stacklevel=2,
+                "them otherwise): this pass begins anew."
             )
         taken, done = chosen(self._ranks, fitting, self._device)
         states = [fitting[saver] for saver in taken]
-        put_back([entry for state in states for entry in state.entries], held, keys, self._device)
+        entries = [entry for state in states for entry in state.entries]
+        put_back(entries, sums.held, sums.keys, self._device)
         before = PassState(
             sum(state.num_batches for state in states),
             joined_spans([state.spans for state in states]),
@@ -106,9 +99,7 @@ class SavedPasses(Passes):
             [],
         )
         others = [saver for saver in found if saver != self._ranks.rank]
-        return _SavedPass(
-            self._store, self._ranks, self._what, number, before, done, others, held, check
-        )
+        return _SavedPass(self._store, self._ranks, self._what, number, before, done, others, sums)
 
 
 class _SavedPass(Pass):
@@ -122,8 +113,7 @@ class _SavedPass(Pass):
         before: What this process goes on with, without its entries.
         done: The examples in what all processes go on with.
         others: Savers of states that fell to this process: they go once it has saved its own.
-        held: As `Passes.begin` takes it.
-        check: As `Passes.begin` takes it.
+        sums: As `Passes.begin` takes it.
     """
 
     def __init__(
@@ -135,11 +125,10 @@ class _SavedPass(Pass):
         before: PassState,
         done: ExamplesDone,
         others: list[int],
-        held: Held,
-        check: Callable[[], None],
+        sums: Sums,
     ) -> None:
         self._store, self._ranks, self._what = store, ranks, what
-        self._number, self._held, self._check = number, held, check
+        self._number, self._sums = number, sums
         self._examples_done, self._others, self._along = done, others, before.along
         self.num_examples, self.nll = before.num_examples, before.nll
         self.num_outputs = before.num_outputs
@@ -257,7 +246,7 @@ class _SavedPass(Pass):
         """Save what was summed since the last time, if anything."""
         if self._num_done == self._num_saved:
             return
-        self._check()
+        self._sums.check()
         begin = time.monotonic()
         num_examples, nll, num_outputs = self._seen
         self._spans = [joined_spans(self._spans)]
@@ -270,17 +259,16 @@ class _SavedPass(Pass):
             num_examples,
             float(nll),
             num_outputs,
-            entries_of(self._held),
+            entries_of(self._sums.held),
         )
         try:
             self._store.save(self._number, state)
             self._store.forget(self._number, self._others)
         except OSError as error:
             # Days of work are not given up for a disk that is full.
-            warnings.warn(
+            warn(
                 f"The state of the {self._what} was not saved, and the {self._what} goes on: "
-                f"{error}",
-                stacklevel=2,
+                f"{error}"
             )
         else:
             self._num_saved, self._others = self._num_done, []

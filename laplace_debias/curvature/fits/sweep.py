@@ -12,6 +12,7 @@ from laplace_debias.curvature.fits.chunks import Chunks
 from laplace_debias.curvature.fits.kept_inputs import ConsumeInputs, KeptInputs
 from laplace_debias.curvature.fits.out_of_memory import out_of_memory
 from laplace_debias.curvature.fits.pass_state import Held
+from laplace_debias.curvature.fits.passes import Sums
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
@@ -66,7 +67,7 @@ def sweep(
         held: Where `consume` and `consume_inputs` keep what they sum, so that the pass can be saved
             and gone on with: all that they remember from batch to batch. None for a pass of which
             nothing is saved.
-        along: What is measured along, as `Passes.begin` takes it.
+        along: What is measured along, as `Sums` has it.
         joins_blocks: Whether `consume` adds nothing before it was given all blocks.
 
     Raises:
@@ -80,7 +81,8 @@ def sweep(
     faults = Faults()
     placed = batches if isinstance(batches, Placed) else Placed(batches)
     keys = {block.name: block for block in problem.blocks}
-    with problem.passes.begin(held, keys, faults.read, along) as one_pass:
+    sums = None if held is None else Sums(held, keys, faults.read, along)
+    with problem.passes.begin(sums) as one_pass:
         pace, num_read = None, 0
         num_seen, num_outputs = one_pass.num_examples, one_pass.num_outputs
         nll: Tensor | float = one_pass.nll

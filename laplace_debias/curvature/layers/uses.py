@@ -218,11 +218,6 @@ def exact_rows(
     yield slice(0, rows[0].shape[1]), torch.stack(rows).sum(0)
 
 
-def num_examples_of(uses: Uses) -> int:
-    """B."""
-    return uses.num_examples if isinstance(uses, CallUses) else uses[0][1].shape[1]
-
-
 def _kernel_rows(
     layer: Any, block: Block, x: Tensor, g: Tensor
 ) -> Float[Tensor, "columns batch groups d_out"]:

@@ -1,6 +1,5 @@
 """Which dimension of the outputs has the classes: the last, or one that is moved there."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.logits import logits_of
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.warn import warn
 
 # How far from 1 the sum of probabilities may be: softmaxes are also computed in half precision.
 _ROUNDING = 1e-3
@@ -115,10 +115,8 @@ def warn_of_probabilities(outputs: Tensor) -> None:
         return
     sums = outputs.double().sum(-1)
     if bool((outputs >= 0).all()) and bool(((sums - 1).abs() <= _ROUNDING).all()):
-        warnings.warn(
+        warn(
             "The model's outputs are probabilities: none is negative and each row sums to 1. "
             'likelihood="classification" takes logits and applies a softmax to them. Remove the '
-            "softmax from the model, or return log-probabilities.",
-            UserWarning,
-            stacklevel=4,
+            "softmax from the model, or return log-probabilities."
         )

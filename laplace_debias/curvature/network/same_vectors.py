@@ -19,9 +19,7 @@ def check_same(ranks: Ranks, vectors: Tensor) -> None:
     """
     if ranks.size == 1:
         return
-    said = ranks.exchange([list(vectors.shape), digest(vectors)])
-    wrong = [rank for rank, of_rank in enumerate(said) if of_rank != said[0]]
-    if wrong:
+    if wrong := ranks.unlike_first([list(vectors.shape), digest(vectors)]):
         raise ValueError(
             f"Ranks {wrong} multiply another vector than rank 0. All ranks make the same products: "
             "pass generators of one seed, generator=torch.Generator().manual_seed(0) on each, to "

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from laplace_debias.laplace.files.sealed import (
     write_sealed,
 )
 from laplace_debias.system.atomic import check_target, written_atomically
+from laplace_debias.system.warn import warn
 
 _FORMAT = "laplace-debias fit state 2"
 # Of rank 0, which may be alone, without a rank.
@@ -145,10 +145,9 @@ class FitStates:
             ) from error
         except DamagedFileError as error:
             path.unlink()
-            warnings.warn(
+            warn(
                 f"The state of the {self.what} in {path} is damaged ({error}), and was removed: "
-                "this pass begins anew.",
-                stacklevel=2,
+                "this pass begins anew."
             )
             return None
         self._check_same(parsed_json(texts["fit"]))

@@ -1,14 +1,17 @@
 """Posteriors in folders: saved in parts, and kept there while they are fitted."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.kinds import DENSE, WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.fingerprint import changed, fingerprint
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.files.folder import (
     FolderWriter,
@@ -22,10 +25,12 @@ from laplace_debias.laplace.files.folder import (
 from laplace_debias.laplace.files.header import Header, header_of
 from laplace_debias.laplace.files.likelihood_json import likelihood_to_json
 from laplace_debias.laplace.files.mapped import Mapped, Part, Stamp, stamp_of
-from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.fitted import Fitted, Noise
+from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.subject import Subject
 from laplace_debias.operators import BlockDiagonal, LinearOperator
-from laplace_debias.system.ranks import Ranks
+from laplace_debias.system.ranks import Ranks, current
 
 
 def check_store(
@@ -118,6 +123,32 @@ class StoredFit:
         return fitted
 
 
+def save(path: Path, fitted: Fitted, own_likelihood: bool, parts: bool) -> None:
+    """Save a posterior; all processes call it, and none goes on before the file is there.
+
+    Args:
+        path: The file, or with `parts` the folder.
+        fitted: The fit.
+        own_likelihood: Whether a likelihood of another package may be named.
+        parts: Whether to write a folder with a file for each block.
+
+    Raises:
+        ValueError: As `posterior_file.save`; for a sharded posterior in parts.
+        OSError: As `posterior_file.save` and `FolderWriter`.
+    """
+    ranks, is_sharded = current(), fitted.posterior.is_sharded
+    if parts and is_sharded:
+        raise ValueError(
+            "A sharded posterior cannot be saved in parts, as each process holds some of its "
+            "blocks: save it as one file, or call `la.gather()` on all of them before."
+        )
+    if ranks.rank == 0 and parts:
+        save_parts(path, fitted, own_likelihood)
+    elif is_sharded or ranks.rank == 0:
+        posterior_file.save(path, fitted, own_likelihood)
+    ranks.exchange(None)
+
+
 def save_parts(folder: Path, fitted: Fitted, own_likelihood: bool) -> None:
     """Save a posterior in parts; blocks that were mapped from the same folder stay as they are.
 
@@ -141,27 +172,90 @@ def _write(writer: FolderWriter, fitted: Fitted, header: Header) -> None:
     writer.finish(header, parts)
 
 
-def load(path: Path, mapped: bool) -> tuple[Header, dict[str, Tensor], Mapped | None]:
-    """Read a posterior's header and tensors (on the CPU), from a file or a folder.
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A posterior as a file or a folder has it.
 
-    Args:
-        path: The file or folder.
-        mapped: As `read_sealed` takes it.
-
-    Raises:
-        IsADirectoryError: For a folder without a posterior in parts.
-        ValueError: As `load_folder` and `posterior_file.load`.
-        OSError: Likewise.
+    Attributes:
+        header: What it says besides the tensors.
+        tensors: Its tensors, on the CPU.
+        mapped: The files that they are mapped from; None if they are in memory.
     """
-    if is_folder(path):
-        header, tensors, of_folder = load_folder(path, mapped)
-        return header, tensors, of_folder if mapped else None
-    stamps = {path: stamp_of(path)} if mapped and path.is_file() else {}
-    header, tensors = posterior_file.load(path, mapped)
-    return header, tensors, Mapped(stamps) if mapped else None
+
+    header: Header
+    tensors: dict[str, Tensor]
+    mapped: Mapped | None
+
+    @classmethod
+    def read(cls, path: Path, mapped: bool) -> "Saved":
+        """From a file or a folder.
+
+        Args:
+            path: The file or folder.
+            mapped: As `read_sealed` takes it.
+
+        Raises:
+            IsADirectoryError: For a folder without a posterior in parts.
+            ValueError: As `load_folder` and `posterior_file.load`.
+            OSError: Likewise.
+        """
+        if is_folder(path):
+            header, tensors, of_folder = load_folder(path, mapped)
+            return cls(header, tensors, of_folder if mapped else None)
+        stamps = {path: stamp_of(path)} if mapped and path.is_file() else {}
+        header, tensors = posterior_file.load(path, mapped)
+        return cls(header, tensors, Mapped(stamps) if mapped else None)
+
+    def check(self, model: nn.Module) -> None:
+        """Require that the model has the parameters, where they are measured; raises so."""
+        posterior_file.check_names(self.header, dict(model.named_parameters()))
+        posterior_file.check_calls(self.header, model)
+
+    def choices(self) -> dict[str, Any]:
+        """The arguments of `Laplace` that the posterior was fitted with."""
+        header = self.header
+        # Files of earlier versions may name what had no effect.
+        return {
+            "curvature": header.curvature,
+            "params": header.param_names,
+            "rank": header.rank,
+            "joint": header.joint and header.curvature not in DENSE,
+            "sharing": header.sharing if header.curvature in WITH_FACTORS else "expand",
+            "class_dim": header.class_dim,
+        }
+
+    def fitted(self, subject: Subject) -> Fitted:
+        """The fit, of the model that it is the posterior of.
+
+        Raises:
+            ValueError: If the model is another one, or not as it was at the fit.
+        """
+        header, plain = self.header, unwrapped(subject.model)
+        # It says how the entries are ordered, in one block of all parameters too.
+        settings = replace(subject.settings, joint=header.joint)
+        parameters = BayesianParameters.of(plain, header.param_names, settings, None, header.calls)
+        posterior = posterior_file.posterior_from(header, self.tensors, parameters, plain)
+        others = fingerprint(plain, parameters.names)
+        if wrong := changed(header.others, others):
+            raise ValueError(
+                f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
+                "posterior was fitted on."
+            )
+        return Fitted(
+            subject.model,
+            subject.likelihood,
+            settings,
+            parameters,
+            posterior,
+            header.nll,
+            others,
+            header.mode,
+            None if header.noise is None else Noise(**header.noise),
+            mapped=_with_blocks(self.mapped, posterior),
+        )
 
 
-def with_blocks(mapped: Mapped | None, posterior: GaussianPosterior) -> Mapped | None:
+def _with_blocks(mapped: Mapped | None, posterior: GaussianPosterior) -> Mapped | None:
     """What a posterior is mapped from, with its blocks."""
     if mapped is None or mapped.folder is None:
         return mapped

@@ -1,7 +1,5 @@
 """Extreme eigenpairs of a symmetric operator: Lanczos, ARPACK, subspace iteration."""
 
-import warnings
-
 import torch
 
 from laplace_debias.linalg.checks import (
@@ -18,6 +16,7 @@ from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import EigenPairs, Status
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_eigh
+from laplace_debias.system.warn import warn
 
 METHODS = ("lanczos", "arpack", "power")
 WHICH = ("largest", "smallest", "magnitude")
@@ -113,5 +112,5 @@ def eigsh(
         else:
             result = lanczos_eigenpairs(P, k, which, tol, max_matvecs, generator)
     if not result.converged:
-        warnings.warn(result.message, RuntimeWarning, stacklevel=2)
+        warn(result.message, RuntimeWarning)
     return result

@@ -1,7 +1,6 @@
 """How far a smoothed density of a few nodes is from that of all eigenvalues."""
 
 import math
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -9,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.linalg.estimators.quadrature import Quadrature
+from laplace_debias.system.warn import warn
 
 Placed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -118,10 +118,9 @@ def _warn(error: float, width: float, steps: int, density: Tensor, distance: Ten
     shares = density[order.indices].cumsum(0) / density.sum()
     usual = float(order.values[int((shares < 0.9).sum())])
     needed = max(_RESOLVED * usual, 1.1 * width)
-    warnings.warn(
+    warn(
         f"`width` is {width:.3g} and the nodes of {steps} steps are {usual:.3g} apart: the density "
         f"is off by about {min(error, 2):.0%} of its integral, which its standard error contains. "
         f"Set `width` to {needed:.2g} or `num_steps` to about {math.ceil(steps * needed / width)}.",
         RuntimeWarning,
-        stacklevel=4,
     )

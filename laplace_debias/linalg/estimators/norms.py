@@ -1,7 +1,5 @@
 """Norms of an operator: Frobenius by probes, spectral by Lanczos."""
 
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_frobenius_norm, exact_spectral_norm
+from laplace_debias.system.warn import warn
 
 
 def frobenius_norm(
@@ -176,10 +175,9 @@ def spectral_norm(
         residual = residual / (2**0.5 * value) if value > 0 else residual
     value, residual = value.to(A.device, A.dtype), residual.to(A.device, A.dtype)
     if not result.has_converged:
-        warnings.warn(
+        warn(
             f"after {P.count} products the spectral norm's error bound is {float(residual):.3g}, "
             f"above tol · estimate = {tol * float(value):.3g}: raise `max_matvecs` or `tol`.",
             RuntimeWarning,
-            stacklevel=2,
         )
     return Estimate(value, residual, P.count, converged=result.has_converged)

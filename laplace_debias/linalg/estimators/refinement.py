@@ -1,12 +1,12 @@
 """How an estimator is run: to a number of products, or until its standard error is small."""
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 from laplace_debias.linalg.checks import check_at_least
 from laplace_debias.linalg.results import Estimate
+from laplace_debias.system.warn import warn
 
 
 def check_budget(
@@ -74,12 +74,11 @@ def refine(
         if error <= goal:
             break
         if total >= max_matvecs:
-            warnings.warn(
+            warn(
                 f"after {estimate.num_matvecs} products the standard error is {float(error):.3g}, "
                 f"above tol · |estimate| = {float(goal):.3g}: raise `max_matvecs` or `tol`, or use "
                 "a method that is better on decaying spectra ('hutch++', 'xtrace', 'xdiag').",
                 RuntimeWarning,
-                stacklevel=3,
             )
             return replace(estimate, converged=False)
         # Hutchinson's rate gives the number; at most twice as many before the next check.

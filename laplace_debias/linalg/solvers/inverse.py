@@ -1,6 +1,5 @@
 """The inverse of an operator, as an operator: in closed form where there is one, else by solves."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from laplace_debias.operators.base import LinearOperator, Parameters
 from laplace_debias.operators.exact import exact_inverse, exact_solve
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.structures.wrapper import Wrapper
+from laplace_debias.system.warn import warn
 
 _SOLVERS: dict[str, Callable[..., Any]] = {"cg": cg, "lsmr": lsmr, "neumann": neumann}
 _OPTIONS = {
@@ -236,7 +236,5 @@ class Inverse(Wrapper):
         # Without a tolerance a Neumann series is meant to end after its terms.
         is_to_end = self.method == "neumann" and "tol" not in self.options
         if not (solution.converged or (is_to_end and solution.status is Status.MAX_ITER)):
-            warnings.warn(
-                f"inverse by {self.method}: {solution.message}", RuntimeWarning, stacklevel=4
-            )
+            warn(f"inverse by {self.method}: {solution.message}", RuntimeWarning)
         return solution.x

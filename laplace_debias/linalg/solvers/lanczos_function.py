@@ -5,7 +5,6 @@ $f(A) b \approx \|b\|\, V f(T)\, e_1$.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.products import Products
 from laplace_debias.operators.structures.wrapper import Wrapper
+from laplace_debias.system.warn import warn
 
 # From a basis: f(T) e₁ `[size]`, and its error relative to its norm.
 Approximation = Callable[[KrylovBasis], tuple[Tensor, float]]
@@ -51,12 +51,11 @@ class LanczosFunction(Wrapper):
             columns = [self._times(products, column) for column in matrix.T]
         missed = max(error for _, error in columns)
         if missed > self.tol:
-            warnings.warn(
+            warn(
                 f"{self.name}: after {self.max_iter} Lanczos steps the relative error of a product "
                 f"is about {missed:.2g}, above `tol` = {self.tol:.2g}: raise `max_iter` or `tol`, "
                 "or add damping, `A + c * Identity(n)`.",
                 RuntimeWarning,
-                stacklevel=4,
             )
         return torch.stack([product for product, _ in columns], dim=1)
 

@@ -1,7 +1,6 @@
 """Exact line searches on quadratics, many at once: the step sizes of conjugate gradients."""
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from laplace_debias.linalg.checks import check_operator, check_right_side
 from laplace_debias.linalg.results import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.system.warn import warn
 
 # True, or a boolean for each right-hand side, to stop there.
 Verdict = bool | Tensor
@@ -208,12 +208,11 @@ class LineSearches:
             return
         negative = flat & (curvature < -threshold)
         if claims_positive(self._A) and bool(negative.any()):
-            warnings.warn(
+            warn(
                 f"{type(self._A).__name__} claims to be positive semi-definite, but its curvature "
                 f"along a direction is {float(curvature[flat].min()):.3g}: its products contradict "
                 "its claim. See `Solution.negative_direction`.",
                 RuntimeWarning,
-                stacklevel=4,
             )
         self.end(negative, Status.NEGATIVE_CURVATURE)
         self.end(flat, Status.ZERO_CURVATURE)

@@ -16,8 +16,6 @@ from laplace_debias.report.page.sections import Section, sections
 from laplace_debias.report.page.table import difference_tables, full_tables, main_table
 from laplace_debias.system.atomic import written_atomically
 
-_TEMPLATES = Path(__file__).parent / "templates"
-
 
 def write_page(folder: str | os.PathLike[str]) -> Path:
     """Writes `pictures/NAME.svg` and `report.html` of a run folder, from its files alone.

@@ -1,0 +1,218 @@
+"""What an approximation is of: a trained model, what its outputs mean, and the choices made."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.batches import Batches, Checked, FirstBatchKnown
+from laplace_debias.curvature.network.class_dim import classes_last
+from laplace_debias.curvature.network.gathered import with_all_ranks, with_own_values
+from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
+from laplace_debias.curvature.network.precision import is_narrow
+from laplace_debias.curvature.network.reader import BatchHook, BatchReader
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.shadow import (
+    check_deterministic,
+    check_finite,
+    check_usable,
+)
+from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
+from laplace_debias.laplace import shards
+from laplace_debias.laplace.first_look import look_at
+from laplace_debias.laplace.fitted import network_of
+from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.system.randomness import seeded
+from laplace_debias.system.ranks import current
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What an approximation is of, and how its data is read.
+
+    Attributes:
+        model: The user's model.
+        likelihood: What its outputs mean.
+        settings: The choices of `Laplace`.
+        selection: Which parameters are Bayesian, as `Laplace` takes it.
+        backend: Likewise.
+        read_batch: What makes pairs of batches.
+        selected: The Bayesian parameters, if the model's structure tells them. A fit holds them
+            against an example.
+        parameters: Those of the last fit, or before it those selected; None if a fit finds them.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    settings: FitSettings
+    selection: ParameterSelection
+    backend: str
+    read_batch: BatchReader
+    selected: BayesianParameters | None
+    parameters: BayesianParameters | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        likelihood: Likelihood,
+        settings: FitSettings,
+        selection: ParameterSelection,
+        backend: str,
+        batch: BatchHook | None,
+    ) -> "Subject":
+        """As `Laplace` takes them.
+
+        Raises:
+            ValueError: As `usable` and `BayesianParameters.of`.
+            NotImplementedError: For BackPACK with a model that it would get wrong.
+        """
+        plain = unwrapped(model)
+        read_batch = BatchReader(model, batch)
+        if isinstance(selection, (list, tuple)):
+            selection = plain_names(model, selection)
+        selected = None
+        if not needs_example(plain, selection):
+            selected = BayesianParameters.of(plain, selection, settings, None)
+        class_dim = settings.class_dim
+        if class_dim not in (None, -1) and backend == "backpack":
+            raise NotImplementedError(
+                f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
+                "use backend='hooks' or 'auto', or put the classes last in the model."
+            )
+        names = selected.names if selected else [name for name, _ in plain.named_parameters()]
+        if is_narrow(plain, names):
+            if backend == "backpack":
+                raise NotImplementedError(
+                    "BackPACK does not see that parameters in half precision are computed with in "
+                    "single precision: use backend='hooks' or 'auto'."
+                )
+            backend = "hooks"
+        choose_backend(classes_last(plain, class_dim), backend)
+        return cls(model, likelihood, settings, selection, backend, read_batch, selected, selected)
+
+    @property
+    def known(self) -> BayesianParameters:
+        """The Bayesian parameters.
+
+        Raises:
+            RuntimeError: Before the fit that finds the last layer.
+        """
+        if self.parameters is None:
+            raise RuntimeError(
+                f'params="last_layer" of a {type(self.model).__name__} is found by running an '
+                "example, which the first fit does: call `fit(train_loader)` first, or name the "
+                "parameters, params=[...]."
+            )
+        return self.parameters
+
+    @property
+    def first_parameter(self) -> nn.Parameter:
+        """The first Bayesian parameter; the first trainable one as long as they are not known."""
+        if self.parameters is None:
+            return next(p for p in self.model.parameters() if p.requires_grad)
+        return unwrapped(self.model).get_parameter(self.parameters.names[0])
+
+    def problem(
+        self,
+        data: Batches,
+        generator: torch.Generator | None,
+        prior: Prior,
+        replicate: bool = False,
+    ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
+        """What is fitted, as the first batch of some data tells.
+
+        Args:
+            data: Batches, of which the first is read.
+            generator: Seeds the labels of `fisher="mc"`, and what the data draws.
+            prior: What must fit the parameters that are found.
+            replicate: Whether each process ends with all blocks.
+
+        Returns:
+            The problem, the Bayesian parameters, and the data, whose first batch is not lost.
+
+        Raises:
+            ValueError: As `usable`; if there is no last layer, it is not what it was, or there is
+                no batch; if the shapes leave open where the classes are; as
+                `BayesianParameters.verified` and `Prior.of`.
+            NotImplementedError: As `BayesianParameters.verified`.
+        """
+        problem = self.settings.problem(usable(self.model), self.likelihood, generator)
+        problem = problem.on(current())
+        known = FirstBatchKnown(seeded(data, generator))
+        parameters = self._look_at(known, prior)
+        network = network_of(self.model, parameters.names, self.settings)
+        problem = replace(
+            problem,
+            model=network,
+            blocks=parameters.blocks,
+            backend=choose_backend(network, self.backend, parameters.blocks),
+            replicate=replicate or self.settings.kind.is_dense,
+        )
+        return problem, parameters, known
+
+    def _look_at(self, batches: FirstBatchKnown, prior: Prior) -> BayesianParameters:
+        """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
+
+        A process without examples looks at those of the first one that has some.
+        """
+        plain, found = unwrapped(self.model), self.selected
+        for x, y in self.on_device(shards.first_batch(current(), batches.first)):
+            if found is None or is_last_layer(self.selection):
+                found = BayesianParameters.of(plain, self.selection, self.settings, x)
+                known = self.parameters
+                if known is not None and known.names != found.names:
+                    raise ValueError(
+                        f'params="last_layer" was {known.names}, but now the outputs come '
+                        f"from {found.names}: the model has changed, build a new Laplace."
+                    )
+            network = network_of(self.model, found.names, self.settings)
+            look_at(network, self.likelihood, x, y, self.settings.class_dim)
+            found = found.verified(network, plain, self.selection, self.settings, x)
+            prior.of(plain, found)
+            return found
+        raise ValueError("The data holds no example: pass a loader with at least one batch.")
+
+    def on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
+        """As `read`, on the model's device."""
+        device = self.first_parameter.device
+        return self.read(batches, generator, device, device)
+
+    def read(
+        self,
+        batches: Batches,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+        of_targets: torch.device | None = None,
+    ) -> Checked:
+        """Batches as checked pairs `(x, y)`.
+
+        Args:
+            batches: The batches.
+            generator: What a loader's order and augmentation are drawn from; torch's if None.
+            device: Where inputs are moved; None to leave them where they are.
+            of_targets: Likewise for targets.
+        """
+        if not isinstance(batches, FirstBatchKnown):
+            batches = seeded(batches, generator)
+        dtypes = {p.dtype for p in self.model.parameters()}
+        return Checked(batches, device, dtypes, self.read_batch, of_targets)
+
+
+def usable(model: nn.Module) -> nn.Module:
+    """The model without wrappers, found to be one that curvature is defined for.
+
+    Raises:
+        ValueError: If it holds NaN, draws random numbers, or mixes the examples of a batch.
+    """
+    with with_all_ranks(model):
+        check_usable(model)
+        plain = unwrapped(model)
+        check_deterministic(plain)
+        check_finite(unwrapped(with_own_values(model)))
+    return plain

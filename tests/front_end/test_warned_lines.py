@@ -1,0 +1,57 @@
+"""A warning names the line of the user's code that led to it, whatever lies in between."""
+
+import pytest
+import torch
+from spectra import Matrix
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.linalg import eigsh, inverse
+from laplace_debias.operators import Diagonal
+
+X, Y = torch.randn(12, 4), torch.randn(12, 2)
+
+
+class Unused(nn.Linear):
+    """A layer beside which another one has no effect."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.beside = nn.Linear(4, 2)
+
+
+def only_one(caught, says):
+    (warning,) = caught
+    assert says in str(warning.message)
+    return warning.filename
+
+
+def test_those_of_a_fit():
+    assumed = Laplace(nn.Linear(4, 2).eval(), "regression")
+    with pytest.warns() as caught:
+        assumed.fit([(X, Y)])
+    assert only_one(caught, "sigma=1.0 is assumed") == __file__
+    with pytest.warns() as caught:
+        assumed.fit_batches([(X, Y)])
+    assert only_one(caught, "sigma=1.0 is assumed") == __file__
+    with pytest.warns() as caught:
+        Laplace(Unused().eval(), "regression", sigma=0.1).fit([(X, Y)], mode="mini", num_data=12)
+    assert only_one(caught, "do not depend on ['beside.weight'") == __file__
+
+
+def test_those_of_a_search(tmp_path):
+    la = Laplace(nn.Linear(4, 2).eval(), "regression", sigma=0.5).fit([(X, Y)])
+    (tmp_path / "pass-1.safetensors").write_bytes(b"cut")
+    with pytest.warns() as caught:
+        la.tune([(X, Y)], grid=[1.0], resume=tmp_path)
+    assert only_one(caught, "is damaged") == __file__
+
+
+def test_those_of_algorithms():
+    A = Diagonal(torch.linspace(1, 100, 64, dtype=torch.float64))
+    with pytest.warns() as caught:
+        inverse(A, method="cg", max_iter=2) @ torch.ones(64, dtype=torch.float64)
+    assert only_one(caught, "inverse by cg") == __file__
+    with pytest.warns() as caught:
+        eigsh(Matrix(torch.linspace(1, 100, 64).diag()), k=3, max_matvecs=20)
+    assert only_one(caught, "eigenpairs converged in") == __file__
