@@ -41,8 +41,8 @@ def auroc(
 
     Raises:
         TypeError: An argument is not a tensor.
-        ValueError: An argument is empty, not one-dimensional, or holds NaN; or torch's default dtype
-            has half precision.
+        ValueError: An argument is empty, not one-dimensional, or holds NaN; or torch's default
+            dtype has half precision.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
