@@ -244,8 +244,15 @@ def data_size(loader: Any) -> DataSize:
         sampler = getattr(loader, "sampler", None)
         return _of_sampler(sampler, dataset) if isinstance(sampler, Sampler) else Untold()
     if isinstance(dataset, IterableDataset):
-        # Each of several workers may go through all of it, so its length is no more than a claim.
-        return Untold() if loader.batch_size is None else _supposed(dataset)
+        # Each of several workers may go through all of it, so its length is no more than a claim,
+        # and counting them no proof.
+        size = Untold() if loader.batch_size is None else _supposed(dataset)
+        if isinstance(size, Untold) and loader.num_workers > 1:
+            return Misleading(
+                f"data set, a stream ({type(dataset).__name__}), is read by {loader.num_workers} "
+                "workers, and whether each reads a part of it or all is not known"
+            )
+        return size
     if loader.batch_sampler is None:
         # The data set's entries are batches already.
         size = _of_sampler(loader.sampler, dataset)

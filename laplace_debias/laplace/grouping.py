@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -21,7 +20,7 @@ from laplace_debias.laplace.planned import Planned
 from laplace_debias.laplace.planning import passes_of, plan_of, posterior_bytes
 from laplace_debias.laplace.posterior_range import checked_at_once
 from laplace_debias.laplace.schemes import Scheme
-from laplace_debias.system.memory import MEMORY_BOUND
+from laplace_debias.system.memory import MEMORY_BOUND, check_memory_bound
 
 # Bytes are planned to within a quarter: so much of a bound is planned for.
 _PLANNED = 0.8
@@ -55,6 +54,7 @@ class Room:
         """As `Laplace.fit` takes it.
 
         Raises:
+            TypeError: As `check_fit_bound`.
             ValueError: As `check_fit_bound`.
         """
         folder = None if store is None else Path(store)
@@ -90,14 +90,8 @@ class _TooSmallError(ValueError):
 
 
 def check_fit_bound(bound: SupportsIndex | None) -> int | None:
-    """A positive whole number of bytes, or None.
-
-    Raises:
-        ValueError: If it is below 1.
-    """
-    if bound is not None and index(bound) < 1:
-        raise ValueError(f"memory_bound must be a positive number of bytes, got {bound}.")
-    return None if bound is None else index(bound)
+    """As `check_memory_bound`."""
+    return check_memory_bound(bound)
 
 
 def agreed(grouping: Grouping) -> tuple[Problem, Sequence[int]]:

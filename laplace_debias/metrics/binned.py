@@ -123,8 +123,9 @@ def equal_width_bins(confidences: Float[Tensor, "*n"], num_bins: int) -> Integer
 def equal_mass_bins(values: Float[Tensor, " n"], num_bins: int) -> Integer[Tensor, " n"]:
     """Indices of groups of equal size by rank; equal values, at their mean rank, share a group."""
     _, index, counts = values.unique(return_inverse=True, return_counts=True)
-    mean_ranks = counts.cumsum(0) - counts / 2
-    return (mean_ranks * num_bins / len(values)).long().clamp(max=num_bins - 1)[index]
+    # Whole numbers are exact: a quotient of two of them has torch's default dtype.
+    twice_mean_ranks = 2 * counts.cumsum(0) - counts
+    return (twice_mean_ranks * num_bins // (2 * len(values))).clamp(max=num_bins - 1)[index]
 
 
 def classwise_cells(

@@ -82,7 +82,7 @@ def classwise_ece_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     group = max(1, _CELLS_AT_ONCE // (len(cells) * _NUM_BINS))
 
     def resample(counts: Tensor) -> Tensor:
-        total = torch.zeros(len(counts), device=counts.device)
+        total = counts.new_zeros(len(counts))
         for start in range(0, num_classes, group):
             chosen = slice(start, start + group)
             within = cells[:, chosen] - start * _NUM_BINS
@@ -148,7 +148,7 @@ def table_of(
     cells: Integer[Tensor, "n k"], values: Float[Tensor, "n k"], num_cells: int
 ) -> Float[Tensor, "n cells"]:
     """Each example's values in the columns of their cells, float32 as counts are."""
-    table = torch.zeros(len(cells), num_cells, device=cells.device)
+    table = torch.zeros(len(cells), num_cells, dtype=torch.float32, device=cells.device)
     return table.scatter_add_(1, cells, values.float())
 
 

@@ -41,7 +41,8 @@ def auroc(
 
     Raises:
         TypeError: An argument is not a tensor.
-        ValueError: An argument is empty, not one-dimensional, or holds NaN.
+        ValueError: An argument is empty, not one-dimensional, or holds NaN; or torch's default
+            dtype has half precision.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
@@ -130,6 +131,12 @@ def _ranked(
     check_scores(scores_id, "scores_id")
     check_scores(scores_ood, "scores_ood")
     check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
+    if torch.finfo(torch.get_default_dtype()).bits < 32:
+        raise ValueError(
+            f"torch's default dtype is {torch.get_default_dtype()}, in which torchmetrics counts "
+            "examples: it loses count at some hundred of them. Call "
+            "torch.set_default_dtype(torch.float32) before."
+        )
     scores = torch.cat([scores_id, scores_ood])
     ranks = scores.unique(return_inverse=True)[1].double() / len(scores)
     target = torch.cat(

@@ -230,7 +230,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
         )
     levels = quantile_levels(num_levels, pit)
     shares = torch.searchsorted(pit.flatten().double().sort().values, levels, right=True)
-    return (shares / pit.numel() - levels).abs().mean()
+    return (shares.float() / pit.numel() - levels).abs().mean()
 
 
 def quantile_levels(num_levels: int, like: Tensor) -> Float[Tensor, " levels"]:

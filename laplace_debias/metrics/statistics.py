@@ -64,8 +64,8 @@ def resampled_counts(
     """How often each of `size` examples is among as many drawn with replacement."""
     device = None if generator is None else generator.device
     chosen = torch.randint(size, (draws, size), generator=generator, device=device)
-    counts = torch.zeros(draws, size, device=device)
-    return counts.scatter_add_(1, chosen, torch.ones((), device=device).expand(draws, size))
+    counts = torch.zeros(draws, size, dtype=torch.float32, device=device)
+    return counts.scatter_add_(1, chosen, counts.new_ones(()).expand(draws, size))
 
 
 class Statistic(ABC):

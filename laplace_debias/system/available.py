@@ -1,25 +1,20 @@
 """How much memory a device has left."""
 
 import os
-from operator import index
 from pathlib import Path
 from typing import SupportsIndex
 
 import torch
+
+from laplace_debias.system.memory import check_bytes
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_available(available: SupportsIndex) -> int:
-    """A positive whole number of bytes.
-
-    Raises:
-        ValueError: If it is below 1.
-    """
-    if (found := index(available)) < 1:
-        raise ValueError(f"available must be a positive number of bytes, got {found}.")
-    return found
+    """As `check_bytes`."""
+    return check_bytes(available, "available")
 
 
 def available_memory(device: torch.device | None = None) -> int | None:

@@ -1,19 +1,44 @@
 """How much working memory a computation may take."""
 
+from operator import index
+from typing import SupportsIndex
+
 MEMORY_BOUND = 2**27
 """Bytes, unless a user says otherwise."""
 MOST_GRANTED = 2**32
 """Bytes up to which what one example needs is granted without being asked for."""
 
 
-def check_memory_bound(bound: int | None) -> None:
-    """Require a positive number of bytes, or None.
+def check_memory_bound(bound: SupportsIndex | None) -> int | None:
+    """A positive whole number of bytes, or None.
 
     Raises:
-        ValueError: Otherwise.
+        TypeError: If it is no whole number, such as 1e9.
+        ValueError: If it is below 1.
     """
-    if bound is not None and bound < 1:
-        raise ValueError(f"memory_bound must be a positive number of bytes, got {bound}.")
+    return None if bound is None else check_bytes(bound, "memory_bound")
+
+
+def check_bytes(number: SupportsIndex, name: str) -> int:
+    """A positive whole number of bytes.
+
+    Args:
+        number: The number.
+        name: What the error calls it.
+
+    Raises:
+        TypeError: If it is no whole number, such as 1e9.
+        ValueError: If it is below 1.
+    """
+    try:
+        found = index(number)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be a whole number of bytes, such as 10**9 or 2**30, got {number!r}."
+        ) from error
+    if found < 1:
+        raise ValueError(f"{name} must be a positive number of bytes, got {found}.")
+    return found
 
 
 def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:

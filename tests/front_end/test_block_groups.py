@@ -35,6 +35,18 @@ class Padded(nn.Module):
         return self.head(h.sum(1) / real.sum(1).clamp_min(1))
 
 
+class Attention(nn.Module):
+    """Torch's own attention, whose projections are no layers of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
 def deep():
     layers = [m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 4)).eval()
@@ -70,6 +82,10 @@ CASES = {
     "wide": (wide, lambda: (torch.randn(45, 48), torch.randint(4, (45,)))),
     "convolutions": (convolutions, of_images),
     "tokens": (lambda: Padded().eval(), of_tokens),
+    "attention": (
+        lambda: Attention().eval(),
+        lambda: (torch.randn(45, 5, 12), torch.randint(4, (45,))),
+    ),
 }
 
 
@@ -128,6 +144,7 @@ def uneven(blocks):
         *(("convolutions", curvature, "crossfit", "mc") for curvature in ("kfac", "ekfac")),
         *(("convolutions", curvature, "debiased", "exact") for curvature in ("kfac", "diag")),
         ("tokens", "ekfac", "mini", "empirical"),
+        ("attention", "ekfac", "full", "exact"),
     ],
 )
 def test_groups_give_the_bits_of_a_fit_in_one_go(name, curvature, mode, fisher, monkeypatch):
@@ -370,6 +387,7 @@ def test_an_input_of_several_layers_is_counted_in_each_group():
     [
         (lambda la, d: la.fit(d, memory_bound=0), ValueError, "positive number of bytes"),
         (lambda la, d: la.plan(d, memory_bound=-1), ValueError, "positive number of bytes"),
+        (lambda la, d: la.fit(d, memory_bound=1e9), TypeError, "whole number of bytes, such as"),
         (lambda la, d: la.fit(iter(d), memory_bound=2**30), TypeError, "read only once"),
         (
             lambda la, d: la.fit(Split(d, iter(d)), memory_bound=2**30, num_data=9),

@@ -108,6 +108,11 @@ class Stream(IterableDataset):
         return self.length
 
 
+def read_by_two_workers():
+    """A stream that does not ask which worker reads it: each reads all of it."""
+    return DataLoader(Stream(), batch_size=10, num_workers=2)
+
+
 class OfShards:
     """A loader of another kind: what it calls its data set are three shards."""
 
@@ -196,6 +201,10 @@ MISLEADING = {
     "repeated indices": (
         lambda: loader(sampler=SubsetRandomSampler([0, 1, 1, 2])),
         "SubsetRandomSampler repeats examples: of 4 indices 3",
+    ),
+    "stream of two workers": (
+        read_by_two_workers,
+        r"a stream \(Stream\), is read by 2 workers, .* not known. Pass num_data=",
     ),
     "repeated list": (lambda: loader(sampler=[0, 0, 1]), "list.* repeats examples"),
     "unknown of a part": (

@@ -33,6 +33,18 @@ class Tokens(nn.Module):
         return self.head(self.hidden(self.norm(self.table(x))).tanh().mean(1))
 
 
+class Attention(nn.Module):
+    """Torch's own attention, whose projections are no layers of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
 def convolutions():
     layers = [nn.Conv2d(2, 6, 3, stride=2, groups=2), nn.Tanh(), nn.Conv2d(6, 8, 2, stride=2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4, 5)).eval()
@@ -48,7 +60,16 @@ def tokens(n=24, batch=8):
     return DataLoader(data, batch_size=batch)
 
 
-CASES = {"images": (convolutions, images), "tokens": (lambda: Tokens().eval(), tokens)}
+def sequences(n=24, batch=8):
+    data = TensorDataset(torch.randn(n, 7, 12), torch.randint(4, (n,)))
+    return DataLoader(data, batch_size=batch)
+
+
+CASES = {
+    "images": (convolutions, images),
+    "tokens": (lambda: Tokens().eval(), tokens),
+    "attention": (lambda: Attention().eval(), sequences),
+}
 
 
 @pytest.fixture(params=CASES)

@@ -355,7 +355,10 @@ def test_a_reader_that_a_save_overtakes_reads_the_new_posterior(tmp_path, monkey
 
     monkeypatch.setattr(folder_reader, "read_checked", read)
     loaded = Laplace.load(tmp_path, la.model)
-    assert torch.equal(loaded.sample(1, seeded()), other.sample(1, seeded()))
+    # Not samples: eigenvectors of a fit lie column by column in memory, those of a file row by row,
+    # and some processors round products of the two in another way.
+    for one, new in zip(blocks_of(loaded), blocks_of(other), strict=True):
+        assert torch.equal(one, new)
 
 
 def test_files_that_are_written_to_are_noticed_before_a_prediction(tmp_path):

@@ -7,9 +7,6 @@ from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.working import Working
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import SLICE
-from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, TRANSPOSED
-
-_CONVOLUTIONS = (*CONVOLUTIONS, *TRANSPOSED)
 
 
 def of_factor_pass(
@@ -93,7 +90,8 @@ def of_exact_pass(problem: Problem, working: Working, table: int, num_batches: i
     before = 0 if num_batches == 1 and working.is_whole else table
     most, after = before + working.chunk, before
     for block, held in working.measured.items():
-        is_convolution = isinstance(problem.model.get_submodule(block.layer), _CONVOLUTIONS)
+        # By the weight: the layer itself may be in the shadow alone (an attention's projections).
+        is_convolution = problem.model.get_parameter(block.parameters[0]).ndim > 2
         numbers = _numbers_of_jacobians(working, block, is_convolution)
         made = problem.dtype.itemsize * numbers
         most = max(most, after + held + made)

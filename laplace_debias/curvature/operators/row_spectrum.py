@@ -20,6 +20,7 @@ from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.kfac import LossData, verified_blocks
+from laplace_debias.system.memory import check_memory_bound
 from laplace_debias.system.ranks import refuse_ranks
 
 MAX_ROWS = 10_000
@@ -99,8 +100,7 @@ def ggn_spectrum(
     """
     if k < 1 or not 0 <= tol < 1:
         raise ValueError(f"k is {k} and tol is {tol}; expected at least 1, and a share below 1.")
-    if memory_bound < 1:
-        raise ValueError(f"memory_bound must be a positive number of bytes, got {memory_bound}.")
+    check_memory_bound(memory_bound)
     refuse_ranks("ggn_spectrum", "eigsh(GGN(...)) is")
     network = Network(model, "all" if params is None else params, data, batch)
     model = network.model

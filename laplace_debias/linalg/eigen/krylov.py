@@ -166,7 +166,9 @@ class KrylovBasis:
         self.scale = max(self.scale, float(product.norm()))
         residual, inside, outside = self._orthogonalise(product)
         # Rows couple to all that is parked by at most so much.
-        hidden = sum((part[:, :last].norm(dim=0) for part in self._parked), torch.zeros(last))
+        hidden = sum(
+            (part[:, :last].norm(dim=0) for part in self._parked), expected.new_zeros(last)
+        )
         self._check_symmetric((inside[:last] - expected).abs() - hidden)
         self._projected[: last + 1, last] = self._projected[last, : last + 1] = inside
         self._coupling[:, last] = outside
