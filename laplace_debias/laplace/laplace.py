@@ -590,13 +590,14 @@ class Laplace:
         bound = check_fit_bound(memory_bound)
         # The loader's order, and labels that a fit draws, are drawn anew by the fit.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            problem, _, known = self._problem_of(train_loader, None, replicate)
+            problem, parameters, known = self._problem_of(train_loader, None, replicate)
             batch = next(iter(self._on_device(known.first)))
         size = data_size(train_loader)
         planned = Planned(
             *(unwrapped(self.model), problem, self._settings, mode, folds, batch),
             len(train_loader) if isinstance(train_loader, Sized) else None,
             size.num_examples if isinstance(size, (Known, Supposed)) else None,
+            parameters.order_bytes,
         )
         with torch.inference_mode(False):
             return plan_within(planned, timed, limit, bound, store not in (None, False))
@@ -696,7 +697,7 @@ class Laplace:
                 batch = next(iter(self._on_device(shards.first_batch(ranks, known.first))))
                 planned = Planned(
                     *(plain, problem, self._settings, scheme.mode, scheme.num_folds, batch),
-                    *(None, expected.num_data),
+                    *(None, expected.num_data, parameters.order_bytes),
                 )
                 problem, sizes = agreed(grouped(planned, memory_bound, store is not None))
             states = None
