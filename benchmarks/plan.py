@@ -39,7 +39,7 @@ _CURVATURES = ("kfac", "ekfac", "diag")
 _MODES = ("full", "mini", "debiased", "crossfit")
 # Fits that would take more are planned and not run.
 _LIMIT = 2**31
-_LARGE = ("allcnnc-cifar100",)
+_LARGE = ("allcnnc-cifar100", "vit-little-imagenet")
 # Examples in a batch of networks that take minutes with more.
 _BATCHES = {"wrn404-cifar100": 4, "resnet50-imagenet": 2, "vit-little-imagenet": 2}
 CHECKPOINT = "LAPLACE_DEBIAS_CHECKPOINT"
@@ -67,8 +67,8 @@ class Case:
     params: str = "all"
 
 
-def documented() -> list[Case]:
-    """The fits of the documentation: every problem; modes, curvatures and Fishers on some."""
+def of_problems() -> list[Case]:
+    """The documented fits of test problems: all of them; modes, curvatures, Fishers on some."""
     small = {"allcnn-digits", "convnet-digits"}
     cases = []
     for problem in PROBLEMS:
@@ -93,7 +93,7 @@ def documented() -> list[Case]:
     return cases
 
 
-def of_others() -> list[Case]:
+def of_networks() -> list[Case]:
     """Fits of networks that the plan was not written for."""
     cases = []
     for name in NETWORKS:
@@ -120,11 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--docs", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--missing", action="store_true", help="with --docs: what is not there")
+    parser.add_argument("--replan", action="store_true", help="with --docs: plan anew, fit nothing")
     parser.add_argument("--worker", metavar="CASES")
     options = parser.parse_args(arguments)
     if options.worker:
         for case in json.loads(options.worker):
-            print(json.dumps(measured(Case(**case), options.most * 1e9)), flush=True)
+            of_case = measured(Case(**case), options.most * 1e9, not options.replan)
+            print(json.dumps(of_case), flush=True)
         return 0
     cases = [
         Case(name, curvature, mode, options.fisher, options.batch, options.params)
@@ -132,26 +134,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for curvature in options.curvature
         for mode in options.mode
     ]
-    kept: list[dict[str, Any]] = []
+    rows: dict[Case, dict[str, Any]] = {}
+    documented = (*of_problems(), *of_networks())
     if options.docs:
-        cases = [case for case in (*documented(), *of_others()) if case.problem in options.only]
+        cases = [case for case in documented if case.problem in options.only]
         if RESULTS.exists():
-            known = json.loads(RESULTS.read_text(encoding="utf-8"))
-            if options.missing:
-                there = [_case_of(row) for row in known if "plan" in row]
-                cases = [case for case in cases if case not in there]
-            kept = [row for row in known if _case_of(row) not in cases]
+            rows = {_case_of(row): row for row in json.loads(RESULTS.read_text(encoding="utf-8"))}
+        there = [case for case, row in rows.items() if "plan" in row]
+        if options.missing or options.replan:
+            cases = [case for case in cases if (case in there) == options.replan]
     print(table_head())
-    found = []
-    for case, of_case in in_processes(cases, options.most):
-        found.append(asdict(case) | of_case)
-        print(table_row(found[-1]), flush=True)
+    missed = False
+    for case, of_case in in_processes(cases, options.most, options.replan):
+        rows[case] = (rows.get(case, {}) if options.replan else {}) | asdict(case) | of_case
+        print(table_row(rows[case]), flush=True)
+        missed = missed or is_missed(rows[case])
         if options.docs:
-            places = {of: place for place, of in enumerate((*documented(), *of_others()))}
-            rows = [row for row in [*kept, *found] if _case_of(row) in places]
-            rows.sort(key=lambda row: places[_case_of(row)])
-            RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(any(is_missed(row) for row in found))
+            ordered = [rows[of] for of in documented if of in rows]
+            RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    return int(missed)
 
 
 def _case_of(row: dict[str, Any]) -> Case:
@@ -177,7 +178,8 @@ def table_row(row: dict[str, Any]) -> str:
     if "allocated" not in row:
         return f"| {' | '.join([*cells, 'not run'])} | | | | |"
     ratio = f"{row['plan'] / row['allocated']:.2f}{' (missed)' * is_missed(row)}"
-    cells += [f"{row['allocated'] / 1e6:,.1f}", ratio, f"{row['resident'] / 1e6:,.1f}"]
+    resident = "–" if row["resident"] is None else f"{row['resident'] / 1e6:,.1f}"
+    cells += [f"{row['allocated'] / 1e6:,.1f}", ratio, resident]
     return f"| {' | '.join([*cells, *(_seconds(row[k]) for k in ('plan_s', 'fit_s'))])} |"
 
 
@@ -192,12 +194,17 @@ def _seconds(number: float | None) -> str:
     return f"{number:.2f}" if number < 10 else f"{number:.0f}"
 
 
-def in_processes(cases: Sequence[Case], most: float) -> Iterator[tuple[Case, dict[str, Any]]]:
+def in_processes(
+    cases: Sequence[Case], most: float, is_planned_alone: bool
+) -> Iterator[tuple[Case, dict[str, Any]]]:
     """What is found for the cases; those of one problem share a process that did nothing before."""
     for _, group in itertools.groupby(cases, key=lambda case: case.problem):
         of_problem = list(group)
         command = [sys.executable, "-m", "benchmarks.plan", "--most", str(most)]
-        command += ["--worker", json.dumps([asdict(case) for case in of_problem])]
+        command += ["--replan"] * is_planned_alone + [
+            "--worker",
+            json.dumps([asdict(case) for case in of_problem]),
+        ]
         # What is freed goes back to the system.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
@@ -208,12 +215,15 @@ def in_processes(cases: Sequence[Case], most: float) -> Iterator[tuple[Case, dic
                 yield case, {"why": "not measured"} if line is None else json.loads(line)
 
 
-def measured(case: Case, most: float = _LIMIT) -> dict[str, float | None]:
+def measured(case: Case, most: float, is_fitted: bool) -> dict[str, float | None]:
     """Bytes that are planned, allocated and resident; seconds that are planned, and taken.
+
+    Of `NETWORKS` only the bytes that are planned and allocated.
 
     Args:
         case: The fit.
         most: Bytes of a plan beyond which nothing is run.
+        is_fitted: Whether there is a fit, or a plan alone.
     """
     model, data = network_of(case)
     warm_up()
@@ -224,20 +234,26 @@ def measured(case: Case, most: float = _LIMIT) -> dict[str, float | None]:
     plan = laplace().plan(data, case.mode)
     if plan.peak > most:
         return {"plan": plan.peak}
-    # Seconds of the processor, which other work on the machine does not change.
-    plan_seconds.perf_counter = time.process_time
-    plan = laplace().plan(data, case.mode, timed=True)
+    is_timed = case.problem not in NETWORKS
+    if is_timed:
+        # Seconds of the processor, which other work on the machine does not change.
+        plan_seconds.perf_counter = time.process_time
+        plan = laplace().plan(data, case.mode, timed=True)
+    # Of eigendecompositions of all parameters in one nothing is told.
+    found: dict[str, float | None] = {"plan": plan.peak, "plan_s": plan.seconds}
+    if not is_fitted:
+        return found
     num_data = None if case.mode == "full" else 2 * case.batch
 
     def fit() -> None:
         laplace().fit(data, case.mode, num_data=num_data)
 
-    found: dict[str, float | None] = {"plan": plan.peak, "allocated": allocated(fit)}
-    start = time.process_time()
-    found["resident"] = resident(fit)
-    seconds = time.process_time() - start
-    # Of eigendecompositions of all parameters in one nothing is told.
-    return found | {"plan_s": plan.seconds, "fit_s": seconds}
+    found |= {"allocated": allocated(fit), "resident": None, "fit_s": None}
+    if is_timed:
+        start = time.process_time()
+        found["resident"] = resident(fit)
+        found["fit_s"] = time.process_time() - start
+    return found
 
 
 def network_of(case: Case) -> tuple[nn.Module, Batches]:

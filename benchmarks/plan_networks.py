@@ -79,6 +79,15 @@ def _of_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
     return build
 
 
+def _mixer() -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.models.MlpMixer(
+        CLASSES, img_size=_SIDE, patch_size=8, num_blocks=2, embed_dim=192
+    )
+    return model
+
+
 def _of_torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import torchvision
@@ -130,13 +139,12 @@ def _pixels(n: int) -> tuple[Inputs, Tensor]:
 
 _Network = tuple[Callable[[], nn.Module], Callable[[int], tuple[Inputs, Tensor]]]
 _SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 48, "depths": (2, 2), "num_heads": (3, 6)}
-_MIXER = {"img_size": 64, "patch_size": 8, "num_blocks": 2, "embed_dim": 192}
 NETWORKS: dict[str, _Network] = {
     "timm convnext_atto": (_of_timm("convnext_atto"), _images(_SIDE)),
     "timm mobilenetv3_small_100": (_of_timm("mobilenetv3_small_100"), _images(_SIDE)),
     "timm efficientnet_b0": (_of_timm("efficientnet_b0"), _images(_SIDE)),
     "timm swin_tiny, narrow": (_of_timm("swin_tiny_patch4_window7_224", **_SWIN), _images(32)),
-    "timm mixer_s32, narrow": (_of_timm("mixer_s32_224", **_MIXER), _images(64)),
+    "timm mixer_s32, narrow": (_mixer, _images(_SIDE)),
     "torchvision densenet121": (_of_torchvision("densenet121"), _images(32)),
     "torchvision resnext, 4 blocks": (_resnext, _images(32)),
     "transformers BERT": (

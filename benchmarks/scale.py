@@ -158,7 +158,14 @@ def _planned() -> str:
     missed = sum(map(plan.is_missed, run))
     times = sorted(row["fit_s"] / row["plan_s"] for row in run if row["plan_s"])
     low, high = times[len(times) // 4], times[-1 - len(times) // 4]
-    lines = [plan.table_head(), *(plan.table_row(row) for row in rows if "plan" in row)]
+    found = [row for row in rows if "plan" in row]
+    lines, of_others = (
+        [plan.table_head(), *(plan.table_row(row) for row in some)]
+        for some in (
+            [row for row in found if row["problem"] not in plan.NETWORKS],
+            [row for row in found if row["problem"] in plan.NETWORKS],
+        )
+    )
     others = [p.name for p in PROBLEMS if p.name not in {row["problem"] for row in run}]
     return f"""## Plans beside fits
 
@@ -176,6 +183,11 @@ less.
 Not measured: {", ".join(others) or "none"}.
 
 {chr(10).join(lines)}
+
+The plan was not written for these. They have random weights, and batches of 8 examples; `"full"` is
+that of the last layer. `benchmarks/plan_networks.py` builds them.
+
+{chr(10).join(of_others)}
 """
 
 
