@@ -11,6 +11,7 @@ from which `python -m benchmarks.scale` makes the table in docs/scale.md.
 
 import argparse
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.plan_networks import NETWORKS, Batches, network
 from laplace_debias import Laplace
 from laplace_debias.laplace import plan_seconds
 from laplace_debias.problems import PROBLEMS, get_problem, load_checkpoint
@@ -32,11 +34,14 @@ from laplace_debias.problems import PROBLEMS, get_problem, load_checkpoint
 WITHIN = 0.25
 RESULTS = Path(__file__).parent / "plan.json"
 _CLASSES = {"cifar100": 100, "imagenet": 1000}
+_SIDES = {"vit-little-imagenet": 256, "imagenet": 224}
 _CURVATURES = ("kfac", "ekfac", "diag")
 _MODES = ("full", "mini", "debiased", "crossfit")
 # Fits that would take more are planned and not run.
 _LIMIT = 2**31
 _LARGE = ("allcnnc-cifar100", "vit-little-imagenet")
+# Examples in a batch of networks that take minutes with more.
+_BATCHES = {"wrn404-cifar100": 4, "resnet50-imagenet": 2, "vit-little-imagenet": 2}
 CHECKPOINT = "LAPLACE_DEBIAS_CHECKPOINT"
 """Names weights of All-CNN-C on CIFAR-10, for the problem that has them."""
 
@@ -46,11 +51,12 @@ class Case:
     """One fit.
 
     Attributes:
-        problem: A test problem's name.
+        problem: A test problem's name, or one of `plan_networks.NETWORKS`.
         curvature: As `Laplace` takes it.
         mode: As `Laplace.fit` takes it.
         fisher: As `Laplace` takes it.
         batch: Examples in each of two batches.
+        params: As `Laplace` takes it.
     """
 
     problem: str
@@ -58,17 +64,19 @@ class Case:
     mode: str = "full"
     fisher: str = "exact"
     batch: int = 16
+    params: str = "all"
 
 
-def documented() -> list[Case]:
-    """The fits of the documentation: every problem; modes, curvatures and Fishers on some."""
+def of_problems() -> list[Case]:
+    """The documented fits of test problems: all of them; modes, curvatures, Fishers on some."""
     small = {"allcnn-digits", "convnet-digits"}
     cases = []
     for problem in PROBLEMS:
         name = problem.name
         fisher = "exact" if _classes_of(name) == 10 else "mc"
         curvatures = _CURVATURES if problem.is_reduced or name in _LARGE else ("kfac",)
-        cases += [Case(name, curvature, fisher=fisher) for curvature in curvatures]
+        batch = _BATCHES.get(name, 16)
+        cases += [Case(name, curvature, fisher=fisher, batch=batch) for curvature in curvatures]
         if name in small:
             modes = itertools.product(_MODES[1:], _CURVATURES)
             cases += [Case(name, curvature, mode) for mode, curvature in modes]
@@ -85,6 +93,17 @@ def documented() -> list[Case]:
     return cases
 
 
+def of_networks() -> list[Case]:
+    """Fits of networks that the plan was not written for."""
+    cases = []
+    for name in NETWORKS:
+        cases += [Case(name, kind, fisher="mc", batch=8) for kind in (*_CURVATURES, "lowrank")]
+        # The last layer of a language model is its table of tokens, too.
+        if name != "transformers GPT-2":
+            cases.append(Case(name, "full", fisher="mc", batch=8, params="last_layer"))
+    return cases
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure fits, and print a table.
 
@@ -92,49 +111,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 1 if a plan missed by more than a quarter.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[p.name for p in PROBLEMS])
+    parser.add_argument("--only", nargs="*", default=[*(p.name for p in PROBLEMS), *NETWORKS])
     parser.add_argument("--curvature", nargs="*", default=list(_CURVATURES))
     parser.add_argument("--mode", nargs="*", default=["full"])
     parser.add_argument("--fisher", default="exact")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16, help="examples in each of two batches")
+    parser.add_argument("--params", default="all", choices=["all", "weights", "last_layer"])
+    parser.add_argument(
+        "--most", type=float, default=_LIMIT / 1e9, help="GB of a plan whose fit is run"
+    )
     parser.add_argument("--docs", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--missing", action="store_true", help="with --docs: what is not there")
+    parser.add_argument("--replan", action="store_true", help="with --docs: plan anew, fit nothing")
     parser.add_argument("--worker", metavar="CASES")
     options = parser.parse_args(arguments)
     if options.worker:
         for case in json.loads(options.worker):
-            print(json.dumps(measured(Case(**case))), flush=True)
+            of_case = measured(Case(**case), options.most * 1e9, not options.replan)
+            print(json.dumps(of_case), flush=True)
         return 0
     cases = [
-        Case(name, curvature, mode, options.fisher, options.batch)
+        Case(name, curvature, mode, options.fisher, options.batch, options.params)
         for name in options.only
         for curvature in options.curvature
         for mode in options.mode
     ]
-    kept: list[dict[str, Any]] = []
+    rows: dict[Case, dict[str, Any]] = {}
+    documented = (*of_problems(), *of_networks())
     if options.docs:
-        cases = [case for case in documented() if case.problem in options.only]
+        cases = [case for case in documented if case.problem in options.only]
         if RESULTS.exists():
-            known = json.loads(RESULTS.read_text(encoding="utf-8"))
-            if options.missing:
-                there = [_case_of(row) for row in known if "plan" in row]
-                cases = [case for case in cases if case not in there]
-            kept = [row for row in known if _case_of(row) not in cases]
+            rows = {_case_of(row): row for row in json.loads(RESULTS.read_text(encoding="utf-8"))}
+        there = [case for case, row in rows.items() if "plan" in row]
+        if options.missing or options.replan:
+            cases = [case for case in cases if (case in there) == options.replan]
     print(table_head())
-    found = []
-    for case, of_case in in_processes(cases):
-        found.append(asdict(case) | of_case)
-        print(table_row(found[-1]), flush=True)
+    missed = False
+    for case, of_case in in_processes(cases, options.most, options.replan):
+        rows[case] = (rows.get(case, {}) if options.replan else {}) | asdict(case) | of_case
+        print(table_row(rows[case]), flush=True)
+        missed = missed or is_missed(rows[case])
         if options.docs:
-            places = {of: place for place, of in enumerate(documented())}
-            rows = [row for row in [*kept, *found] if _case_of(row) in places]
-            rows.sort(key=lambda row: places[_case_of(row)])
-            RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(any(is_missed(row) for row in found))
+            ordered = [rows[of] for of in documented if of in rows]
+            RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    return int(missed)
 
 
 def _case_of(row: dict[str, Any]) -> Case:
-    return Case(**{field.name: row[field.name] for field in fields(Case)})
+    return Case(**{field.name: row[field.name] for field in fields(Case) if field.name in row})
 
 
 def table_head() -> str:
@@ -147,6 +171,8 @@ def table_head() -> str:
 def table_row(row: dict[str, Any]) -> str:
     """One line of the table."""
     fit = f"{row['curvature']}, {row['mode']}, {row['fisher']}"
+    if row.get("params", "all") != "all":
+        fit += f", {row['params']}"
     cells = [row["problem"], fit, str(row["batch"])]
     if "plan" not in row:
         return f"| {' | '.join([*cells, row['why']])} |"
@@ -154,7 +180,8 @@ def table_row(row: dict[str, Any]) -> str:
     if "allocated" not in row:
         return f"| {' | '.join([*cells, 'not run'])} | | | | |"
     ratio = f"{row['plan'] / row['allocated']:.2f}{' (missed)' * is_missed(row)}"
-    cells += [f"{row['allocated'] / 1e6:,.1f}", ratio, f"{row['resident'] / 1e6:,.1f}"]
+    resident = "–" if row["resident"] is None else f"{row['resident'] / 1e6:,.1f}"
+    cells += [f"{row['allocated'] / 1e6:,.1f}", ratio, resident]
     return f"| {' | '.join([*cells, *(_seconds(row[k]) for k in ('plan_s', 'fit_s'))])} |"
 
 
@@ -169,12 +196,17 @@ def _seconds(number: float | None) -> str:
     return f"{number:.2f}" if number < 10 else f"{number:.0f}"
 
 
-def in_processes(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+def in_processes(
+    cases: Sequence[Case], most: float, is_planned_alone: bool
+) -> Iterator[tuple[Case, dict[str, Any]]]:
     """What is found for the cases; those of one problem share a process that did nothing before."""
     for _, group in itertools.groupby(cases, key=lambda case: case.problem):
         of_problem = list(group)
-        command = [sys.executable, "-m", "benchmarks.plan", "--worker"]
-        command.append(json.dumps([asdict(case) for case in of_problem]))
+        command = [sys.executable, "-m", "benchmarks.plan", "--most", str(most)]
+        command += ["--replan"] * is_planned_alone + [
+            "--worker",
+            json.dumps([asdict(case) for case in of_problem]),
+        ]
         # What is freed goes back to the system.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
@@ -185,33 +217,54 @@ def in_processes(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any]]]
                 yield case, {"why": "not measured"} if line is None else json.loads(line)
 
 
-def measured(case: Case) -> dict[str, float | None]:
-    """Bytes that are planned, allocated and resident; seconds that are planned, and taken."""
-    model = model_of(case.problem)
+def measured(case: Case, most: float, is_fitted: bool) -> dict[str, float | None]:
+    """Bytes that are planned, allocated and resident; seconds that are planned, and taken.
+
+    Of `NETWORKS` only the bytes that are planned and allocated.
+
+    Args:
+        case: The fit.
+        most: Bytes of a plan beyond which nothing is run.
+        is_fitted: Whether there is a fit, or a plan alone.
+    """
+    model, data = network_of(case)
     warm_up()
-    x = inputs(case.problem, case.batch)
-    classes = _classes_of(case.problem)
-    data = [(x + step, torch.arange(len(x)) % classes) for step in range(2)]
-    la = Laplace(model, curvature=case.curvature, fisher=case.fisher)
-    plan = la.plan(data, case.mode)
-    if plan.peak > _LIMIT:
+
+    def laplace() -> Laplace:
+        return Laplace(model, curvature=case.curvature, fisher=case.fisher, params=case.params)
+
+    plan = laplace().plan(data, case.mode)
+    if plan.peak > most:
         return {"plan": plan.peak}
-    # Seconds of the processor, which other work on the machine does not change.
-    plan_seconds.perf_counter = time.process_time
-    plan = la.plan(data, case.mode, timed=True)
+    is_timed = case.problem not in NETWORKS
+    if is_timed:
+        # Seconds of the processor, which other work on the machine does not change.
+        plan_seconds.perf_counter = time.process_time
+        plan = laplace().plan(data, case.mode, timed=True)
+    # Of eigendecompositions of all parameters in one nothing is told.
+    found: dict[str, float | None] = {"plan": plan.peak, "plan_s": plan.seconds}
+    if not is_fitted:
+        return found
     num_data = None if case.mode == "full" else 2 * case.batch
 
     def fit() -> None:
-        Laplace(model, curvature=case.curvature, fisher=case.fisher).fit(
-            data, case.mode, num_data=num_data
-        )
+        laplace().fit(data, case.mode, num_data=num_data)
 
-    found: dict[str, float | None] = {"plan": plan.peak, "allocated": allocated(fit)}
-    start = time.process_time()
-    found["resident"] = resident(fit)
-    seconds = time.process_time() - start
-    # Of eigendecompositions of all parameters in one nothing is told.
-    return found | {"plan_s": plan.seconds, "fit_s": seconds}
+    found |= {"allocated": allocated(fit), "resident": None, "fit_s": None}
+    if is_timed:
+        start = time.process_time()
+        found["resident"] = resident(fit)
+        found["fit_s"] = time.process_time() - start
+    return found
+
+
+def network_of(case: Case) -> tuple[nn.Module, Batches]:
+    """A case's network and its two batches."""
+    if case.problem in NETWORKS:
+        return network(case.problem, case.batch)
+    x, classes = inputs(case.problem, case.batch), _classes_of(case.problem)
+    data: Batches = [(x + step, torch.arange(len(x)) % classes) for step in range(2)]
+    return model_of(case.problem), data
 
 
 def model_of(name: str) -> nn.Module:
@@ -240,11 +293,14 @@ def inputs(name: str, batch: int) -> Tensor:
     torch.manual_seed(0)
     if "digits" in name:
         return torch.randn(batch, 1, 8, 8)
-    return torch.randn(batch, 3, *((224, 224) if "imagenet" in name else (32, 32)))
+    side = next((n for key, n in _SIDES.items() if key in name), 32)
+    return torch.randn(batch, 3, side, side)
 
 
 def allocated(run: Callable[[], None]) -> int:
     """Bytes that torch's allocator has given out at most, above those at the start."""
+    # What is collected within would be taken off what the run holds.
+    gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         run()

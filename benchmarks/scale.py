@@ -158,7 +158,14 @@ def _planned() -> str:
     missed = sum(map(plan.is_missed, run))
     times = sorted(row["fit_s"] / row["plan_s"] for row in run if row["plan_s"])
     low, high = times[len(times) // 4], times[-1 - len(times) // 4]
-    lines = [plan.table_head(), *(plan.table_row(row) for row in rows if "plan" in row)]
+    found = [row for row in rows if "plan" in row]
+    lines, of_others = (
+        [plan.table_head(), *(plan.table_row(row) for row in some)]
+        for some in (
+            [row for row in found if row["problem"] not in plan.NETWORKS],
+            [row for row in found if row["problem"] in plan.NETWORKS],
+        )
+    )
     others = [p.name for p in PROBLEMS if p.name not in {row["problem"] for row in run}]
     return f"""## Plans beside fits
 
@@ -173,10 +180,27 @@ Those that `la.plan(loader, timed=True)` tells come from one batch. Fits took {t
 {times[-1]:.1f} times as long, half of them {low:.1f} to {high:.1f} times. Fits of a fraction of a
 second take longer than is told, as what is done once is not in it; large eigendecompositions take
 less.
-Not measured: {", ".join(others) or "none"}.
+Test problems without a measurement: {", ".join(others) or "none"}.
 
 {chr(10).join(lines)}
+
+The plan was not written for these networks. They have random weights; `"full"` is that of the last
+layer. `benchmarks/plan_networks.py` builds them. Only bytes were measured.
+
+{chr(10).join(of_others)}
+
+Not run: {_not_run(rows) or "none"}.
 """
+
+
+def _not_run(rows: Sequence[dict[str, Any]]) -> str:
+    """The fits of other networks that there are no bytes of."""
+    there = {(row["problem"], row["curvature"]) for row in rows if "allocated" in row}
+    found: dict[str, list[str]] = {}
+    for case in plan.of_networks():
+        if (case.problem, case.curvature) not in there:
+            found.setdefault(case.problem, []).append(case.curvature)
+    return "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in found.items())
 
 
 _START = """# Scale

@@ -92,7 +92,7 @@ def fit(subject: Subject, prior: Prior, request: FitRequest) -> Fitted:
             needed = posterior_bytes(replace(problem, replicate=True), kind)
             stored.check_store(room.store, subject.likelihood, problem.device, needed)
             keep = stack.enter_context(stored.StoredFit(room.store, ranks))
-        problem, sizes = _in_groups(subject, request, problem, known)
+        problem, sizes = _in_groups(subject, request, problem, parameters, known)
         states = None
         if execution.resume is not None:
             states = _states(subject, request, problem, sizes)
@@ -159,13 +159,14 @@ def plan(
     bound = check_fit_bound(memory_bound)
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        problem, _, known = subject.problem(loader, None, prior, replicate)
+        problem, parameters, known = subject.problem(loader, None, prior, replicate)
         batch = next(iter(subject.on_device(known.first)))
     size = data_size(loader)
     planned = Planned(
         *(unwrapped(subject.model), problem, subject.settings, mode, folds, batch),
         len(loader) if isinstance(loader, Sized) else None,
         size.num_examples if isinstance(size, (Known, Supposed)) else None,
+        parameters.order_bytes,
     )
     with torch.inference_mode(False):
         return plan_within(planned, timed, limit, bound, is_stored)
@@ -195,7 +196,11 @@ def _check_alike(
 
 
 def _in_groups(
-    subject: Subject, request: FitRequest, problem: Problem, known: FirstBatchKnown
+    subject: Subject,
+    request: FitRequest,
+    problem: Problem,
+    parameters: BayesianParameters,
+    known: FirstBatchKnown,
 ) -> tuple[Problem, Sequence[int]]:
     """The problem at the pace of its groups of blocks, and how many blocks each group has.
 
@@ -209,7 +214,7 @@ def _in_groups(
     planned = Planned(
         *(unwrapped(subject.model), problem, subject.settings),
         *(scheme.mode, scheme.num_folds, batch),
-        *(None, request.expected.num_data),
+        *(None, request.expected.num_data, parameters.order_bytes),
     )
     return agreed(grouped(planned, room.memory_bound, room.store is not None))
 

@@ -234,11 +234,13 @@ def _stages(
 
 
 def _at_end(planned: Planned, is_stored: bool) -> int:
-    """Bytes when all groups are finished: what is kept, the mean, and its squares."""
+    """Bytes when all groups are finished: what is kept, the mean, its squares and their order."""
     blocks = planned.problem.blocks
     size = sum(block.size for block in blocks)
     kept = 0 if is_stored else _kept(planned, blocks)
-    return kept + planned.problem.dtype.itemsize * size + 16 * checked_at_once(size)
+    mean = planned.problem.dtype.itemsize * size
+    # On a device, too: the posterior has it there.
+    return planned.order + kept + mean + 16 * checked_at_once(size)
 
 
 def _kept(planned: Planned, blocks: Sequence[Block]) -> int:

@@ -403,7 +403,7 @@ class Laplace:
             folds: As `fit` takes it.
             replicate: As `fit` takes it.
             timed: Estimate seconds, too: the time of the first batch, times the number of batches,
-                and that of eigendecompositions of random matrices, scaled by d³ above 512 columns.
+                and that of eigendecompositions of random matrices, scaled by d³ above 1,024.
             available: Bytes that the fit may take; None for those that the device has left.
             memory_bound: As `fit` takes it: the plan is that of a fit in groups.
             store: As `fit` takes it, or whether it is given. Nothing is written.

@@ -20,10 +20,15 @@ from laplace_debias.curvature.network.inputs import num_examples
 from laplace_debias.laplace.plan import Pass
 from laplace_debias.laplace.planned import Planned
 from laplace_debias.laplace.schemes import FOLDS
+from laplace_debias.operators.eigh import may_be_low_rank
 from laplace_debias.system.ranks import ALONE
 
-# Eigendecompositions are timed at up to this size, and scaled by d³.
-_TIMED_SIZE = 512
+# Eigendecompositions are timed at up to this size, and scaled by d³. Those of low rank are so much
+# faster that what they need whatever their size would be scaled, too, at a smaller one.
+_TIMED_SIZE = 1024
+_TIMED_LOW_RANK = 2048
+# Size of the matrix products whose rate is measured.
+_PRODUCT = 512
 # Runs that take fewer seconds together are repeated, three times at most.
 _SHORT = 1.0
 
@@ -66,14 +71,14 @@ def _best_of(problem: Problem, run: Callable[[], object]) -> float:
 
 def _flops_a_second(problem: Problem) -> float:
     """Operations a second of a matrix product in the model's dtype."""
-    x = torch.randn(_TIMED_SIZE, _TIMED_SIZE, dtype=problem.dtype, device=problem.device)
+    x = torch.randn(_PRODUCT, _PRODUCT, dtype=problem.dtype, device=problem.device)
     x @ x
     _wait(problem)
     start = perf_counter()
     for _ in range(4):
         x @ x
     _wait(problem)
-    return 4 * 2 * _TIMED_SIZE**3 / (perf_counter() - start)
+    return 4 * 2 * _PRODUCT**3 / (perf_counter() - start)
 
 
 def eigh_seconds(planned: Planned, working: Working) -> float:
@@ -90,7 +95,8 @@ def eigh_seconds(planned: Planned, working: Working) -> float:
     for block in problem.blocks:
         for d, rows_of_one in zip(decomposed(block), _rows(block, working), strict=True):
             rows = 2 * d if examples is None else min(2 * d, examples * rows_of_one)
-            timed = min(d, _TIMED_SIZE)
+            is_low = may_be_low_rank(rows, d)
+            timed = min(d, _TIMED_LOW_RANK if is_low else _TIMED_SIZE)
             key = timed, max(1, rows * timed // d)
             if key not in known:
                 known[key] = _eigh_of(problem, *key)

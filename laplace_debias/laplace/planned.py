@@ -31,6 +31,8 @@ class Planned:
         batch: The first batch, `(x, y)`.
         num_batches: Batches that a full fit reads on this process; None if not known.
         num_examples: Examples that it reads on all processes; None if not known.
+        order: Bytes of the places that the blocks' entries have among the parameters, which are
+            held on the CPU all the time; 0 where the two orders are the same.
     """
 
     model: nn.Module
@@ -41,6 +43,7 @@ class Planned:
     batch: tuple[Inputs, Tensor]
     num_batches: int | None
     num_examples: int | None
+    order: int = 0
 
     @property
     def batches_read(self) -> int | None:
@@ -75,11 +78,14 @@ class Planned:
             examples = self.batches_read * num_examples(self.batch[0])
         problem, folds = self.problem, self.folds or FOLDS
         if kind.is_dense:
-            return dense_stages(
+            found = dense_stages(
                 *(problem, kind.num_directions, self.mode, workings[1]),
                 *(examples, self.batches_read, folds),
             )
-        return stages(problem, kind.name, self.mode, *workings, self.batches_read, folds)
+        else:
+            found = stages(problem, kind.name, self.mode, *workings, self.batches_read, folds)
+        held = self.order if problem.device.type == "cpu" else 0
+        return {name: held + value for name, value in found.items()}
 
     def of_group(self, blocks: Sequence[Block]) -> "Planned":
         """The same of some of the blocks."""

@@ -159,6 +159,20 @@ def test_memory_is_near_what_a_fit_holds(curvature, mode):
     assert 0.8 <= la.plan(data, mode).peak / memory.peak <= 1.25
 
 
+@pytest.mark.parametrize("curvature", ["diag", "lowrank"])
+def test_memory_counts_the_order_of_parameters_and_no_more_directions_than_rows(curvature):
+    """A transposed convolution's entries lie in another order than its block's; two examples."""
+    torch.manual_seed(0)
+    layers = [nn.ConvTranspose2d(48, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(64, 3)).eval()
+    data = [(torch.randn(1, 48, 3, 3), torch.tensor([k])) for k in range(2)]
+    planned = Laplace(model, curvature=curvature, fisher="mc").plan(data)
+    with TrackedMemory() as memory:
+        la = Laplace(model, curvature=curvature, fisher="mc").fit(data)
+    assert la._known.order is not None
+    assert 0.8 <= planned.peak / memory.peak <= 1.25
+
+
 @pytest.mark.slow
 def test_memory_is_near_what_the_allocator_gave_out():
     """The table of `python -m benchmarks.plan`, of two test problems."""

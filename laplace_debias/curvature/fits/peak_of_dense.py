@@ -6,8 +6,8 @@ from laplace_debias.curvature.fits.peak import OF_EIGH
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.working import Working
 
-# Matrices of the leading directions, while they are made orthonormal.
-_OF_QR = 3
+# Matrices of the leading directions, while they are made orthonormal: before and after.
+_OF_QR = 2
 
 
 def dense_stages(
@@ -64,12 +64,16 @@ def dense_stages(
         found["posterior"] = matrix + (narrow * size * size if wide != narrow else 0)
         return found
     # The product of rows with themselves is decomposed.
-    gram = wide * min(all_rows // (size * wide), size) ** 2
-    directions = wide * posterior_numbers(problem.blocks, "lowrank", rank)
-    joined = all_rows if is_crossfit else 0
+    num_rows = all_rows // (size * wide)
+    gram = wide * min(num_rows, size) ** 2
+    # There are no more directions than rows.
+    directions = wide * posterior_numbers(problem.blocks, "lowrank", min(rank, num_rows))
+    # Rows of several folds joined, and the directions of all data while those of others are found.
+    joined, of_all = (all_rows, directions) if is_crossfit else (0, 0)
     if mode == "debiased":
         found["magnitudes"] = directions + through
-    found["directions"] = all_rows + joined + max(OF_EIGH * gram, gram + _OF_QR * directions)
+    most = max(OF_EIGH * gram, gram + _OF_QR * directions + of_all)
+    found["directions"] = all_rows + joined + most
     return found
 
 

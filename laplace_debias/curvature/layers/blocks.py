@@ -217,14 +217,28 @@ def parameter_order(
         row-major, their position in the flattened parameters, `[D]`; None if the two orders are the
         same.
     """
-    positions: dict[str, Tensor] = {}
-    start = 0
+    starts: dict[str, int] = {}
+    total = 0
     for name in names:
-        parameter = model.get_parameter(name)
-        positions[name] = torch.arange(start, start + parameter.numel()).view(parameter.shape)
-        start += parameter.numel()
-    order = torch.cat([entries_of(model, block, positions).flatten() for block in blocks])
-    return None if torch.equal(order, torch.arange(start)) else order
+        starts[name] = total
+        total += model.get_parameter(name).numel()
+    # Of a large model these are more bytes than its parameters: one block at a time is beside them.
+    order = torch.arange(total)
+    place, is_same = 0, True
+    for block in blocks:
+        positions = {name: _positions(model, name, starts[name]) for name in block.parameters}
+        entries = entries_of(model, block, positions).flatten()
+        of_block = order[place : place + len(entries)]
+        is_same = is_same and torch.equal(entries, of_block)
+        of_block.copy_(entries)
+        place += len(entries)
+    return None if is_same and place == total else order[:place]
+
+
+def _positions(model: nn.Module, name: str, start: int) -> Tensor:
+    """Where a parameter's entries lie among all, in its shape."""
+    parameter = model.get_parameter(name)
+    return torch.arange(start, start + parameter.numel()).view(parameter.shape)
 
 
 def _keys(layer: nn.Module) -> tuple[str, ...]:
