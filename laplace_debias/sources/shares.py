@@ -57,7 +57,10 @@ def share(batches: Batches, model: nn.Module) -> Batches:
         return Cast(share(batches.source, model), batches.dtype)
     if _is_plain(batches):
         loader: Any = batches
-        return _with_batches(loader, ShardedBatches(loader.dataset, loader.batch_size))
+        sampler = ShardedBatches(
+            loader.dataset, loader.batch_size, rank=ranks.rank, num_ranks=ranks.size
+        )
+        return _with_batches(loader, sampler)
     mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
     # Of a list it is known where its examples are.
     return list(mine) if isinstance(batches, list | tuple) else mine
@@ -101,6 +104,8 @@ def _is_plain(batches: Any) -> bool:
     """Whether this is a loader whose batches are runs of its data set."""
     return (
         isinstance(batches, DataLoader)
+        # Another one yields what the data set and the sampler do not tell.
+        and type(batches).__iter__ is DataLoader.__iter__
         and type(batches.batch_sampler) is BatchSampler
         and type(batches.sampler) is SequentialSampler
         and not batches.drop_last
@@ -113,6 +118,7 @@ def _with_batches(loader: Any, sampler: Any) -> Batches:
         batch_sampler=sampler,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,
     )
 

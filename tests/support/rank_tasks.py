@@ -27,6 +27,7 @@ from laplace_debias.curvature import (
 from laplace_debias.curvature.fits import saved_passes
 from laplace_debias.linalg import eigsh, trace
 from laplace_debias.system import agreement
+from laplace_debias.system.ranks import current
 
 SIZE = 37
 BATCH = 16
@@ -360,6 +361,13 @@ def different_calls(rank):
 def a_shard_alone(rank):
     with alone():
         return numbers(laplace().fit(loader()))
+
+
+def shared_by_the_first(rank):
+    """What rank 0 alone has, in a group that has collectives for GPUs, too."""
+    with mock.patch.object(dist, "get_backend", lambda *_: "cpu:gloo,cuda:nccl"):
+        own = {"a": (torch.arange(3), None)} if rank == 0 else {}
+        return current().share(own, {"a": 0})["a"]
 
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "broadcast_object_list")
