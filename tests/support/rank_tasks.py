@@ -365,7 +365,7 @@ def a_shard_alone(rank):
 
 def shared_by_the_first(rank):
     """What rank 0 alone has, in a group that has collectives for GPUs, too."""
-    with mock.patch.object(dist, "get_backend", lambda *_: "cpu:gloo,cuda:nccl"):
+    with mock.patch.object(dist, "get_backend", return_value="cpu:gloo,cuda:nccl"):
         own = {"a": (torch.arange(3), None)} if rank == 0 else {}
         return current().share(own, {"a": 0})["a"]
 
