@@ -12,7 +12,6 @@ from laplace_debias.assessment.predictions import (
     Chosen,
     Predicted,
     entropy,
-    in_order,
     network_outputs,
     of_laplace,
     of_network,
@@ -120,17 +119,15 @@ def predict_set(
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    if current().size > 1:
-        return _predict_dealt(loaded, batches, la, positions, sigma, seed)
     # Tensors, so that they can be saved.
-    columns: dict[str, list[Tensor]] = {}
-    targets: dict[str, list[Tensor]] = {"targets": []}
+    kept: dict[str, list[Tensor]] = {}
     none = torch.zeros((), dtype=torch.float64)
     seconds = {"all": none, "network, an example": none}
     num_outputs: int | None = None
     num_read = 0
-    with passes.begin([columns, targets, seconds], {}, lambda: None) as one_pass:
-        for all_x, all_y in one_pass.batches(Chosen(loaded.model, batches, positions)):
+    with passes.begin([kept, seconds], {}, lambda: None) as one_pass:
+        source = Chosen(loaded.model, batches, positions).numbered()
+        for number, all_x, all_y in one_pass.batches(source):
             left = one_pass.left(all_x, all_y, num_read)
             num_read += len(all_y)
             for part in left:
@@ -146,61 +143,33 @@ def predict_set(
                     start = time.perf_counter()
                     predicted = of_laplace(la, x, loaded.task, num_outputs, seed)
                 seconds["all"] = seconds["all"] + (time.perf_counter() - start)
-                for name, column in predicted.columns().items():
-                    columns.setdefault(name, []).append(column)
-                targets["targets"].append(all_y[part].detach().cpu())
+                found = {"targets": all_y[part].detach().cpu(), **predicted.columns()}
+                found["batch"] = torch.full((len(predicted),), number)
+                for name, column in found.items():
+                    kept.setdefault(name, []).append(column)
             if left:
                 one_pass.done(num_read, 0.0, 0)
-    if not columns:
-        raise ValueError("a set holds no example: give it some, or leave it out")
-    predicted = Predicted(**{name: torch.cat(parts) for name, parts in columns.items()})
+    columns = _of_all(kept)
+    predicted = Predicted(**{name: of for name, of in columns.items() if name != "targets"})
+    spent = current().exchange([float(of) for of in seconds.values()])
+    in_all, of_one = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
     index = torch.arange(len(predicted)) if positions is None else positions
-    return SetPredicted(
-        predicted,
-        torch.cat(targets["targets"]),
-        index,
-        float(seconds["all"]),
-        float(seconds["network, an example"]) * len(predicted),
-    )
+    return SetPredicted(predicted, columns["targets"], index, in_all, of_one * len(predicted))
 
 
-def _predict_dealt(
-    loaded: Loaded,
-    batches: Batches,
-    la: Laplace | None,
-    positions: Tensor | None,
-    sigma: float | None,
-    seed: int,
-) -> SetPredicted:
-    """As `predict_set`, every process with some of the batches; nothing is saved before the end."""
-    parts: list[tuple[int, Predicted, Tensor]] = []
-    seconds, of_network_alone = 0.0, 0.0
-    num_outputs: int | None = None
-    for number, x, y in Chosen(loaded.model, batches, positions).numbered():
-        start = time.perf_counter()
-        if la is None or num_outputs is None:
-            outputs = network_outputs(loaded.model, x)
-            num_outputs = outputs.shape[1]
-            of_network_alone = (time.perf_counter() - start) / len(outputs)
-        if la is None:
-            found = of_network(outputs, loaded.task, sigma)
-            seconds += time.perf_counter() - start
-        else:
-            start = time.perf_counter()
-            found = of_laplace(la, x, loaded.task, num_outputs, seed)
-            seconds += time.perf_counter() - start
-        parts.append((number, found, y.detach().cpu()))
-    parts = in_order(parts)
-    if not parts:
+def _of_all(kept: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """The columns of all processes, in the order of the batches.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    of_ranks = current().gather({name: torch.cat(list(parts)) for name, parts in kept.items()})
+    some = [columns for columns in of_ranks if columns]
+    if not some:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    spent = current().exchange([seconds, of_network_alone])
-    seconds, of_network_alone = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
-    columns = [found.columns() for _, found, _ in parts]
-    predicted = Predicted(**{name: torch.cat([c[name] for c in columns]) for name in columns[0]})
-    index = torch.arange(len(predicted)) if positions is None else positions
-    of_network_alone *= len(predicted)
-    targets = torch.cat([y for _, _, y in parts])
-    return SetPredicted(predicted, targets, index, seconds, of_network_alone)
+    joined = {name: torch.cat([columns[name] for columns in some]) for name in some[0]}
+    order = joined.pop("batch").argsort(stable=True)
+    return {name: column[order] for name, column in joined.items()}
 
 
 def columns_of(

@@ -1,7 +1,9 @@
 """What several processes load and share: batches cut into parts, or dealt out whole."""
 
+import itertools
 import socket
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from laplace_debias.sources.changed import Cast, Changed
 from laplace_debias.system.ranks import current
 
 Result = TypeVar("Result")
+Part = TypeVar("Part", bound=tuple[Any, ...])
 
 
 def one_first(work: Callable[[], Result]) -> Result:
@@ -78,6 +81,15 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
     """
     for number, first, batch in _dealt(batches, read):
         yield number, first, *read(batch)
+
+
+def in_order(parts: list[Part]) -> list[Part]:
+    """What all processes have made of the batches that were dealt, in the order of the batches.
+
+    Args:
+        parts: Those of this process; each begins with the number of its batch.
+    """
+    return sorted(itertools.chain.from_iterable(current().gather(parts)), key=itemgetter(0))
 
 
 def _dealt(batches: Any, read: BatchReader) -> Iterator[tuple[int, int, Any]]:

@@ -332,5 +332,5 @@ def _empty(spec: list[Any] | None, here: Mapping[str, torch.device]) -> Tensor |
     shape, dtype, kind = spec
     device = here.get(kind)
     if device is None:
-        device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        device = torch.device(f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind)
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
