@@ -193,7 +193,7 @@ def assert_same(one, several):
         for pair in zip(one, several, strict=True):
             assert_same(*pair)
     elif isinstance(one, float):
-        assert several == pytest.approx(one, rel=1e-9, abs=1e-12)
+        assert several == pytest.approx(one, rel=1e-12, abs=1e-14)
     else:
         assert one == several
 
