@@ -217,7 +217,7 @@ def _execute(
             options = self.get_defaults(skip_validation=True).keys(branches=True)
             raise ValueError(_explained(message, options, also)) from ex
 
-    given = {argument.partition("=")[0] for argument in arguments}
+    given = {part.partition("=")[0] for part in arguments if part.startswith("--")}
     most = [f"--{name}" for name in getattr(settings, "needed_by_most", ())]
     also = [option for option in most if option not in given]
 

@@ -12,7 +12,6 @@ from laplace_debias.assessment.predictions import (
     Chosen,
     Predicted,
     entropy,
-    in_order,
     network_outputs,
     of_laplace,
     of_network,
@@ -120,21 +119,15 @@ def predict_set(
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    ranks = current()
-    if ranks.size > 1:
-        # Each process predicts some of the batches.
-        passes = NOT_SAVED
     # Tensors, so that they can be saved.
-    columns: dict[str, list[Tensor]] = {}
-    targets: dict[str, list[Tensor]] = {"targets": []}
+    kept: dict[str, list[Tensor]] = {}
     none = torch.zeros((), dtype=torch.float64)
     seconds = {"all": none, "network, an example": none}
-    numbers: list[int] = []
     num_outputs: int | None = None
     num_read = 0
-    with passes.begin(Sums([columns, targets, seconds], {}, lambda: None)) as one_pass:
-        chosen = Chosen(loaded.model, batches, positions)
-        for number, all_x, all_y in one_pass.batches(chosen.numbered()):
+    with passes.begin(Sums([kept, seconds], {}, lambda: None)) as one_pass:
+        source = Chosen(loaded.model, batches, positions).numbered()
+        for number, all_x, all_y in one_pass.batches(source):
             left = one_pass.left(all_x, all_y, num_read)
             num_read += len(all_y)
             for part in left:
@@ -150,43 +143,33 @@ def predict_set(
                     start = time.perf_counter()
                     predicted = of_laplace(la, x, loaded.task, num_outputs, seed)
                 seconds["all"] = seconds["all"] + (time.perf_counter() - start)
-                for name, column in predicted.columns().items():
-                    columns.setdefault(name, []).append(column)
-                targets["targets"].append(all_y[part].detach().cpu())
-                numbers.append(number)
+                found = {"targets": all_y[part].detach().cpu(), **predicted.columns()}
+                found["batch"] = torch.full((len(predicted),), number)
+                for name, column in found.items():
+                    kept.setdefault(name, []).append(column)
             if left:
                 one_pass.done(num_read, 0.0, 0)
-    parts = columns | targets
-    spent = [[float(value) for value in seconds.values()]]
-    if ranks.size > 1:
-        parts, spent = _of_all_ranks(numbers, parts), ranks.exchange(spent[0])
-    if not parts["targets"]:
-        raise ValueError("a set holds no example: give it some, or leave it out")
-    joined = {name: torch.cat(of_name) for name, of_name in parts.items()}
-    all_targets = joined.pop("targets")
-    predicted = Predicted(**joined)
+    columns = _of_all(kept)
+    predicted = Predicted(**{name: of for name, of in columns.items() if name != "targets"})
+    spent = current().exchange([float(of) for of in seconds.values()])
+    in_all, of_one = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
     index = torch.arange(len(predicted)) if positions is None else positions
-    slowest, alone = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
-    return SetPredicted(predicted, all_targets, index, slowest, alone * len(predicted))
+    return SetPredicted(predicted, columns["targets"], index, in_all, of_one * len(predicted))
 
 
-def _of_all_ranks(
-    numbers: Sequence[int], columns: Mapping[str, Sequence[Tensor]]
-) -> dict[str, list[Tensor]]:
-    """The parts of columns that all processes have, in the order of the batches.
+def _of_all(kept: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """The columns of all processes, in the order of the batches.
 
-    Args:
-        numbers: The number of the batch of each part of this process.
-        columns: The parts of this process, by the columns' names.
+    Raises:
+        ValueError: If there are none.
     """
-    rows = in_order(
-        [
-            (number, {name: parts[row] for name, parts in columns.items()})
-            for row, number in enumerate(numbers)
-        ]
-    )
-    names = rows[0][1] if rows else columns
-    return {name: [row[name] for _, row in rows] for name in names}
+    of_ranks = current().gather({name: torch.cat(list(parts)) for name, parts in kept.items()})
+    some = [columns for columns in of_ranks if columns]
+    if not some:
+        raise ValueError("a set holds no example: give it some, or leave it out")
+    joined = {name: torch.cat([columns[name] for columns in some]) for name in some[0]}
+    order = joined.pop("batch").argsort(stable=True)
+    return {name: column[order] for name, column in joined.items()}
 
 
 def columns_of(

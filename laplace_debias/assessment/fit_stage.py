@@ -9,12 +9,13 @@ from torch import Tensor
 from laplace_debias.assessment import time_ahead
 from laplace_debias.assessment.families import Family, chosen_positions, predict_set
 from laplace_debias.assessment.fitting import fitted, noise_of, tuned
-from laplace_debias.assessment.predictions import Chosen, in_order, network_outputs, of_network
+from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network
 from laplace_debias.assessment.run_folder import write_json
 from laplace_debias.assessment.run_state import Run
 from laplace_debias.assessment.spectra import spectrum_of
 from laplace_debias.assessment.temperature import fit_temperature, kind_of
 from laplace_debias.laplace import Laplace
+from laplace_debias.sources.shares import in_order
 from laplace_debias.system.ranks import current
 
 

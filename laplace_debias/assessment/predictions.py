@@ -1,10 +1,8 @@
 """What a method predicts for a batch: probabilities or a mean, and how uncertain they are."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,7 +15,6 @@ from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.sources.shares import dealt
-from laplace_debias.system.ranks import current
 
 NUM_DRAWS = 256
 """Draws of the logits that the mutual information is the mean of."""
@@ -114,18 +111,6 @@ class Chosen:
                     continue
                 x, y = take(x, some), y[some]
             yield number, move(x, device, None), y
-
-
-Part = TypeVar("Part", bound=tuple[Any, ...])
-
-
-def in_order(parts: list[Part]) -> list[Part]:
-    """What all processes have made of their batches, in the order of the batches.
-
-    Args:
-        parts: Those of this process; each begins with the number of its batch.
-    """
-    return sorted(itertools.chain.from_iterable(current().gather(parts)), key=itemgetter(0))
 
 
 @torch.no_grad()

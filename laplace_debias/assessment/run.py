@@ -87,10 +87,10 @@ def assess(
         # Of several processes the first one looks at the folder, and writes to it.
         earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
         earlier = ranks.from_rank(earlier, 0)
-        if earlier is None:
-            write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
         run = Run(loaded, folder, methods, sets, identity, seed, console)
+        # `run.json` comes first and goes last: a folder with it is known for a run's.
         run.begin(earlier, title, seconds or {})
+        write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
         PredictStage(run, FitStage(run).fit()).predict()
         if ranks.rank == 0:
             with alone():

@@ -21,8 +21,10 @@ from laplace_debias.system.ranks import current
 FORMAT = 1
 _METADATA = b"laplace_debias"
 _OURS = (
-    *("run.json", "config.yaml", "metrics.json", "examples.json", "report.html"),
+    *("config.yaml", "metrics.json", "examples.json", "report.html"),
     *("predictions", "posteriors", "sweeps", "spectra", "examples", "pictures", "state"),
+    # The last one that is removed: without it the rest is somebody else's files.
+    "run.json",
 )
 
 

@@ -82,9 +82,16 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
     for path in settings.posterior:
         methods += _of_file(path, settings)
     with tempfile.TemporaryDirectory(prefix="laplace-debias-") as folder:
+        shared = Path(current().from_rank(folder, 0))
+        if not shared.is_dir():
+            raise FileNotFoundError(
+                f"the folder of temporary files of rank 0, {shared}, is not seen by rank "
+                f"{current().rank}: start all processes on one machine, or set TMPDIR to a folder "
+                "that all machines share"
+            )
         found = assess(
             loaded,
-            Path(current().from_rank(folder, 0)) / "run",
+            shared / "run",
             methods,
             settings=identity_of(settings),
             seed=settings.seed,

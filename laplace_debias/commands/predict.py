@@ -1,10 +1,8 @@
 """`laplace-debias predict`: predictions of a fitted posterior, as a table."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +18,7 @@ from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.files import posterior_file
 from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
 from laplace_debias.sources.parts import batches_of
-from laplace_debias.sources.shares import dealt
+from laplace_debias.sources.shares import dealt, in_order
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
@@ -151,14 +149,14 @@ def _columns(
 ) -> dict[str, Any]:
     """The table's columns, by name, on all processes."""
     parts: list[tuple[int, dict[str, Tensor], Tensor]] = []
-    ranks = current()
     # Draws follow the order of all batches, so the first process makes them all.
+    is_first = current().rank == 0
     with alone() if draws else contextlib.nullcontext():
-        own = _Own(batches, loaded) if ranks.rank == 0 or not draws else ()
+        own = _Own(batches, loaded) if is_first or not draws else ()
         for number, x, y in with_progress(own, settings.progress, "predicting"):
             of_batch = _of_batch(predictive(x), loaded)
             parts.append((number, {name: v.detach().cpu() for name, v in of_batch.items()}, y))
-    of_all = sorted(itertools.chain.from_iterable(ranks.gather(parts)), key=itemgetter(0))
+    of_all = in_order(parts)
     if not of_all:
         raise ValueError("there is no input to predict: give at least one")
     columns: dict[str, Any] = {

@@ -167,8 +167,10 @@ def _worked(
                 # What the last one writes is written when all have come here.
                 agreement.exchange(None)
                 return Ended(status), True
-        except SystemExit as error:  # After --help.
-            return Ended(error.code if isinstance(error.code, int) else 0), True
+        except SystemExit as error:  # After --help; by the user's own modules with a text, too.
+            if error.code is None or isinstance(error.code, int):
+                return Ended(error.code or 0), True
+            return Ended(1, f"{_ERROR}{error.code}"), True
         except Terminated:
             return _of_sigterm(agreement), False
         except BaseException as error:

@@ -1,8 +1,6 @@
 """`laplace-debias tune`: the prior precision of a saved posterior."""
 
-import itertools
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +18,7 @@ from laplace_debias.laplace.files import posterior_file
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import Loaded, SourceSettings, load
-from laplace_debias.sources.shares import dealt, share
-from laplace_debias.system.ranks import current
+from laplace_debias.sources.shares import dealt, in_order, share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,5 +161,5 @@ def _hits(loaded: Loaded, batches: Batches, most: int | None = None) -> Tensor:
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             break
         hits.append((number, outputs.argmax(1).cpu() == y))
-    of_all = sorted(itertools.chain.from_iterable(current().gather(hits)), key=itemgetter(0))
+    of_all = in_order(hits)
     return torch.cat([some for _, some in of_all]).double()[:most] if of_all else torch.ones(0)

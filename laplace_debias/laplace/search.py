@@ -126,9 +126,8 @@ def _of_all(examples: Int[Tensor, " n"], num_examples: int) -> Int[Tensor, " m"]
     """The example of each target of all processes, counted on from one process to the next."""
     ranks = current()
     before = sum(ranks.exchange(num_examples)[: ranks.rank])
-    of_all = ranks.on_all([examples + before])
-    assert of_all is not None
-    return of_all[0]
+    of_all = ranks.on_all([examples + before] if len(examples) else None)
+    return examples if of_all is None else of_all[0]
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,12 @@ def batches_of(
     if isinstance(part, DataLoader):
         sampler = part.sampler
         plain = isinstance(sampler, RandomSampler | SequentialSampler) and part.batch_size
+        # What an `__iter__` of its own yields is not what the data set holds.
+        plain = plain and type(part).__iter__ is DataLoader.__iter__
         if not plain or len(sampler) != len(part.dataset):  # type: ignore[arg-type]
             return _as_they_are(part, settings, limit, name)
-        dataset, options = part.dataset, {"collate_fn": part.collate_fn}
+        dataset = part.dataset
+        options = {"collate_fn": part.collate_fn, "worker_init_fn": part.worker_init_fn}
         size = size or part.batch_size
         options["num_workers"] = settings.workers or part.num_workers
     elif not (hasattr(part, "__getitem__") and isinstance(part, Dataset)):

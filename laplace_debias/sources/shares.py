@@ -1,7 +1,9 @@
 """What several processes load and share: batches cut into parts, or dealt out whole."""
 
+import itertools
 import socket
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from laplace_debias.sources.changed import Cast, Changed
 from laplace_debias.system.ranks import current
 
 Result = TypeVar("Result")
+Part = TypeVar("Part", bound=tuple[Any, ...])
 
 
 def one_first(work: Callable[[], Result]) -> Result:
@@ -57,7 +60,10 @@ def share(batches: Batches, model: nn.Module) -> Batches:
         return Cast(share(batches.source, model), batches.dtype)
     if _is_plain(batches):
         loader: Any = batches
-        return _with_batches(loader, ShardedBatches(loader.dataset, loader.batch_size))
+        sampler = ShardedBatches(
+            loader.dataset, loader.batch_size, rank=ranks.rank, num_ranks=ranks.size
+        )
+        return _with_batches(loader, sampler)
     mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
     # Of a list it is known where its examples are.
     return list(mine) if isinstance(batches, list | tuple) else mine
@@ -75,6 +81,15 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
     """
     for number, first, batch in _dealt(batches, read):
         yield number, first, *read(batch)
+
+
+def in_order(parts: list[Part]) -> list[Part]:
+    """What all processes have made of the batches that were dealt, in the order of the batches.
+
+    Args:
+        parts: Those of this process; each begins with the number of its batch.
+    """
+    return sorted(itertools.chain.from_iterable(current().gather(parts)), key=itemgetter(0))
 
 
 def _dealt(batches: Any, read: BatchReader) -> Iterator[tuple[int, int, Any]]:
@@ -101,6 +116,8 @@ def _is_plain(batches: Any) -> bool:
     """Whether this is a loader whose batches are runs of its data set."""
     return (
         isinstance(batches, DataLoader)
+        # Another one yields what the data set and the sampler do not tell.
+        and type(batches).__iter__ is DataLoader.__iter__
         and type(batches.batch_sampler) is BatchSampler
         and type(batches.sampler) is SequentialSampler
         and not batches.drop_last
@@ -113,6 +130,7 @@ def _with_batches(loader: Any, sampler: Any) -> Batches:
         batch_sampler=sampler,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,
     )
 

@@ -177,7 +177,7 @@ class Group(Ranks):
         """As `Ranks.share`."""
         mine = [[_spec(x) for x in parts[key]] for key in owners if owners[key] == self.rank]
         specs = [iter(of_rank) for of_rank in self.exchange(mine)]
-        device = _device_of(parts)
+        here = {x.device.type: x.device for of in parts.values() for x in of if x is not None}
         shared: dict[Key, tuple[Tensor | None, ...]] = {}
         for key, owner in owners.items():
             of_key = next(specs[owner])
@@ -185,7 +185,7 @@ class Group(Ranks):
                 own = [None if x is None else x.contiguous() for x in parts[key]]
                 shared[key] = tuple(own)
             else:
-                shared[key] = tuple(_empty(spec, device) for spec in of_key)
+                shared[key] = tuple(_empty(spec, here) for spec in of_key)
         for owner in range(self.size):
             of_owner = [x for key in owners if owners[key] == owner for x in shared[key]]
             for bucket in buckets([x for x in of_owner if x is not None]):
@@ -307,21 +307,25 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _spec(tensor: Tensor | None) -> list[Any] | None:
-    return None if tensor is None else [list(tensor.shape), str(tensor.dtype).partition(".")[2]]
+    if tensor is None:
+        return None
+    return [list(tensor.shape), str(tensor.dtype).partition(".")[2], tensor.device.type]
 
 
-def _empty(spec: list[Any] | None, device: torch.device) -> Tensor | None:
+def _empty(spec: list[Any] | None, here: Mapping[str, torch.device]) -> Tensor | None:
+    """Room for another rank's tensor, on a device of the same kind.
+
+    A group may have collectives of their own for each kind (`cpu:gloo,cuda:nccl`): ranks that take
+    different ones wait for each other for ever.
+
+    Args:
+        spec: As the owner gave it.
+        here: The devices that this rank uses, by their kinds.
+    """
     if spec is None:
         return None
-    return torch.empty(spec[0], dtype=getattr(torch, spec[1]), device=device)
-
-
-def _device_of(parts: Parts) -> torch.device:
-    """Where this rank's tensors are; without any where the group's collectives take them."""
-    for of_key in parts.values():
-        for x in of_key:
-            if x is not None:
-                return x.device
-    # `nccl`, or `cpu:gloo,cuda:nccl`.
-    is_of_gpus = dist.Backend.NCCL in str(dist.get_backend())
-    return torch.device("cuda", torch.cuda.current_device()) if is_of_gpus else torch.device("cpu")
+    shape, dtype, kind = spec
+    device = here.get(kind)
+    if device is None:
+        device = torch.device(f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind)
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)

@@ -168,6 +168,35 @@ def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
     assert [method["key"] for method in folder.read_run()["methods"]] == ["network"]
 
 
+@pytest.mark.parametrize("first", ["run_state.write_json", "run.write_bytes"])
+def test_a_run_that_is_broken_off_at_its_first_files_begins_again(
+    loaded, tmp_path, monkeypatch, first
+):
+    def broken(*_):
+        raise Broken
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"laplace_debias.assessment.{first}", broken)
+        with pytest.raises(Broken):
+            run(loaded, tmp_path / "run", methods=(NETWORK,))
+    folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
+    assert (folder.path / "config.yaml").exists()
+
+
+def test_a_replacement_that_is_broken_off_begins_again(loaded, tmp_path, monkeypatch):
+    folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
+
+    def broken(*_):
+        raise Broken
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder.shutil, "rmtree", broken)
+        with pytest.raises(Broken):
+            run(loaded, folder.path, methods=(NETWORK, LAST_LAYER), overwrite=True)
+    run(loaded, folder.path, methods=(NETWORK, LAST_LAYER), overwrite=True)
+    assert folder.posterior("last-layer").exists()
+
+
 def test_a_folder_with_other_files_is_left_alone(loaded, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(FileExistsError, match=r"holds other files \(thesis.tex\)"):

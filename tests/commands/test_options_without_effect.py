@@ -55,6 +55,12 @@ def test_on_the_line_of_a_command_they_are_refused(here, command, options, capsy
     assert sorted(path.name for path in here.iterdir()) == ["d.npz", "nets.py"]
 
 
+def test_values_that_are_called_like_options_are_none(here, capsys):
+    (here / "d.npz").rename(here / "ood.npz")
+    source = ["--model=nets:rows", "--data", "ood.npz", "--device=cpu", "--progress=false"]
+    assert main(["fit", *source, "--output=p.safetensors"]) == 0, capsys.readouterr().err
+
+
 def test_in_a_file_for_several_commands_they_are_told(here, capsys):
     settings = {
         "ood": {"x": "nowhere"},

@@ -75,6 +75,10 @@ def broken_on_0():
     return parts(0, "raise")
 
 
+def leaving():
+    raise SystemExit("the images are not there")
+
+
 def killed_on_1():
     return parts(1, "kill")
 """
@@ -189,7 +193,7 @@ def assert_same(one, several):
         for pair in zip(one, several, strict=True):
             assert_same(*pair)
     elif isinstance(one, float):
-        assert several == pytest.approx(one, rel=1e-9, abs=1e-12)
+        assert several == pytest.approx(one, rel=1e-12, abs=1e-14)
     else:
         assert one == several
 
@@ -238,6 +242,9 @@ def test_what_all_find_wrong_is_told_once_and_of_no_rank(here, processes):
     done = together(processes, 2, here, "fit", *SOURCE, "--data=no.npz", "--output=p.safetensors")
     told = "nothing is at no.npz, which --data names: check the path"
     assert only_line(done) == f"laplace-debias: error: {told}"
+    leaving = ["fit", *SOURCE, "--data=nets:leaving", "--output=p.safetensors"]
+    line = only_line(together(processes, 2, here, *leaving), status=1)
+    assert line == "laplace-debias: error: the images are not there"
     line = only_line(together(processes, 2, here, "predict", *SOURCE, *DATA, "--outptu=x.csv"))
     assert line.startswith("laplace-debias: error: unrecognized")
 

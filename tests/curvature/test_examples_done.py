@@ -5,6 +5,7 @@ import torch
 
 from laplace_debias.curvature.fits.examples_done import chosen, joined_spans, runs_of
 from laplace_debias.curvature.fits.pass_state import PassState, mark_of_all, marks_of_examples
+from laplace_debias.curvature.network.same_vectors import digest
 from laplace_debias.system.ranks import ALONE
 
 CPU = torch.device("cpu")
@@ -43,6 +44,15 @@ def test_the_mark_of_directions_changes_with_their_entries_signs_and_order(dtype
     for other in (V, U + 1, -U, one_sign, U[:, swapped], U[swapped], U.T):
         assert mark != mark_of_all([other, None, V])
     assert mark not in (mark_of_all([U, V]), mark_of_all([V, None, U]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_of_signs_and_their_blocks_all_have_digests_of_their_own(dtype):
+    signs = torch.tensor([1, -1], dtype=dtype)
+    vectors = torch.cartesian_prod(*[signs] * 8)
+    assert len({digest(vector) for vector in vectors}) == len(vectors)
+    assert len({digest(vector.view(4, 2)) for vector in vectors}) == len(vectors)
+    assert digest(vectors[:0]) == 0
 
 
 def state(places):

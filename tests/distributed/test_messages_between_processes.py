@@ -112,3 +112,10 @@ def test_no_message_for_a_batch(processes, curvature, fisher):
     assert many == few
     # Of EKFAC a message to each owner for both factors and the magnitudes, and one from it.
     assert 0 < len(many) <= 4 * RANKS + 1
+
+
+def test_what_one_process_has_arrives_on_the_same_kind_of_device(processes):
+    # On a machine with GPUs a command on the CPU has a group with collectives for both.
+    for found in processes.run(2, tasks.shared_by_the_first):
+        assert found[0].equal(torch.arange(3)), found
+        assert found[1] is None

@@ -102,7 +102,7 @@ def test_a_regression_is_tuned_in_all_ways(processes):
     expected = tasks.regression(0)
     for found in processes.run(3, tasks.regression):
         # Searches end within their own tolerance: what they end at is compared more loosely.
-        check(found, expected, rel=1e-9)
+        check(found, expected, rel=1e-11)
 
 
 @pytest.mark.slow

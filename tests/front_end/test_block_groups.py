@@ -224,6 +224,33 @@ def test_the_peak_of_a_fit_falls_under_its_bound(curvature, mode):
     assert_same(whole, la)
 
 
+def test_what_finished_groups_leave_in_memory_counts_in_those_that_follow(monkeypatch):
+    caught, original = [], grouping._grouped
+
+    def catching(planned, most, is_stored):
+        caught.append(planned)
+        return original(planned, most, is_stored)
+
+    monkeypatch.setattr(grouping, "_grouped", catching)
+    la = Laplace(wide(), params="weights", fisher="mc", memory_bound=2**14)
+    la.plan([(torch.randn(8, 48), torch.randint(4, (8,)))], memory_bound=2**40)
+    planned, low, high = caught[0], 0, 2**30
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            found, high = original(planned, middle, False), middle
+        except ValueError:
+            low = middle
+    before = planned.problem.blocks[: -len(found.groups[-1])]
+    assert before
+    # Both eigenbases and the magnitudes, in single precision.
+    kept = sum(4 * (o * o + i * i + o * i) for o, i in (block.shape for block in before))
+    last = found.groups[-1]
+    workings = tuple(working.of_group(last) for working in planned.workings())
+    stages = planned.of_group(last).stages(workings)
+    assert max(found.stages.values()) >= kept + max(stages.values())
+
+
 def test_a_posterior_that_is_larger_than_the_bound_is_stored(tmp_path):
     torch.manual_seed(0)
     layers = [m for _ in range(16) for m in (nn.Linear(64, 64), nn.Tanh())]

@@ -207,10 +207,11 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
     assert la._fitted is None
 
 
-def test_a_plan_leaves_the_generator_and_the_model(case):
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_a_plan_leaves_the_generator_and_the_model(case, curvature):
     model, data = case
     before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    la = Laplace(model, fisher="mc")
+    la = Laplace(model, curvature=curvature, fisher="mc")
     la.plan(data, timed=True)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())

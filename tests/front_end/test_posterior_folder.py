@@ -145,6 +145,21 @@ def test_a_tuned_posterior_is_saved_without_its_blocks_once_more(tmp_path):
     assert torch.equal(loaded.sample(1, seeded()), again.sample(1, seeded()))
 
 
+def test_a_folder_that_was_moved_or_removed_since_it_was_mapped(tmp_path):
+    old, new, other = (tmp_path / name for name in ("old", "new", "other"))
+    la = fitted()
+    la.save(old, parts=True)
+    loaded = Laplace.load(old, la.model, mmap=True)
+    old.rename(new)
+    before = {p.name: p.stat().st_ino for p in new.glob("block-*")}
+    loaded.save(new, parts=True)
+    assert {p.name: p.stat().st_ino for p in new.glob("block-*")} == before
+    shutil.rmtree(new)
+    loaded.save(other, parts=True)
+    again = Laplace.load(other, la.model)
+    assert torch.equal(again.sample(1, seeded()), loaded.sample(1, seeded()))
+
+
 def test_a_rescaled_posterior_is_written_anew(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).eval()

@@ -275,6 +275,20 @@ class Parts:
     test = train
 
 
+class Doubling(DataLoader):
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield 2 * x, y
+
+
+class Doubled:
+    train = test = Doubling(TensorDataset(X, Y), batch_size=7)
+
+
+class Seeding:
+    train = test = DataLoader(TensorDataset(X, Y), worker_init_fn=print)
+
+
 def iterator():
     return {"train": iter([(X, Y)]), "test": [(X, Y)]}
 
@@ -317,6 +331,16 @@ def test_batch_size_and_limits_apply_to_loaders_of_data_sets(own):
     assert [len(batch) for batch, _ in found.train] == [4, 4, 2]
     with pytest.raises(ValueError, match="test_examples is given, but the test data is batches"):
         loaded(model="nets:rows", data="own:make", test_examples=3)
+
+
+def test_a_loader_with_an_iteration_of_its_own_is_read_by_it(own):
+    found = loaded(model="nets:rows", data="own:Doubled")
+    assert torch.equal(every(found.train)[0], 2 * sys.modules["own"].X)
+
+
+def test_what_prepares_the_workers_of_a_loader_is_kept(own):
+    found = loaded(model="nets:rows", data="own:Seeding")
+    assert found.train.worker_init_fn is print
 
 
 def test_a_network_that_is_one_already(own):

@@ -29,6 +29,7 @@ from laplace_debias.curvature.fits import saved_passes
 from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
 from laplace_debias.system import agreement
+from laplace_debias.system.ranks import current
 
 SIZE = 37
 BATCH = 16
@@ -237,7 +238,10 @@ def fit_alone(rank):
 
 def product_of_own_vector(rank):
     A = operator("ggn", loader())
-    return A @ torch.randn(A.shape[0], generator=generator(rank), dtype=torch.float64)
+    # Random signs, of which two differ: in a sum of bits the signs of two doubles cancel.
+    vector = torch.ones(A.shape[0], dtype=torch.float64)
+    vector[:2] = 1 - 2 * rank
+    return A @ vector
 
 
 def refused_operator(rank, name):
@@ -364,6 +368,13 @@ def different_calls(rank):
 def a_shard_alone(rank):
     with alone():
         return numbers(laplace().fit(loader()))
+
+
+def shared_by_the_first(rank):
+    """What rank 0 alone has, in a group that has collectives for GPUs, too."""
+    with mock.patch.object(dist, "get_backend", return_value="cpu:gloo,cuda:nccl"):
+        own = {"a": (torch.arange(3), None)} if rank == 0 else {}
+        return current().share(own, {"a": 0})["a"]
 
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "broadcast_object_list")

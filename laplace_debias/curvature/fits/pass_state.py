@@ -8,11 +8,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from laplace_debias.curvature.network.fingerprint import bits
+from laplace_debias.curvature.network.fingerprint import MIX, bits, mark_in_order
 from laplace_debias.curvature.network.inputs import Inputs, tensors_of
 
-# An odd number without a pattern: the tensors of an example weigh differently.
-MIX = -7046029254386353131
 # Where a pass keeps what it sums: from a key (a block, say) to a tensor that is added to, or to a
 # list of tensors that are as good if they are concatenated along their first dimension.
 Held = Sequence[dict[Any, Any]]
@@ -105,24 +103,8 @@ def mark_of_all(tensors: Sequence[Tensor | None]) -> int:
     """
     mark = 0
     for tensor in tensors:
-        of_tensor = 0 if tensor is None else int(_mark_of(tensor.detach()))
+        of_tensor = 0 if tensor is None else int(mark_in_order(tensor))
         mark = (mark * MIX + of_tensor) % 2**63
-    return mark
-
-
-def _mark_of(tensor: Tensor) -> Int[Tensor, ""]:
-    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
-    entries = bits(rows.flatten())
-    # The sign of a double is its highest bit, of which a sum over two has nothing left.
-    entries = entries.view(torch.int32) if entries.dtype == torch.int64 else entries
-    entries = entries.view(len(rows), -1)
-    mark = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for dim in (0, 1):
-        sums = entries.sum(dim, dtype=torch.int64)
-        # Odd weights without a pattern: as multiples of each other small differences would cancel.
-        weights = torch.arange(1, len(sums) + 1, device=tensor.device) * MIX
-        weights = ((weights ^ (weights >> 29)) * MIX) | 1
-        mark = mark * MIX + (sums * weights).sum()
     return mark
 
 

@@ -1,9 +1,8 @@
 """A product of several processes is one product: all of them multiply the same vector."""
 
-import torch
 from torch import Tensor
 
-from laplace_debias.curvature.network.fingerprint import bits
+from laplace_debias.curvature.network.fingerprint import mark_in_order
 from laplace_debias.system.ranks import Ranks
 
 
@@ -29,7 +28,4 @@ def check_same(ranks: Ranks, vectors: Tensor) -> None:
 
 def digest(tensor: Tensor) -> int:
     """A number that changes with any bit of a tensor's entries, and with their order."""
-    numbers = bits(tensor.detach().flatten()).long()
-    # Odd weights: integers wrap around, and no bit is lost.
-    weights = 2 * torch.arange(len(numbers), device=numbers.device) + 1
-    return int((numbers * weights).sum())
+    return int(mark_in_order(tensor.flatten()))

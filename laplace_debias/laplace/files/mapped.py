@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,13 @@ class Mapped:
         if self.folder is None or self.blocks.get(name) is not block:
             return None
         part = self.parts.get(name)
-        if part is None or not self.folder.samefile(folder):
+        if part is None:
             return None
-        path = self.folder / part.file
-        return part if path.exists() and stamp_of(path) == self.stamps.get(path) else None
+        # By the file, whatever the folder that it was mapped from is called now, if it is there.
+        with suppress(OSError):
+            if stamp_of(folder / part.file) == self.stamps[self.folder / part.file]:
+                return part
+        return None
 
 
 def stamp_of(path: Path) -> Stamp:
