@@ -95,6 +95,7 @@ from laplace_debias.laplace.posterior_range import (
 )
 from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
 from laplace_debias.laplace.resume import check_resumable, states_of, states_of_tuning
+from laplace_debias.laplace.same_arguments import together
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     MODES,
@@ -111,7 +112,7 @@ from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.available import check_available
 from laplace_debias.system.randomness import alike, replayed, seeded
-from laplace_debias.system.ranks import current, together
+from laplace_debias.system.ranks import current
 from laplace_debias.system.threads import Lock
 
 PriorPrecision = float | Tensor
@@ -1501,22 +1502,16 @@ class Laplace:
             RuntimeError: Before a fit.
             ValueError: If the likelihood is an instance of a user's class, unless
                 `own_likelihood`; if its `options` are not plain data, or the negative
-                log-likelihood is not finite; for a sharded posterior in parts.
+                log-likelihood is not finite.
             FileNotFoundError: If the folder does not exist.
             OSError: If the path is a folder (with `parts` a file), a device or may not be written;
                 if the disk is full; if somebody else is writing to the folder. What was there
                 before is still there.
         """
         state, ranks = self._unchanged_state, current()
-        if parts and state.posterior.is_sharded:
-            raise ValueError(
-                "A sharded posterior cannot be saved in parts, as each process holds some of its "
-                "blocks: save it as one file, or call `la.gather()` on all of them before."
-            )
-        if ranks.rank == 0 and parts:
-            stored.save_parts(Path(path), state, own_likelihood)
-        elif state.posterior.is_sharded or ranks.rank == 0:
-            posterior_file.save(Path(path), state, own_likelihood)
+        if state.posterior.is_sharded or ranks.rank == 0:
+            write = stored.save_parts if parts else posterior_file.save
+            write(Path(path), state, own_likelihood)
         # Nobody goes on before the file is there.
         ranks.exchange(None)
 

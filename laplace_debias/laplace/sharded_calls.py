@@ -18,6 +18,7 @@ from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.same_vectors import digest
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.same_arguments import check_same, described_call
 from laplace_debias.system.ranks import current, together
 
 P = ParamSpec("P")
@@ -37,7 +38,10 @@ def on_all_ranks(what: str) -> Callable[[Callable[P, Result]], Callable[P, Resul
         @functools.wraps(method)
         def called(*args: P.args, **kwargs: P.kwargs) -> Result:
             of_posteriors: Any = args[0]
-            return run_together(what, of_posteriors._posteriors, lambda: method(*args, **kwargs))
+            return run_together(
+                *(what, of_posteriors._posteriors, lambda: method(*args, **kwargs)),
+                lambda: described_call(method, args, kwargs),
+            )
 
         return called
 
@@ -45,7 +49,10 @@ def on_all_ranks(what: str) -> Callable[[Callable[P, Result]], Callable[P, Resul
 
 
 def run_together(
-    what: str, posteriors: Sequence[GaussianPosterior], function: Callable[[], Result]
+    what: str,
+    posteriors: Sequence[GaussianPosterior],
+    function: Callable[[], Result],
+    described: Callable[[], dict[str, Any]] = dict,
 ) -> Result:
     """Call a function on all processes if some posterior is sharded, else on this one.
 
@@ -53,10 +60,11 @@ def run_together(
         what: What messages call it.
         posteriors: What it works on.
         function: The function.
+        described: Its arguments that must be the same, as `check_same` takes them.
 
     Raises:
         RuntimeError: If this call is not one of all processes that share the blocks.
-        ValueError: As `sharded_among` and `check_same_state`.
+        ValueError: As `sharded_among`, `check_same` and `check_same_state`.
     """
     sharded = sharded_among(posteriors)
     if sharded is None:
@@ -65,7 +73,9 @@ def run_together(
 
     @together(what)
     def agreed() -> Result:
-        check_same_state(posteriors)
+        said = current().exchange([described(), states_of(posteriors)])
+        check_same(what, [arguments for arguments, _ in said])
+        check_same_state([states for _, states in said])
         return function()
 
     return agreed()
@@ -86,15 +96,22 @@ def sharded_among(posteriors: Sequence[GaussianPosterior]) -> ShardedBlocks | No
     return found[0] if found else None
 
 
-def check_same_state(posteriors: Sequence[GaussianPosterior]) -> None:
+def states_of(posteriors: Sequence[GaussianPosterior]) -> list[Any]:
+    """Prior, temperature and N of some posteriors, as plain data."""
+    return [[p.prior_precision.tolist(), p.temperature, p.num_data] for p in posteriors]
+
+
+def check_same_state(of_ranks: Sequence[list[Any]]) -> None:
     """Require the same prior and temperature on all processes.
+
+    Args:
+        of_ranks: What `states_of` gave on each.
 
     Raises:
         ValueError: Otherwise.
     """
-    states = [[p.prior_precision.tolist(), p.temperature, p.num_data] for p in posteriors]
-    for rank, of_rank in enumerate(said := current().exchange(states)):
-        if of_rank != said[0]:
+    for rank, of_rank in enumerate(of_ranks):
+        if of_rank != of_ranks[0]:
             raise ValueError(
                 f"Rank {rank} has another prior precision, temperature or N than rank 0: set them "
                 "to the same on all ranks, whose blocks make one posterior."

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -104,19 +104,25 @@ class FolderWriter:
         if self._lock is not None:
             os.close(self._lock)
 
-    def write(self, what: str, tensors: Mapping[str, Tensor]) -> Part:
+    def write(
+        self,
+        what: str,
+        tensors: Mapping[str, Tensor],
+        fetch: Callable[[str], Tensor] | None = None,
+    ) -> Part:
         """Write a part.
 
         Args:
             what: What is in it, for the file's name: `"mean"`, or `"block-00000"` and so on.
             tensors: Its tensors by name.
+            fetch: As `write_sealed` takes it.
 
         Raises:
             OSError: If it cannot be written.
         """
         path = self.folder / f"{what}-{uuid.uuid4().hex[:16]}.safetensors"
         with written_atomically(path) as temporary:
-            checksum = write_sealed(temporary, {"format": _PART_FORMAT}, tensors)
+            checksum = write_sealed(temporary, {"format": _PART_FORMAT}, tensors, fetch)
         self._written.append(path)
         return Part(path.name, checksum, path.stat().st_size)
 

@@ -75,18 +75,35 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     check_header(plain, "The posterior cannot be saved: it")
     tensors = {"prior_precision": posterior.prior_precision, **tensors_of_fit(posterior)}
     texts = {"format": FORMAT, "header": json.dumps(plain, allow_nan=False)}
-    sent = None
-    if isinstance(curvature, ShardedBlocks):
-        blocks = expected_blocks(fitted.parameters.blocks, header.curvature, None)
-        sent = SentTensors.of(curvature, blocks, tensors)
+    sent = sent_tensors(fitted, header, tensors)
     if sent is not None and not writes:
-        sent.send()
+        sent.send(tensors=sent.tensors)
         return
     with written_atomically(path, make_folders=False) as temporary:
         if sent is None:
             write_sealed(temporary, texts, tensors)
         else:
             write_sealed(temporary, texts, sent.tensors, sent.fetch)
+
+
+def sent_tensors(
+    fitted: Fitted, header: Header, tensors: Mapping[str, Tensor]
+) -> SentTensors | None:
+    """All tensors of a sharded posterior, where they are; None of a whole one.
+
+    Args:
+        fitted: The fit.
+        header: Its header.
+        tensors: Those of this process, by their names in a file.
+
+    Raises:
+        RuntimeError: As `SentTensors.of`.
+    """
+    curvature = fitted.posterior.curvature
+    if not isinstance(curvature, ShardedBlocks):
+        return None
+    blocks = expected_blocks(fitted.parameters.blocks, header.curvature, None)
+    return SentTensors.of(curvature, blocks, tensors)
 
 
 def tensors_of_fit(posterior: GaussianPosterior) -> dict[str, Tensor]:

@@ -59,7 +59,16 @@ class SentTensors:
         assert values is not None
         return values
 
-    def send(self) -> None:
-        """Take part on a process that writes nothing."""
-        for name in names_in_order(self.tensors):
+    def of_block(self, index: int) -> dict[str, Tensor]:
+        """The tensors of a block, by their names; values of others are on the meta device."""
+        start = f"{index}."
+        return {name: of for name, of in self.tensors.items() if name.startswith(start)}
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take part on a process that writes nothing.
+
+        Args:
+            tensors: Those of one file.
+        """
+        for name in names_in_order(tensors):
             self.fetch(name)

@@ -22,6 +22,7 @@ from laplace_debias.laplace.files.folder import (
 from laplace_debias.laplace.files.header import Header, header_of
 from laplace_debias.laplace.files.likelihood_json import likelihood_to_json
 from laplace_debias.laplace.files.mapped import Mapped, Part, Stamp, stamp_of
+from laplace_debias.laplace.files.sent_tensors import SentTensors
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import BlockDiagonal, LinearOperator
@@ -49,7 +50,8 @@ def check_store(
     if ranks.size > 1:
         raise ValueError(
             f"store= is for one process, and this is one of {ranks.size}: leave it out and save "
-            "with la.save(folder, parts=True), or fit within `laplace_debias.alone()`."
+            "with la.save(folder, parts=True), which all of them call, or fit within "
+            "`laplace_debias.alone()`."
         )
     likelihood_to_json(likelihood, own=True)
     check_folder(folder)
@@ -121,23 +123,37 @@ class StoredFit:
 def save_parts(folder: Path, fitted: Fitted, own_likelihood: bool) -> None:
     """Save a posterior in parts; blocks that were mapped from the same folder stay as they are.
 
+    All processes that share the blocks of a sharded posterior call it: rank 0 writes, and gets from
+    the others one tensor after the other.
+
     Raises:
         ValueError: As `posterior_file.save`.
         OSError: As `FolderWriter`.
     """
     header = header_of(fitted, own_likelihood)
+    tensors = posterior_file.tensors_of_fit(fitted.posterior)
+    sent = posterior_file.sent_tensors(fitted, header, tensors)
+    if sent is not None and sent.ranks.rank > 0:
+        for index in range(len(fitted.posterior.curvature.blocks)):
+            sent.send(sent.of_block(index))
+        return
     with FolderWriter(folder) as writer:
-        _write(writer, fitted, header)
+        _write(writer, fitted, header, sent)
 
 
-def _write(writer: FolderWriter, fitted: Fitted, header: Header) -> None:
+def _write(
+    writer: FolderWriter, fitted: Fitted, header: Header, sent: SentTensors | None = None
+) -> None:
     """Write what is not there yet of a posterior, and the index."""
     posterior = fitted.posterior
     parts = [writer.write("mean", posterior_file.of_prior_and_mean(posterior))]
     for index, (name, block) in enumerate(posterior.curvature.blocks.items()):
         there = fitted.mapped and fitted.mapped.part_of(writer.folder, name, block)
-        tensors = posterior_file.of_block(index, block)
-        parts.append(there or writer.write(part_name(index), tensors))
+        if sent is None:
+            what = posterior_file.of_block(index, block), None
+        else:
+            what = sent.of_block(index), sent.fetch
+        parts.append(there or writer.write(part_name(index), *what))
     writer.finish(header, parts)
 
 
