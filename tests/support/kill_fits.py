@@ -153,6 +153,7 @@ def kill_savings(kills: int, seed: int, folder: Path) -> Outcomes:
             left = len(list(folder.glob(f".{target.name}.*.partial")))
             if not is_one or left > 1:
                 found.failures.append(f"saving {number}, parts={parts}, seed {seed}, after {step}")
+            # Otherwise it was killed between two savings.
             if step != "saved":
                 found.steps[step.replace(target.name, "the file")] += 1
                 break
@@ -234,7 +235,7 @@ def kill_ranks(kills: int, seed: int, folder: Path) -> Outcomes:
                 child.stop(after=1.0)
             if was_killed:
                 break
-        found.steps[f"{before} to {after}: {children[victim].steps[-1]}"] += 1
+        found.steps[f"{before} to {after}: {children[victim].where}"] += 1
         for child in _ranks(folder, next(names), after, curvature, state, output):
             child.end()
         expected = alone[after, curvature]
@@ -243,7 +244,7 @@ def kill_ranks(kills: int, seed: int, folder: Path) -> Outcomes:
         if difference > _ROUNDING or state.exists() or (before == after and not is_same):
             found.failures.append(
                 f"ranks {number}, {before} to {after}, {curvature}, seed {seed}: {difference:.1e}, "
-                f"killed after {children[victim].steps[-1]} of rank {victim}"
+                f"killed after {children[victim].where} of rank {victim}"
             )
     return found
 

@@ -97,7 +97,7 @@ class Child:
     def __init__(self, task: Callable, *arguments: object) -> None:
         # Its server imports torch once; a child of it has no thread of this process.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "laplace_debias"])
+        context.set_forkserver_preload(["torch", "laplace_debias", task.__module__])
         self._pipe, theirs = context.Pipe(duplex=False)
         self._process: BaseProcess = context.Process(
             target=_work, args=(task, theirs, *arguments), daemon=True
@@ -105,6 +105,12 @@ class Child:
         self._process.start()
         theirs.close()
         self.steps: list[str] = []
+
+    @property
+    def where(self) -> str:
+        """The last step, and the batch before it."""
+        batches = [step for step in self.steps if " batch " in step]
+        return ", ".join(dict.fromkeys([*batches[-1:], *self.steps[-1:]]))
 
     def wait(self, step: int | None = None) -> None:
         """Wait until it has told so many steps, or has ended.
@@ -182,11 +188,11 @@ def killed(moment: Moment, task: Callable, *arguments: object) -> str | None:
         task: As `Child` takes it, and the arguments.
 
     Returns:
-        The last step that it told; None if it ended before.
+        Where, as `Child.where` has it; None if it ended before.
 
     Raises:
         RuntimeError: If it fails.
     """
     child = Child(task, *arguments)
     child.wait(moment.step)
-    return child.steps[-1] if child.kill(moment.delay) else None
+    return child.where if child.kill(moment.delay) else None

@@ -349,6 +349,38 @@ def another_num_data(rank):
     return numbers(laplace().fit(loader(), num_data=37 + rank))
 
 
+def another_argument(rank, call, option, values):
+    """A call with another value on rank 1, which the second of two sets of arguments has."""
+    la = laplace()
+    if call != "fit":
+        la.fit(loader(), replicate=True)
+    calls = {
+        "fit": partial(la.fit, loader()),
+        "fit_batches": partial(la.fit_batches, loader()),
+        "tune": partial(la.tune, loader()),
+        "evaluate": partial(la.evaluate, loader(), intervals=False),
+        "save": la.save,
+    }
+    calls[call](**{option: values[rank]})
+
+
+def another_laplace(rank, option, values):
+    """A fit of an object that was made in another way on rank 1."""
+    Laplace(network(), **{option: values[rank]}).fit(loader())
+
+
+def other_sets(rank):
+    """An evaluation with out-of-distribution data on rank 0 alone."""
+    la = laplace().fit(loader(), replicate=True)
+    la.evaluate(loader(), ood={"shifted": shifted(SIZE)} if rank == 0 else {})
+
+
+def fit_with_own_generator(rank):
+    """Labels are those of rank 0's generator."""
+    la = laplace("ekfac", fisher="mc")
+    return numbers(la.fit(loader(), generator=generator(5 + rank)))
+
+
 def different_calls(rank):
     la = laplace().fit(loader())
     return numbers(la.fit(loader())) if rank == 0 else la.save("nowhere")
