@@ -12,7 +12,6 @@ from laplace_debias.assessment.predictions import (
     Chosen,
     Predicted,
     entropy,
-    in_order,
     network_outputs,
     of_laplace,
     of_network,
@@ -120,18 +119,16 @@ def predict_set(
     Raises:
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
-    if current().size > 1:
-        return _predict_dealt(loaded, batches, la, positions, sigma, seed)
     # Tensors, so that they can be saved.
     columns: dict[str, list[Tensor]] = {}
-    targets: dict[str, list[Tensor]] = {"targets": []}
-    none = torch.zeros((), dtype=torch.float64)
-    seconds = {"all": none, "network, an example": none}
+    others: dict[str, list[Tensor]] = {"targets": [], "places": [], "network, an example": []}
+    seconds = {"all": torch.zeros((), dtype=torch.float64)}
     num_outputs: int | None = None
     num_read = 0
-    with passes.begin([columns, targets, seconds], {}, lambda: None) as one_pass:
-        for all_x, all_y in one_pass.batches(Chosen(loaded.model, batches, positions)):
-            left = one_pass.left(all_x, all_y, num_read)
+    with passes.begin([columns, others, seconds], {}, lambda: None) as one_pass:
+        source = Chosen(loaded.model, batches, positions).placed()
+        for place, all_x, all_y in one_pass.batches(source):
+            left = one_pass.left(all_x, all_y, place)
             num_read += len(all_y)
             for part in left:
                 x, start = take(all_x, part), time.perf_counter()
@@ -139,7 +136,7 @@ def predict_set(
                     outputs = network_outputs(loaded.model, x)
                     num_outputs = outputs.shape[1]
                     alone = (time.perf_counter() - start) / len(outputs)
-                    seconds["network, an example"] = none + alone
+                    others["network, an example"].append(torch.tensor([alone]).double())
                 if la is None:
                     predicted = of_network(outputs, loaded.task, sigma)
                 else:
@@ -148,59 +145,40 @@ def predict_set(
                 seconds["all"] = seconds["all"] + (time.perf_counter() - start)
                 for name, column in predicted.columns().items():
                     columns.setdefault(name, []).append(column)
-                targets["targets"].append(all_y[part].detach().cpu())
+                others["targets"].append(all_y[part].detach().cpu())
+                others["places"].append(torch.arange(place + part.start, place + part.stop))
             if left:
                 one_pass.done(num_read, 0.0, 0)
-    if not columns:
-        raise ValueError("a set holds no example: give it some, or leave it out")
-    predicted = Predicted(**{name: torch.cat(parts) for name, parts in columns.items()})
+    own = {name: torch.cat(parts) for name, parts in (columns | others).items() if parts}
+    found = _of_all_processes(own)
+    spent = current().exchange(float(seconds["all"]))
+    predicted = Predicted(**{name: found[name] for name in found if name not in others})
     index = torch.arange(len(predicted)) if positions is None else positions
     return SetPredicted(
         predicted,
-        torch.cat(targets["targets"]),
+        found["targets"],
         index,
-        float(seconds["all"]),
-        float(seconds["network, an example"]) * len(predicted),
+        max(spent),
+        float(found["network, an example"].max()) * len(predicted),
     )
 
 
-def _predict_dealt(
-    loaded: Loaded,
-    batches: Batches,
-    la: Laplace | None,
-    positions: Tensor | None,
-    sigma: float | None,
-    seed: int,
-) -> SetPredicted:
-    """As `predict_set`, every process with some of the batches; nothing is saved before the end."""
-    parts: list[tuple[int, Predicted, Tensor]] = []
-    seconds, of_network_alone = 0.0, 0.0
-    num_outputs: int | None = None
-    for number, x, y in Chosen(loaded.model, batches, positions).numbered():
-        start = time.perf_counter()
-        if la is None or num_outputs is None:
-            outputs = network_outputs(loaded.model, x)
-            num_outputs = outputs.shape[1]
-            of_network_alone = (time.perf_counter() - start) / len(outputs)
-        if la is None:
-            found = of_network(outputs, loaded.task, sigma)
-            seconds += time.perf_counter() - start
-        else:
-            start = time.perf_counter()
-            found = of_laplace(la, x, loaded.task, num_outputs, seed)
-            seconds += time.perf_counter() - start
-        parts.append((number, found, y.detach().cpu()))
-    parts = in_order(parts)
-    if not parts:
+def _of_all_processes(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What all processes have predicted, in the order of the examples' places.
+
+    Args:
+        own: What this one has, by name; empty if there was nothing for it.
+
+    Raises:
+        ValueError: If no process has anything.
+    """
+    of_ranks = [of_rank for of_rank in current().gather(own) if of_rank]
+    if not of_ranks:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    spent = current().exchange([seconds, of_network_alone])
-    seconds, of_network_alone = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
-    columns = [found.columns() for _, found, _ in parts]
-    predicted = Predicted(**{name: torch.cat([c[name] for c in columns]) for name in columns[0]})
-    index = torch.arange(len(predicted)) if positions is None else positions
-    of_network_alone *= len(predicted)
-    targets = torch.cat([y for _, _, y in parts])
-    return SetPredicted(predicted, targets, index, seconds, of_network_alone)
+    found = {name: torch.cat([of_rank[name] for of_rank in of_ranks]) for name in of_ranks[0]}
+    order = found["places"].argsort()
+    # A time is no example's.
+    return {name: of if name == "network, an example" else of[order] for name, of in found.items()}
 
 
 def columns_of(

@@ -59,9 +59,7 @@ def check_posterior(path: Path) -> None:
         OSError: If it cannot be read.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"there is no posterior {path}; make it with `laplace-debias fit`"
-        )
+        raise FileNotFoundError(f"there is no posterior {path}; make it with `laplace-debias fit`")
     stored.load(path, mapped=True)
 
 

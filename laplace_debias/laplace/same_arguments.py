@@ -71,7 +71,7 @@ def described_call(
     """
     bound = inspect.signature(method).bind(*args, **kwargs)
     bound.apply_defaults()
-    of_object, *names = bound.arguments
+    names = list(bound.arguments)[1:]  # The first one is the object.
     return {
         name: (_of_data if name in _DATA else _described)(bound.arguments[name])
         for name in names
@@ -185,4 +185,3 @@ def _shown(value: Any) -> str:
 
 def _joined(ranks: list[int]) -> str:
     return " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
-

@@ -35,6 +35,11 @@ def double(outputs=3):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
 
 
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+
+
 class Bad(TensorDataset):
     def __init__(self, rank, how):
         generator = torch.Generator().manual_seed(0)
@@ -91,8 +96,8 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def posterior(path):
-    found = load(SourceSettings(model="nets:double", data="d.npz", device="cpu"))
+def posterior(path, model="nets:double"):
+    found = load(SourceSettings(model=model, data="d.npz", device="cpu"))
     return Laplace.load(path, found.model)
 
 
@@ -338,18 +343,20 @@ def test_a_process_that_is_killed_is_named_and_what_to_do(here):
 
 
 def test_a_fit_in_groups_that_is_written_in_parts(here, processes, capsys):
-    fit = ["fit", *SOURCE, *DATA]
+    fit = ["fit", "--model=nets:wide", *SOURCE[1:], *DATA]
     assert main([*fit, "--output=whole.safetensors"]) == 0
-    expected = numbers(posterior("whole.safetensors"))
-    in_parts = [*fit, "--parts", "--memory_bound=30000"]
+    expected = numbers(posterior("whole.safetensors", "nets:wide"))
+    in_parts = [*fit, "--parts", "--memory_bound=300000"]
     capsys.readouterr()
     assert main([*in_parts, "--plan", "--output=one"]) == 0
-    assert "group 2" in capsys.readouterr().out
+    assert "groups of blocks under 293.0 KiB: 2" in capsys.readouterr().out
+    planned = together(processes, 2, here, *in_parts, "--plan", "--output=two")
+    assert "groups of blocks under 293.0 KiB: 2" in planned[0].out, planned
     assert main([*in_parts, "--output=one"]) == 0
     assert_once(together(processes, 2, here, *in_parts, "--output=two"))
     for name in ("one", "two"):
         assert (here / name / "index.json").exists()
-        for found, wanted in zip(numbers(posterior(name)), expected, strict=True):
+        for found, wanted in zip(numbers(posterior(name, "nets:wide")), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
 
 
@@ -377,7 +384,8 @@ def test_commands_read_posteriors_in_parts(here, processes, capsys):
     values = {
         row["value"]
         for row in [*json.loads((here / "run" / "metrics.json").read_text())["rows"], *rows[0]]
-        if row["method"] in ("mine", "posterior-p") and (row["set"], row["metric"]) == ("test", "nll")
+        if row["method"] in ("mine", "posterior-p")
+        and (row["set"], row["metric"]) == ("test", "nll")
     }
     assert len(values) == 1
 

@@ -73,9 +73,7 @@ def tune(pipe: Connection, metric: str, folder: Path | None, output: Path) -> No
     output.write_bytes(output.with_suffix(".posterior").read_bytes() + told.encode())
 
 
-def save(
-    pipe: Connection, outputs: dict[float, Path], parts: bool, num_rounds: int | None
-) -> None:
+def save(pipe: Connection, outputs: dict[float, Path], parts: bool, num_rounds: int | None) -> None:
     """Write one posterior with one prior precision after the other, once or for ever."""
     curvature = "kfac" if parts else "full"
     la = Laplace(network(), curvature=curvature).fit([images()[:5]], num_data=SIZE)
