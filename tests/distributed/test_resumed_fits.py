@@ -98,3 +98,19 @@ def test_a_search_with_a_sharded_posterior_is_refused_before_it_begins(processes
     for told, exists in processes.run(2, tasks.tune_sharded, folder):
         assert "fit with `replicate=True`, or call `la.gather()`" in told
         assert not exists
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(1, tasks.SIZE, 2)])
+def test_predictions_of_a_set_go_on_with_any_number_of_processes(processes, tmp_path, positions):
+    expected, num_examples = tasks.set_of_predictions(0, tmp_path / "whole", None, positions)
+    for after in (1, 2, 3):
+        folder = tmp_path / f"state-{after}"
+        broken = processes.run(2, tasks.set_of_predictions, folder, 7, positions)
+        assert all(isinstance(found, tuple) and "Error" in found[0] for found in broken), broken
+        done = sum(len(load_file(path)["marks"]) for path in folder.glob("pass-*"))
+        assert 0 < done < num_examples
+        of_ranks = processes.run(after, tasks.set_of_predictions, folder, None, positions)
+        assert sum(number for _, number in of_ranks) == num_examples - done
+        for found, _ in of_ranks:
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in found)

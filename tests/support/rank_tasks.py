@@ -10,10 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from breaking import Breaking
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace_debias import Categorical, Laplace, Quadratic, ShardedBatches, alone
+from laplace_debias.assessment import families
 from laplace_debias.curvature import (
     EKFAC,
     GGN,
@@ -25,8 +27,12 @@ from laplace_debias.curvature import (
     ggn_spectrum,
 )
 from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
+from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.linalg import eigsh, trace
+from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system import agreement
+from laplace_debias.system.ranks import current
 
 SIZE = 37
 BATCH = 16
@@ -486,3 +492,29 @@ def tune_sharded(rank, folder):
     except ValueError as error:
         return str(error), folder.exists()
     return None
+
+
+def set_of_predictions(rank, folder, stop=None, positions=None):
+    """What a report predicts for a set, saved after every batch, and for how many examples."""
+    x, y = examples()[:]
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    with alone():
+        la = laplace("diag").fit(batches)
+    loaded = Loaded(la.model, "classification", batches, SIZE, None, batches)
+    ranks = current()
+    states = FitStates(Path(folder), {"of": "a set"}, ranks.rank, ranks.size)
+    passes = SavedPasses(states, torch.device("cpu"), ranks)
+    num_computed = 0
+    computing = families.of_laplace
+
+    def counting(la, x, *arguments):
+        nonlocal num_computed
+        num_computed += len(x)
+        return computing(la, x, *arguments)
+
+    after_each_batch = mock.patch.object(saved_passes, "EVERY", 0.0)
+    with mock.patch.object(families, "of_laplace", counting), after_each_batch:
+        read = batches if stop is None else Breaking(batches, stop)
+        found = families.predict_set(loaded, read, la, positions, None, seed=1, passes=passes)
+    columns = {**found.predicted.columns(), "targets": found.targets, "index": found.index}
+    return columns, num_computed

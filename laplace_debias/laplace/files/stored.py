@@ -149,11 +149,9 @@ def _write(
     parts = [writer.write("mean", posterior_file.of_prior_and_mean(posterior))]
     for index, (name, block) in enumerate(posterior.curvature.blocks.items()):
         there = fitted.mapped and fitted.mapped.part_of(writer.folder, name, block)
-        if sent is None:
-            what = posterior_file.of_block(index, block), None
-        else:
-            what = sent.of_block(index), sent.fetch
-        parts.append(there or writer.write(part_name(index), *what))
+        tensors = posterior_file.of_block(index, block) if sent is None else sent.of_block(index)
+        fetch = None if sent is None else sent.fetch
+        parts.append(there or writer.write(part_name(index), tensors, fetch))
     writer.finish(header, parts)
 
 
