@@ -120,15 +120,15 @@ def predict_set(
         ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
     """
     # Tensors, so that they can be saved.
-    kept: dict[str, list[Tensor]] = {}
-    none = torch.zeros((), dtype=torch.float64)
-    seconds = {"all": none, "network, an example": none}
+    columns: dict[str, list[Tensor]] = {}
+    others: dict[str, list[Tensor]] = {"targets": [], "places": [], "network, an example": []}
+    seconds = {"all": torch.zeros((), dtype=torch.float64)}
     num_outputs: int | None = None
     num_read = 0
-    with passes.begin(Sums([kept, seconds], {}, lambda: None)) as one_pass:
-        source = Chosen(loaded.model, batches, positions).numbered()
-        for number, all_x, all_y in one_pass.batches(source):
-            left = one_pass.left(all_x, all_y, num_read)
+    with passes.begin(Sums([columns, others, seconds], {}, lambda: None)) as one_pass:
+        source = Chosen(loaded.model, batches, positions).placed()
+        for place, all_x, all_y in one_pass.batches(source):
+            left = one_pass.left(all_x, all_y, place)
             num_read += len(all_y)
             for part in left:
                 x, start = take(all_x, part), time.perf_counter()
@@ -136,40 +136,49 @@ def predict_set(
                     outputs = network_outputs(loaded.model, x)
                     num_outputs = outputs.shape[1]
                     alone = (time.perf_counter() - start) / len(outputs)
-                    seconds["network, an example"] = none + alone
+                    others["network, an example"].append(torch.tensor([alone]).double())
                 if la is None:
                     predicted = of_network(outputs, loaded.task, sigma)
                 else:
                     start = time.perf_counter()
                     predicted = of_laplace(la, x, loaded.task, num_outputs, seed)
                 seconds["all"] = seconds["all"] + (time.perf_counter() - start)
-                found = {"targets": all_y[part].detach().cpu(), **predicted.columns()}
-                found["batch"] = torch.full((len(predicted),), number)
-                for name, column in found.items():
-                    kept.setdefault(name, []).append(column)
+                for name, column in predicted.columns().items():
+                    columns.setdefault(name, []).append(column)
+                others["targets"].append(all_y[part].detach().cpu())
+                others["places"].append(torch.arange(place + part.start, place + part.stop))
             if left:
                 one_pass.done(num_read, 0.0, 0)
-    columns = _of_all(kept)
-    predicted = Predicted(**{name: of for name, of in columns.items() if name != "targets"})
-    spent = current().exchange([float(of) for of in seconds.values()])
-    in_all, of_one = (max(of_ranks) for of_ranks in zip(*spent, strict=True))
+    own = {name: torch.cat(parts) for name, parts in (columns | others).items() if parts}
+    found = _of_all_processes(own)
+    spent = current().exchange(float(seconds["all"]))
+    predicted = Predicted(**{name: found[name] for name in found if name not in others})
     index = torch.arange(len(predicted)) if positions is None else positions
-    return SetPredicted(predicted, columns["targets"], index, in_all, of_one * len(predicted))
+    return SetPredicted(
+        predicted,
+        found["targets"],
+        index,
+        max(spent),
+        float(found["network, an example"].max()) * len(predicted),
+    )
 
 
-def _of_all(kept: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """The columns of all processes, in the order of the batches.
+def _of_all_processes(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What all processes have predicted, in the order of the examples' places.
+
+    Args:
+        own: What this one has, by name; empty if there was nothing for it.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If no process has anything.
     """
-    of_ranks = current().gather({name: torch.cat(list(parts)) for name, parts in kept.items()})
-    some = [columns for columns in of_ranks if columns]
-    if not some:
+    of_ranks = [of_rank for of_rank in current().gather(own) if of_rank]
+    if not of_ranks:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    joined = {name: torch.cat([columns[name] for columns in some]) for name in some[0]}
-    order = joined.pop("batch").argsort(stable=True)
-    return {name: column[order] for name, column in joined.items()}
+    found = {name: torch.cat([of_rank[name] for of_rank in of_ranks]) for name in of_ranks[0]}
+    order = found["places"].argsort()
+    # A time is no example's.
+    return {name: of if name == "network, an example" else of[order] for name, of in found.items()}
 
 
 def columns_of(

@@ -51,8 +51,8 @@ class FitStage:
             loaded = self.run.loaded
             data = loaded.train if loaded.validation is None else loaded.validation
             parts = [
-                (number, network_outputs(loaded.model, x), y.cpu())
-                for number, x, y in Chosen(loaded.model, data).numbered()
+                (place, network_outputs(loaded.model, x), y.cpu())
+                for place, x, y in Chosen(loaded.model, data).placed()
             ]
             parts = in_order(parts)
             if not parts:
@@ -147,9 +147,10 @@ class FitStage:
                 self.run.loaded.validation,
                 self._validation_positions(family),
             )
-        # Several processes have batches of their own, whose scores are not saved.
-        is_alone = current().size == 1
-        resume = self.run.folder.state(f"{family.key}.tune") if is_alone else None
+        # As many processes go on with a search; another number begins it anew.
+        size = current().size
+        number = f"-{size}" if size > 1 else ""
+        resume = self.run.folder.state(f"{family.key}.tune{number}")
         sweep, notes = tuned(la, family.posterior, validation, resume)
         for note in notes:
             self.run.note(f"{family.methods[0].label}: {note}")

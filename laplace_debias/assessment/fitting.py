@@ -42,7 +42,7 @@ def fitted(
             `Laplace.fit` and `Laplace.load`.
     """
     if choice.path is not None:
-        return Laplace.load(choice.path, loaded.model)
+        return Laplace.load(choice.path, loaded.model, replicate=True)
     likelihood = Gaussian(sigma) if loaded.task == "regression" else loaded.task
     names = [name.strip() for name in choice.params.split(",")]
     params = choice.params if choice.params in _SELECTIONS else names

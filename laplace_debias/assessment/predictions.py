@@ -97,20 +97,22 @@ class Chosen:
         self._model, self._batches, self._chosen = model, batches, chosen
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        for _, x, y in self.numbered():
+        for _, x, y in self.placed():
             yield x, y
 
-    def numbered(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        """The batches with their numbers among those of all processes."""
+    def placed(self) -> Iterator[tuple[int, Inputs, Tensor]]:
+        """The batches, with the place of the first example among those of all processes."""
         device = next(self._model.parameters()).device
-        for number, first, x, y in dealt(self._batches, BatchReader(self._model)):
+        for _, first, x, y in dealt(self._batches, BatchReader(self._model)):
+            place = first
             if self._chosen is not None:
                 end = first + num_examples(x)
                 some = self._chosen[(self._chosen >= first) & (self._chosen < end)] - first
                 if not len(some):
                     continue
                 x, y = take(x, some), y[some]
-            yield number, move(x, device, None), y
+                place = int((self._chosen < first).sum())
+            yield place, move(x, device, None), y
 
 
 @torch.no_grad()

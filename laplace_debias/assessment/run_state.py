@@ -15,7 +15,7 @@ from laplace_debias.assessment.families import Family, families_of
 from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.run_folder import FORMAT, RunFolder, digest, table_says, write_json
 from laplace_debias.assessment.sets import DataSet
-from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
+from laplace_debias.curvature.fits.passes import Passes
 from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.sources.loaded import Loaded
@@ -116,18 +116,16 @@ class Run:
     def saved(self, name: str) -> Iterator[Passes]:
         """A pass over a set that is saved as it goes, until the block ends well.
 
-        Several processes save whole sets alone.
-
         Args:
             name: Its own among those of the run.
         """
-        if current().size > 1:
-            yield NOT_SAVED
-            return
-        what = "set of predictions"
-        states = FitStates(self.folder.state(name), {"run": self.digest, "of": name}, what=what)
+        ranks, what = current(), "set of predictions"
+        told = {"run": self.digest, "of": name}
+        states = FitStates(self.folder.state(name), told, ranks.rank, ranks.size, what)
         states.check()
-        yield SavedPasses(states, torch.device("cpu"), what=what)
+        yield SavedPasses(states, torch.device("cpu"), ranks, what)
+        # The first process has written the set by then.
+        ranks.exchange(None)
         states.remove()
 
     def path(self, method: Method, part: DataSet) -> Path:

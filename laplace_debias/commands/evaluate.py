@@ -13,7 +13,7 @@ from laplace_debias.assessment.methods import (
     PosteriorChoice,
 )
 from laplace_debias.commands.compared import found_in, identity_of, tell
-from laplace_debias.laplace.files import posterior_file
+from laplace_debias.commands.network import check_posterior
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
@@ -25,8 +25,8 @@ class Settings(SourceSettings):
     """What is compared.
 
     Attributes:
-        posterior: A file of `laplace-debias fit` or `tune`, as often as wanted, each of which is
-            used as it is; methods are called as their files.
+        posterior: A file or a folder of `laplace-debias fit` or `tune`, as often as wanted, each
+            of which is used as it is; methods are called as these.
         with_temperature: Whether each of these is there a second time with a temperature on top.
         examples: How many examples of each set the posteriors predict, chosen at random; all if
             None.
@@ -73,8 +73,7 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
     """
     console = console or Lines()
     for path in settings.posterior:
-        # Reading data can take minutes, so a missing or damaged posterior is refused before.
-        posterior_file.load(path)
+        check_posterior(path)
     loaded = load(settings)
     methods = [NETWORK]
     if loaded.validation is not None and loaded.task != "regression":

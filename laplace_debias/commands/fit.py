@@ -18,6 +18,7 @@ from laplace_debias.laplace.files.fit_state import check_folder
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.shares import share
 from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,9 @@ class Settings(SourceSettings):
     """What is fitted.
 
     Attributes:
-        output: The posterior, a `.safetensors` file.
+        output: The posterior, a `.safetensors` file; with `parts` a folder.
+        parts: Whether it is written in parts, a file for each block, which other commands read as
+            they need them. One process on the CPU writes each as it is fitted, and never holds all.
         mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training examples; `mini`,
             one batch of them; `debiased`, two; `crossfit`, one in folds.
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
@@ -50,6 +53,7 @@ class Settings(SourceSettings):
     """
 
     output: Path
+    parts: bool = False
     mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
     params: Literal["all", "weights", "supported", "last_layer"] = "all"
@@ -107,7 +111,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     console = console or Lines()
     output = settings.output
     if not settings.plan:
-        check_output(output, settings.overwrite)
+        check_output(output, settings.overwrite, settings.parts)
     if settings.resume is not None:
         check_folder(settings.resume)
     loaded = load(settings.without_comparison())
@@ -126,12 +130,15 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         sigma=settings.sigma,
     )
     train = share(loaded.train, loaded.model)
+    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
+    is_stored = settings.parts and on_cpu and current().size == 1
     if settings.plan:
         plan = la.plan(
             *(train, settings.mode),
             folds=settings.folds,
             timed=True,
             memory_bound=settings.memory_bound,
+            store=is_stored,
         )
         console.print(str(plan), soft_wrap=True)
         plan.check()
@@ -143,8 +150,10 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         folds=settings.folds,
         resume=settings.resume,
         memory_bound=settings.memory_bound,
+        store=output if is_stored else None,
     )
-    save(la, output)
+    if not is_stored:
+        save(la, output, settings.parts)
     console.print(
         f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
         f"{len(la.block_names)} blocks, N = {la.num_data:,}, prior precision "

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
-from laplace_debias.commands.network import check_output, not_for, print_notes
+from laplace_debias.commands.network import (
+    check_output,
+    check_posterior,
+    not_for,
+    posterior_of,
+    print_notes,
+)
 from laplace_debias.curvature.network.batches import Batches, with_progress
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.reader import BatchReader
-from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.files import posterior_file
 from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
 from laplace_debias.sources.parts import batches_of
 from laplace_debias.sources.shares import dealt, in_order
@@ -32,7 +36,7 @@ class Settings(SourceSettings):
     """What is predicted.
 
     Attributes:
-        posterior: The file of `laplace-debias fit` or `tune`.
+        posterior: The file, or the folder of parts, of `laplace-debias fit` or `tune`.
         inputs: What to predict: a folder of images, a `.npz` file with `x`, a table or an import
             path; the test data if None.
         output: The predictions, a `.parquet` or `.csv` file with a row for each input, in the order
@@ -88,16 +92,12 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     import pandas
 
     console = console or Lines()
-    if not settings.posterior.exists():
-        raise FileNotFoundError(
-            f"there is no posterior {settings.posterior}; make it with `laplace-debias fit`"
-        )
     check_output(settings.output, settings.overwrite)
-    posterior_file.load(settings.posterior)
+    check_posterior(settings.posterior)
     loaded, reader = load_with_reader(settings.without_comparison())
     print_notes(loaded, console)
     batches, names = _inputs(settings, loaded, reader, console)
-    la = Laplace.load(settings.posterior, loaded.model)
+    la = posterior_of(settings.posterior, loaded.model)
     generator = torch.Generator(la.mean.device).manual_seed(settings.seed)
 
     def predictive(x: Any) -> Distribution:

@@ -8,13 +8,21 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from laplace_debias.commands.network import check_output, not_for, plain, print_notes, save
+from laplace_debias.commands.network import (
+    check_output,
+    check_posterior,
+    not_for,
+    plain,
+    posterior_of,
+    print_notes,
+    save,
+)
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.experiments.shared.held_out import check_held_out
 from laplace_debias.experiments.shared.setup import plain_console
 from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.files import posterior_file
+from laplace_debias.laplace.files.folder_reader import is_folder
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import Loaded, SourceSettings, load
@@ -26,9 +34,9 @@ class Settings(SourceSettings):
     """How a posterior's prior precision is tuned.
 
     Attributes:
-        posterior: The file of `laplace-debias fit`.
-        output: Where the tuned posterior goes; back into its file if None.
-        overwrite: Whether another existing file is replaced.
+        posterior: The file, or the folder of parts, of `laplace-debias fit`.
+        output: Where the tuned posterior goes, in parts if it was; back to its place if None.
+        overwrite: Whether something else that exists there is replaced.
         method: `grid`, the best on validation examples; `marglik`, the largest marginal likelihood.
         metric: What is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
         prior_precisions: The grid; if None, 31 values from 1e-4 to 1e8, where a search begins.
@@ -91,23 +99,18 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
         OSError: If the file cannot be written.
     """
     console = console or plain_console()
-    if not settings.posterior.exists():
-        raise FileNotFoundError(
-            f"there is no posterior {settings.posterior}; make it with `laplace-debias fit`"
-        )
-    output = settings.output or settings.posterior
+    output, parts = settings.output or settings.posterior, is_folder(settings.posterior)
     # Without an output the posterior is meant to go back into its own file.
-    check_output(output, overwrite=settings.overwrite or settings.output is None)
-    # Reading data can take minutes, so a damaged posterior is refused before.
-    posterior_file.load(settings.posterior)
+    check_output(output, settings.overwrite or settings.output is None, parts)
+    check_posterior(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded, console)
-    la = Laplace.load(settings.posterior, loaded.model)
+    la = posterior_of(settings.posterior, loaded.model)
     if settings.method == "marglik":
         found = la.tune(method="marglik", sigma=settings.sigma, per=settings.per)
     else:
         found = _tune_on_grid(la, loaded, settings, console)
-    save(la, output)
+    save(la, output, parts)
     console.print(found.message, soft_wrap=True)
     console.print(f"Posterior: {output}", soft_wrap=True)
     return found

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from laplace_debias.curvature.network.gathered import gathered
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.same_vectors import digest
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.same_arguments import check_same, described_call, options_of
 from laplace_debias.system.ranks import current, together
 
 P = ParamSpec("P")
@@ -30,6 +32,8 @@ def collective(
     *, always: bool = False, with_model: bool = True
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """A method that the processes of a group call together; it goes by its name in messages.
+
+    Before the work they compare its arguments, and where all call it what its object was made with.
 
     Its object has a `model`, which is whole meanwhile if `fully_shard` has split it, and
     `_posteriors`, none before a fit.
@@ -45,8 +49,13 @@ def collective(
         def called(*args: P.args, **kwargs: P.kwargs) -> Result:
             of: Any = args[0]
             whole = gathered(of.model) if with_model else nullcontext()
-            what = method.__name__
-            with whole, together(what) if always else together_if_sharded(what, of._posteriors):
+            what, said = method.__name__, partial(described_call, method, args, kwargs)
+            with (
+                whole,
+                together(what) if always else together_if_sharded(what, of._posteriors, said),
+            ):
+                if always and (ranks := current()).size > 1:
+                    check_same(what, ranks.exchange(said() | options_of(of)))
                 return method(*args, **kwargs)
 
         return called
@@ -55,16 +64,21 @@ def collective(
 
 
 @contextmanager
-def together_if_sharded(what: str, posteriors: Sequence[GaussianPosterior]) -> Iterator[None]:
+def together_if_sharded(
+    what: str,
+    posteriors: Sequence[GaussianPosterior],
+    described: Callable[[], dict[str, Any]] = dict,
+) -> Iterator[None]:
     """What all processes do if some posterior is sharded, else this one alone.
 
     Args:
         what: What messages call it.
         posteriors: What it works on.
+        described: Its arguments that must be the same, as `check_same` takes them.
 
     Raises:
         RuntimeError: If this call is not one of all processes that share the blocks.
-        ValueError: As `sharded_among` and `check_same_state`.
+        ValueError: As `sharded_among`, `check_same` and `check_same_state`.
     """
     sharded = sharded_among(posteriors)
     if sharded is None:
@@ -72,7 +86,9 @@ def together_if_sharded(what: str, posteriors: Sequence[GaussianPosterior]) -> I
         return
     sharded.ranks()
     with together(what):
-        check_same_state(posteriors)
+        said = current().exchange([described(), states_of(posteriors)])
+        check_same(what, [arguments for arguments, _ in said])
+        check_same_state([states for _, states in said])
         yield
 
 
@@ -91,18 +107,26 @@ def sharded_among(posteriors: Sequence[GaussianPosterior]) -> ShardedBlocks | No
     return found[0] if found else None
 
 
-def check_same_state(posteriors: Sequence[GaussianPosterior]) -> None:
+def states_of(posteriors: Sequence[GaussianPosterior]) -> list[Any]:
+    """Prior, temperature and N of some posteriors, as plain data."""
+    return [[p.prior_precision.tolist(), p.temperature, p.num_data] for p in posteriors]
+
+
+def check_same_state(of_ranks: Sequence[list[Any]]) -> None:
     """Require the same prior and temperature on all processes.
+
+    Args:
+        of_ranks: What `states_of` gave on each.
 
     Raises:
         ValueError: Otherwise.
     """
-    states = [[p.prior_precision.tolist(), p.temperature, p.num_data] for p in posteriors]
-    if wrong := current().unlike_first(states):
-        raise ValueError(
-            f"Rank {wrong[0]} has another prior precision, temperature or N than rank 0: set them "
-            "to the same on all ranks, whose blocks make one posterior."
-        )
+    for rank, of_rank in enumerate(of_ranks):
+        if of_rank != of_ranks[0]:
+            raise ValueError(
+                f"Rank {rank} has another prior precision, temperature or N than rank 0: set them "
+                "to the same on all ranks, whose blocks make one posterior."
+            )
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ def double(outputs=3):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
 
 
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+
+
 class Bad(TensorDataset):
     def __init__(self, rank, how):
         generator = torch.Generator().manual_seed(0)
@@ -95,8 +100,8 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def posterior(path):
-    found = load(SourceSettings(model="nets:double", data="d.npz", device="cpu"))
+def posterior(path, model="nets:double"):
+    found = load(SourceSettings(model=model, data="d.npz", device="cpu"))
     return Laplace.load(path, found.model)
 
 
@@ -344,3 +349,60 @@ def test_a_process_that_is_killed_is_named_and_what_to_do(here):
     assert line.startswith("laplace-debias: error: rank 1 is gone: its process was killed")
     assert "start fewer processes, or lower --batch_size" in line
     assert not (here / "p.safetensors").exists()
+
+
+def test_a_fit_in_groups_that_is_written_in_parts(here, processes, capsys):
+    fit = ["fit", "--model=nets:wide", *SOURCE[1:], *DATA]
+    assert main([*fit, "--output=whole.safetensors"]) == 0
+    expected = numbers(posterior("whole.safetensors", "nets:wide"))
+    in_parts = [*fit, "--parts", "--memory_bound=300000"]
+    capsys.readouterr()
+    assert main([*in_parts, "--plan", "--output=one"]) == 0
+    assert "groups of blocks under 293.0 KiB: 2" in capsys.readouterr().out
+    planned = together(processes, 2, here, *in_parts, "--plan", "--output=two")
+    assert "groups of blocks under 293.0 KiB: 2" in planned[0].out, planned
+    assert main([*in_parts, "--output=one"]) == 0
+    assert_once(together(processes, 2, here, *in_parts, "--output=two"))
+    for name in ("one", "two"):
+        assert (here / name / "index.json").exists()
+        for found, wanted in zip(numbers(posterior(name, "nets:wide")), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_commands_read_posteriors_in_parts(here, processes, capsys):
+    assert main(["fit", *SOURCE, *DATA, "--parts", "--output=p"]) == 0
+    assert main(["fit", *SOURCE, *DATA, "--output=p.safetensors"]) == 0
+    tune = ["tune", *SOURCE, *DATA, "--prior_precisions=[0.1,3.0]"]
+    predict = ["predict", *SOURCE, *DATA]
+    evaluate = ["evaluate", *SOURCE, "--data=d.npz", "--num_resamples=20", "--json"]
+    rows = []
+    for name in ("p", "p.safetensors"):
+        assert main([*tune, f"--posterior={name}"]) == 0
+        assert main([*predict, f"--posterior={name}", f"--output={name}.csv"]) == 0
+        capsys.readouterr()
+        assert main([*evaluate, f"--posterior={name}"]) == 0
+        rows.append(json.loads(capsys.readouterr().out)["rows"])
+    assert (here / "p.csv").read_bytes() == (here / "p.safetensors.csv").read_bytes()
+    assert rows[0] == rows[1]
+    assert len(list((here / "p").glob("block-*"))) == 4
+    assert posterior("p").prior_precision == posterior("p.safetensors").prior_precision != 1
+    assert_once(together(processes, 2, here, *predict, "--posterior=p", "--output=two.csv"))
+    assert (here / "two.csv").read_bytes() == (here / "p.csv").read_bytes()
+    report = ["report", *SOURCE, "--data=d.npz", "--num_resamples=20", "--methods=[network]"]
+    assert main([*report, '--posteriors.mine={"path": "p"}', "--output=run"]) == 0
+    values = {
+        row["value"]
+        for row in [*json.loads((here / "run" / "metrics.json").read_text())["rows"], *rows[0]]
+        if row["method"] in ("mine", "posterior-p")
+        and (row["set"], row["metric"]) == ("test", "nll")
+    }
+    assert len(values) == 1
+
+
+def test_an_output_in_parts_is_not_replaced_unasked(here, capsys):
+    (here / "p").mkdir()
+    assert main(["fit", *SOURCE, *DATA, "--parts", "--output=p"]) == 2
+    assert "p exists; choose another --output, or give --overwrite" in capsys.readouterr().err
+    (here / "file").write_text("")
+    assert main(["fit", *SOURCE, *DATA, "--parts", "--output=file", "--overwrite"]) == 2
+    assert "file is a file: name a folder" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import rank_tasks as tasks
+import torch
 
 
 def others(num_ranks, rank):
@@ -67,6 +68,7 @@ def test_a_process_that_is_killed_is_named(processes):
         (tasks.padded, "ValueError", ["DistributedSampler", "ShardedBatches(data, batch_size)"]),
         (tasks.sharded_on_one, "ValueError", ["must be the same on all ranks", "rank 1 none"]),
         (tasks.another_model, "ValueError", ["head.bias", "broadcast"]),
+        (tasks.other_sets, "ValueError", ["ood differs", "['shifted'] on rank 0, [] on rank 1"]),
         (tasks.another_num_data, "ValueError", ["num_data differs", "[37, 38]"]),
         (tasks.different_calls, "RankError", ["rank 0 in fit", "rank 1 in save"]),
         (tasks.a_shard_alone, "ValueError", ["ShardedBatches splits", "2 processes, of which 1"]),
@@ -84,3 +86,50 @@ def test_a_warning_names_the_line_of_the_call(processes):
     of_first, of_second = processes.run(2, tasks.warned_lines)
     assert of_second == {}
     assert of_first == {name: [tasks.__file__] for name in ("fit", "tune", "predict")}
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "values"),
+    [
+        ("fit", "mode", ("full", "mini")),
+        ("fit", "resume", (None, "state")),
+        ("fit", "resume", ("state", "other")),
+        ("fit", "store", (None, "store")),
+        ("fit", "memory_bound", (2**40, None)),
+        ("fit_batches", "folds", (None, 2)),
+        ("tune", "grid", ([0.1, 1.0], [0.1, 2.0])),
+        ("tune", "method", ("grid", "marglik")),
+        ("evaluate", "samples", (None, 3)),
+        ("save", "path", ("here", "there")),
+    ],
+)
+def test_arguments_are_the_same_on_all(processes, tmp_path, call, option, values):
+    values = [str(tmp_path / v) if option in ("path", "resume") and v else v for v in values]
+    for kind, message in processes.run(2, tasks.another_argument, call, option, values):
+        assert kind == "ValueError", message
+        shown = f"{values[0]!r} on rank 0, {values[1]!r} on rank 1"
+        assert f"{option} differs between the ranks: {shown}" in message
+        assert f"the call {call} together: pass the same on each" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("curvature", ("kfac", "ekfac")),
+        ("fisher", ("exact", "mc")),
+        ("params", ("all", ["head.weight"])),
+        ("prior_precision", (1.0, 2.0)),
+        ("factor_dtype", (torch.float64, torch.float32)),
+    ],
+)
+def test_objects_are_made_in_the_same_way_on_all(processes, option, values):
+    for kind, message in processes.run(2, tasks.another_laplace, option, values):
+        assert kind == "ValueError", message
+        assert f"{option} differs between the ranks: " in message
+
+
+def test_the_generator_of_rank_0_counts(processes):
+    alone = tasks.fit_with_own_generator(0)
+    for found in processes.run(2, tasks.fit_with_own_generator):
+        torch.testing.assert_close(found["C v"], alone["C v"], rtol=1e-11, atol=1e-13)

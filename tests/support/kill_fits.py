@@ -5,42 +5,77 @@
 A fit that was killed, perhaps twice, and begun again with the same `resume` folder must end with
 the posterior file of a fit that was left alone, byte for byte, and leave no folder; so must a
 search for the prior precision, with all that it tried. A report must end with the same metrics and
-predictions. A saving must leave the old file or the new one. Of a fit of several processes one is
-killed; the same number of them must end with the same bytes, another number with the same curvature
-up to rounding. The children are processes of their own.
+predictions. A saving must leave the old file or the new one, a folder of parts the old posterior or
+the new one. Of a fit of several processes one is killed; the same number of them must end with the
+same bytes, another number with the same curvature up to rounding.
+
+The children are processes of their own. Each tells its steps (a batch is read, a file reaches the
+disk, a file takes its place), and is killed a few milliseconds after a random one of them, however
+fast the machine is. Where the work ended before the kill, it is done again with another moment, and
+is not counted.
 """
 
 import argparse
+import itertools
 import json
-import multiprocessing
 import random
+import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import kill_tasks as tasks
+import torch
+from killing import Child, Moment, killed, run
 
 from laplace_debias import Laplace
 
 CURVATURES = ("kfac", "ekfac", "diag", "full", "lowrank")
 METRICS = ("nll", "brier")
 # How many processes a fit has before and after one of them is killed.
-SIZES = ((2, 2), (2, 1), (1, 2), (3, 2), (3, 3))
-_LONGEST = 120
+SIZES = ((2, 2), (2, 1), (1, 2), (3, 2), (3, 3), (2, 3))
 # Of the largest entry of the curvature.
 _ROUNDING = 1e-12
+_MOST_TRIES = 50
 
 
 @dataclass
 class Outcomes:
-    """What the kills came to."""
+    """What the kills came to.
 
-    counts: Counter[str] = field(default_factory=Counter)
+    Attributes:
+        steps: How many kills landed after which step.
+        num_missed: How many runs ended before their kill, and were done again.
+        failures: What ended otherwise than work that was left alone.
+    """
+
+    steps: Counter[str] = field(default_factory=Counter)
+    num_missed: int = 0
     failures: list[str] = field(default_factory=list)
+
+    def tries(self) -> Iterator[int]:
+        """Numbers of tries; after the first one the last was missed.
+
+        Raises:
+            RuntimeError: If none lands.
+        """
+        yield 0
+        for number in range(1, _MOST_TRIES):
+            self.num_missed += 1
+            yield number
+        raise RuntimeError(f"{_MOST_TRIES} runs ended before their kill.")
+
+    def told(self, what: str, kills: int) -> str:
+        """A line for people, and one for each failure."""
+        right = kills - len(self.failures)
+        steps = ", ".join(f"{step} ({count})" for step, count in sorted(self.steps.items()))
+        line = (
+            f"{what}: {right} of {kills} right, after {self.steps.total()} kills at work "
+            f"({self.num_missed} runs ended before theirs and were repeated); killed after: {steps}"
+        )
+        return "\n  ".join([line, *self.failures])
 
 
 def kill_fits(kills: int, seed: int, folder: Path) -> Outcomes:
@@ -63,62 +98,111 @@ def _kill_and_go_on(
     task: Callable, variants: tuple[str, ...], kills: int, seed: int, folder: Path
 ) -> Outcomes:
     random_, found = random.Random(seed), Outcomes()
-    expected, seconds = {}, {}
+    expected, steps = {}, {}
     for variant in variants[:kills]:
         output = folder / f"{variant}.alone"
-        seconds[variant] = _run(folder, task, variant, None, output)
+        run(task, variant, None, output)
         expected[variant] = output.read_bytes()
+        steps[variant] = run(task, variant, folder / "state", output)
     for number in range(kills):
         variant = variants[number % len(variants)]
-        state, output = folder / f"state-{number}", folder / f"{number}.killed"
         # Half of them are killed twice.
-        for _ in range(1 + number // len(variants) % 2):
-            moment = random_.uniform(0, seconds[variant])
-            if not output.exists():
-                _run(folder, task, variant, state, output, kill_after=moment)
-        found.counts["ended before it was killed" if output.exists() else _found(state)] += 1
-        if not output.exists():
-            _run(folder, task, variant, state, output)
-        if output.read_bytes() != expected[variant] or state.exists():
-            found.failures.append(f"{task.__name__} {number}, {variant}, seed {seed}")
+        num_kills = 1 + number // len(variants) % 2
+        for attempt in found.tries():
+            state, output = folder / f"state-{number}-{attempt}", folder / f"{number}-{attempt}"
+            landed: list[str] = []
+            for _ in range(num_kills):
+                moment = Moment.of(random_, steps[variant])
+                step = killed(moment, task, variant, state, output)
+                if step is None:
+                    break
+                landed.append(step)
+            if len(landed) == num_kills:
+                run(task, variant, state, output)
+            if output.read_bytes() != expected[variant] or state.exists():
+                found.failures.append(
+                    f"{task.__name__} {number}, {variant}, seed {seed}, killed after {landed}"
+                )
+            if len(landed) == num_kills:
+                found.steps.update(landed)
+                break
     return found
 
 
 def kill_savings(kills: int, seed: int, folder: Path) -> Outcomes:
-    """Kill savings of one file; arguments as `kill_fits`."""
+    """Kill savings, by turns of one file and of a folder of parts; arguments as `kill_fits`."""
     random_, found = random.Random(seed), Outcomes()
-    of_each = {value: folder / f"{value}.alone" for value in (1.0, 2.0)}
-    _run(folder, partial(tasks.save, ever=False), of_each)
-    expected = {path.read_bytes(): value for value, path in of_each.items()}
-    path = folder / "posterior"
-    path.write_bytes(of_each[1.0].read_bytes())
+    values = (1.0, 2.0)
+    # By whether it is in parts: what each value gives, where it is killed, and the steps.
+    alone: dict[bool, dict[float, Path]] = {}
+    targets: dict[bool, Path] = {}
+    steps: dict[bool, list[str]] = {}
+    for parts in (False, True)[:kills]:
+        alone[parts] = {value: folder / f"{value}.{parts}.alone" for value in values}
+        run(tasks.save, alone[parts], parts, 1)
+        targets[parts] = folder / f"target.{parts}"
+        steps[parts] = run(tasks.save, dict.fromkeys(values, targets[parts]), parts, 3)
     for number in range(kills):
-        again = partial(tasks.save, ever=True)
-        _run(folder, again, dict.fromkeys(of_each, path), kill_after=random_.uniform(0, 0.1))
-        left = len(list(folder.glob(".posterior.*.partial")))
-        value = expected.get(path.read_bytes())
-        found.counts[f"prior precision {value}, {left} temporary file(s)"] += 1
-        if value is None or left > 1:
-            found.failures.append(f"saving {number}, seed {seed}")
+        parts = bool(number % 2)
+        target = targets[parts]
+        for _ in found.tries():
+            moment = Moment.of(random_, steps[parts])
+            step = killed(moment, tasks.save, dict.fromkeys(values, target), parts, None)
+            assert step is not None  # It goes on for ever.
+            is_one = any(_is_same(target, of_value) for of_value in alone[parts].values())
+            left = len(list(folder.glob(f".{target.name}.*.partial")))
+            if not is_one or left > 1:
+                found.failures.append(f"saving {number}, parts={parts}, seed {seed}, after {step}")
+            # Otherwise it was killed between two savings.
+            if step != "saved":
+                found.steps[step.replace(target.name, "the file")] += 1
+                break
+        if parts:
+            # The next one that is left alone leaves nothing of those that were killed.
+            run(tasks.save, dict.fromkeys(values, target), parts, 1)
+            if len(list(target.iterdir())) != len(list(alone[parts][1.0].iterdir())):
+                found.failures.append(f"saving {number}: files were left in the folder")
     return found
+
+
+def _is_same(target: Path, alone: Path) -> bool:
+    """The same file; of two folders, whose files have random names, the same posterior."""
+    if alone.is_file():
+        return target.read_bytes() == alone.read_bytes()
+    one, other = (Laplace.load(path, tasks.network()).posterior for path in (target, alone))
+    return torch.equal(one.prior_precision, other.prior_precision) and torch.equal(
+        one.curvature.to_dense(), other.curvature.to_dense()
+    )
 
 
 def kill_reports(kills: int, seed: int, folder: Path) -> Outcomes:
     """Kill reports and go on with them; arguments as `kill_fits`."""
     random_, found = random.Random(seed), Outcomes()
-    seconds = _run(folder, tasks.report, folder / "alone")
+    steps = run(tasks.report, folder / "alone")
     expected = _contents(folder / "alone")
     for number in range(kills):
-        run = folder / f"run-{number}"
-        for _ in range(1 + number % 2):
-            _run(folder, tasks.report, run, kill_after=random_.uniform(0, seconds))
-        states = sorted({path.parent.name for path in run.glob("state/*/pass-*")})
-        found.counts[f"killed within {', '.join(states) or 'no pass'}"] += 1
-        _run(folder, tasks.report, run)
-        again = _contents(run)
-        different = [name for name in {*expected, *again} if expected.get(name) != again.get(name)]
-        if different:
-            found.failures.append(f"report {number}, seed {seed}: {different}")
+        num_kills = 1 + number % 2
+        for attempt in found.tries():
+            folder_of_run = folder / f"run-{number}-{attempt}"
+            landed: list[str] = []
+            for _ in range(num_kills):
+                step = killed(Moment.of(random_, steps), tasks.report, folder_of_run)
+                if step is None:
+                    break
+                landed.append(step)
+            if len(landed) == num_kills:
+                run(tasks.report, folder_of_run)
+            again = _contents(folder_of_run)
+            names = {*expected, *again}
+            different = [name for name in names if expected.get(name) != again.get(name)]
+            if different:
+                found.failures.append(
+                    f"report {number}, seed {seed}, killed after {landed}: {different}"
+                )
+            shutil.rmtree(folder_of_run)
+            if len(landed) == num_kills:
+                found.steps.update(landed)
+                break
     return found
 
 
@@ -128,34 +212,52 @@ def kill_ranks(kills: int, seed: int, folder: Path) -> Outcomes:
     cases = [(sizes, curvature) for sizes in SIZES for curvature in ("kfac", "ekfac", "full")]
     # A step that is prime to their number: a few of them are of different sizes.
     cases = [cases[7 * number % len(cases)] for number in range(kills)]
-    expected = {}
-    for (_, after), curvature in cases:
-        if (after, curvature) not in expected:
-            output = folder / f"{after}-{curvature}.alone"
-            _run_ranks(folder, after, curvature, None, output)
-            expected[after, curvature] = output
+    names = itertools.count()
+    alone: dict[tuple[int, str], Path] = {}
+    steps: dict[tuple[int, str], list[list[str]]] = {}
+    for size, curvature in {(size, of) for sizes, of in cases for size in sizes}:
+        alone[size, curvature] = folder / f"{size}-{curvature}.alone"
+        state = folder / "state"
+        children = _ranks(folder, next(names), size, curvature, state, alone[size, curvature])
+        steps[size, curvature] = [child.end() for child in children]
+        children = _ranks(folder, next(names), size, curvature, None, alone[size, curvature])
+        assert all(child.end() for child in children)
     for number, ((before, after), curvature) in enumerate(cases):
-        state, output = folder / f"state-{number}", folder / f"{number}.killed"
-        num_passes = 2 if curvature == "ekfac" else 1
-        moment = random_.uniform(0, num_passes * tasks.NUM_BATCHES * tasks.PAUSE)
-        victim = random_.randrange(before)
-        _run_ranks(folder, before, curvature, state, output, kill=(victim, moment))
-        how = "ended before it was killed" if output.exists() else _found(state)
-        found.counts[f"{before} to {after}: {how}"] += 1
-        if not output.exists():
-            _run_ranks(folder, after, curvature, state, output)
-        alone = expected[after, curvature]
-        is_same = output.read_bytes() == alone.read_bytes()
-        difference = _difference(output, alone)
-        if (
-            difference > _ROUNDING
-            or state.exists()
-            or (before == after and curvature != "lowrank" and not is_same)
-        ):
+        for attempt in found.tries():
+            state, output = folder / f"state-{number}-{attempt}", folder / f"{number}-{attempt}"
+            victim = random_.randrange(before)
+            moment = Moment.of(random_, steps[before, curvature][victim])
+            children = _ranks(folder, next(names), before, curvature, state, output)
+            children[victim].wait(moment.step)
+            was_killed = children[victim].kill(after=moment.delay)
+            # The others wait for it, and are ended as a launcher would.
+            for child in children:
+                child.stop(after=1.0)
+            if was_killed:
+                break
+        found.steps[f"{before} to {after}: {children[victim].where}"] += 1
+        for child in _ranks(folder, next(names), after, curvature, state, output):
+            child.end()
+        expected = alone[after, curvature]
+        is_same = output.read_bytes() == expected.read_bytes()
+        difference = _difference(output, expected)
+        if difference > _ROUNDING or state.exists() or (before == after and not is_same):
             found.failures.append(
-                f"ranks {number}, {before} to {after}, {curvature}, seed {seed}: {difference:.1e}"
+                f"ranks {number}, {before} to {after}, {curvature}, seed {seed}: {difference:.1e}, "
+                f"killed after {children[victim].where} of rank {victim}"
             )
     return found
+
+
+def _ranks(
+    folder: Path, name: int, size: int, curvature: str, state: Path | None, output: Path
+) -> list[Child]:
+    """The processes of a fit."""
+    store = folder / f"store-{name}"
+    return [
+        Child(tasks.fit_of_ranks, rank, size, store, curvature, state, output)
+        for rank in range(size)
+    ]
 
 
 def _difference(one: Path, other: Path) -> float:
@@ -165,100 +267,18 @@ def _difference(one: Path, other: Path) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def _contents(run: Path) -> dict[str, bytes]:
+def _contents(run_folder: Path) -> dict[str, bytes]:
     """What a run found, without times."""
     kept = ("metrics.json", "examples.json", "sweeps/*", "spectra/*", "posteriors/*", "state/*")
     found = {
-        str(path.relative_to(run)): path.read_bytes()
+        str(path.relative_to(run_folder)): path.read_bytes()
         for pattern in kept
-        for path in run.glob(pattern)
+        for path in run_folder.glob(pattern)
         if path.is_file()
     }
-    told = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    told = json.loads((run_folder / "run.json").read_text(encoding="utf-8"))
     found["conclusion"] = json.dumps([told["status"], told["conclusion"]]).encode()
     return found
-
-
-def _found(state: Path) -> str:
-    names = {path.name.partition(".")[0] for path in state.glob("pass-*")}
-    return f"killed in {max(names)}" if names else "killed before the first state"
-
-
-def _begin(folder: Path, task: Callable, *arguments: object) -> tuple[object, Path]:
-    """A process that does a task; and the file that says that its work has begun."""
-    # Its server imports torch once; a child of it has no thread of this process.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "laplace_debias"])
-    begun = folder / f"begun-{time.monotonic_ns()}"
-    process = context.Process(target=task, args=(begun, *arguments), daemon=True)
-    process.start()
-    return process, begun
-
-
-def _wait_for(process: object, begun: Path) -> float:
-    limit = time.monotonic() + _LONGEST
-    while not begun.exists() and process.is_alive() and time.monotonic() < limit:
-        time.sleep(0.002)
-    return time.monotonic()
-
-
-def _run(
-    folder: Path, task: Callable, *arguments: object, kill_after: float | None = None
-) -> float:
-    """Run a task in a process of its own.
-
-    Args:
-        folder: For the file that says that its work has begun.
-        task: Called with that file and the arguments.
-        arguments: Picklable ones.
-        kill_after: Seconds of work after which the process is killed; None to let it end.
-
-    Returns:
-        The seconds that the work took.
-    """
-    process, begun = _begin(folder, task, *arguments)
-    start = _wait_for(process, begun)
-    process.join(_LONGEST if kill_after is None else kill_after)
-    seconds = time.monotonic() - start
-    process.kill()
-    process.join()
-    if process.exitcode != 0 and not (kill_after is not None and process.exitcode == -9):
-        raise RuntimeError(f"{task}{arguments} ended with {process.exitcode}")
-    return seconds
-
-
-def _run_ranks(
-    folder: Path,
-    size: int,
-    curvature: str,
-    state: Path | None,
-    output: Path,
-    kill: tuple[int, float] | None = None,
-) -> float:
-    """Fit in several processes; arguments as `_run`, `kill` a rank and after how many seconds."""
-    store = folder / f"store-{time.monotonic_ns()}"
-    started = [
-        _begin(folder, tasks.fit_of_ranks, rank, size, store, curvature, state, output)
-        for rank in range(size)
-    ]
-    start = max(_wait_for(*one) for one in started)
-    processes = [process for process, _ in started]
-    if kill is not None:
-        # From the first state on: what comes before it takes most of the time.
-        while not any(state.glob("pass-*")) and processes[kill[0]].is_alive():
-            time.sleep(0.002)
-        processes[kill[0]].join(kill[1])
-        processes[kill[0]].kill()
-        # The others wait for it, and are ended as a launcher would.
-        for process in processes:
-            process.join(1)
-            process.kill()
-    for process in processes:
-        process.join(_LONGEST)
-    seconds = time.monotonic() - start
-    if kill is None and any(process.exitcode for process in processes):
-        raise RuntimeError(f"a fit of {size} ended with {[p.exitcode for p in processes]}")
-    return seconds
 
 
 KILLS = {
@@ -280,9 +300,7 @@ def main() -> None:
     for what in options.what:
         with tempfile.TemporaryDirectory() as folder:
             found = KILLS[what](options.kills, options.seed, Path(folder))
-        right = options.kills - len(found.failures)
-        told = f"{what}: {right} of {options.kills} right; {dict(found.counts)}"
-        print("\n  ".join([told, *found.failures]), flush=True)  # noqa: T201
+        print(found.told(what, options.kills), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

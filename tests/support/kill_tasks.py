@@ -1,13 +1,15 @@
-"""Work that `kill_fits.py` kills: each task first touches a file, saves after every batch."""
+"""Work that `kill_fits.py` kills: each task tells its steps by a pipe, saves after every batch."""
 
 import json
-import time
+from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import a_run
 import torch
 import torch.distributed as dist
+from killing import TellingList, tell, telling
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,26 +17,14 @@ from laplace_debias import Laplace, ShardedBatches
 from laplace_debias.assessment import assess
 from laplace_debias.curvature.fits import saved_passes
 
-NUM_BATCHES, PAUSE = 12, 0.1
-SIZE = 5 * NUM_BATCHES
+SIZE = 60
 
 
-class SlowLoader(DataLoader):
-    """A loader that takes its time over every batch."""
+class TellingLoader(DataLoader):
+    """A loader that tells when a batch is read."""
 
-    def __iter__(self):
-        for batch in super().__iter__():
-            time.sleep(PAUSE)
-            yield batch
-
-
-class SlowList(list):
-    """Batches that take their time."""
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            time.sleep(PAUSE / 5)
-            yield batch
+    def __iter__(self) -> Iterator:
+        return telling("data", super().__iter__())
 
 
 def network() -> nn.Module:
@@ -54,28 +44,28 @@ def images(dtype: torch.dtype = torch.float32) -> TensorDataset:
 
 def loader() -> DataLoader:
     """Random images, in an order that torch's global generator decides."""
-    return SlowLoader(images(), batch_size=5, shuffle=True)
+    return TellingLoader(images(), batch_size=5, shuffle=True)
 
 
-def begin(begun: Path) -> None:
-    """Tell that the work begins."""
+def begin(pipe: Connection | None) -> None:
+    """Tell the steps from now on, and save after each batch."""
     torch.set_num_threads(1)
     saved_passes.EVERY = 0.0
-    begun.touch()
+    tell.begin(pipe)
 
 
-def fit(begun: Path, curvature: str, folder: Path | None, output: Path) -> None:
+def fit(pipe: Connection, curvature: str, folder: Path | None, output: Path) -> None:
     """Fit and write the posterior."""
     la = Laplace(network(), curvature=curvature, fisher="mc" if curvature == "ekfac" else "exact")
-    begin(begun)
+    begin(pipe)
     la.fit(loader(), generator=torch.Generator().manual_seed(2), resume=folder)
     la.save(output)
 
 
-def tune(begun: Path, metric: str, folder: Path | None, output: Path) -> None:
+def tune(pipe: Connection, metric: str, folder: Path | None, output: Path) -> None:
     """Tune, and write the posterior with what was tried."""
     la = Laplace(network()).fit([images()[:10]], num_data=SIZE)
-    begin(begun)
+    begin(pipe)
     generator = torch.Generator().manual_seed(2)
     found = la.tune(loader(), metric, generator=generator, extend=True, resume=folder)
     la.save(output.with_suffix(".posterior"))
@@ -83,47 +73,59 @@ def tune(begun: Path, metric: str, folder: Path | None, output: Path) -> None:
     output.write_bytes(output.with_suffix(".posterior").read_bytes() + told.encode())
 
 
-def save(begun: Path, outputs: dict[float, Path], *, ever: bool) -> None:
+def save(pipe: Connection, outputs: dict[float, Path], parts: bool, num_rounds: int | None) -> None:
     """Write one posterior with one prior precision after the other, once or for ever."""
-    la = Laplace(network(), curvature="full").fit(list(loader())[:1], num_data=SIZE)
-    begin(begun)
-    while True:
+    curvature = "kfac" if parts else "full"
+    la = Laplace(network(), curvature=curvature).fit([images()[:5]], num_data=SIZE)
+    begin(pipe)
+    rounds = 0
+    while num_rounds is None or rounds < num_rounds:
+        rounds += 1
         for prior_precision, output in outputs.items():
             la.prior_precision = prior_precision
-            la.save(output)
-        if not ever:
-            return
+            tell("saving")
+            la.save(output, parts=parts)
+            tell("saved")
 
 
-def report(begun: Path, folder: Path) -> None:
+def report(pipe: Connection, folder: Path) -> None:
     """Compare methods on a small network."""
     loaded = a_run.loaded_images(num_test=100, num_ood=40, severities=(3,))
-    slow = {
-        name: SlowList(
-            pair
-            for x, y in getattr(loaded, name)
-            for pair in zip(x.split(10), y.split(10), strict=True)
+    telling_lists = {
+        name: TellingList(
+            name,
+            (
+                pair
+                for x, y in getattr(loaded, name)
+                for pair in zip(x.split(10), y.split(10), strict=True)
+            ),
         )
         for name in ("train", "validation", "test")
     }
-    begin(begun)
-    loaded = replace(loaded, **slow)
+    begin(pipe)
+    loaded = replace(loaded, **telling_lists)
     assess(loaded, folder, a_run.methods_for(loaded), num_resamples=4)
 
 
 def fit_of_ranks(
-    begun: Path, rank: int, size: int, store: Path, curvature: str, folder: Path, output: Path
+    pipe: Connection,
+    rank: int,
+    size: int,
+    store: Path,
+    curvature: str,
+    folder: Path | None,
+    output: Path,
 ) -> None:
     """One process's part of a fit of several; the first one writes the posterior."""
     if size > 1:
         url = store.as_uri()
         dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
-    begin(begun)
+    begin(pipe)
     data = images(torch.float64)
     sampler = ShardedBatches(data, 5, shuffle=True, seed=3)
     la = Laplace(
         network().double(), curvature=curvature, fisher="mc" if curvature == "ekfac" else "exact"
     )
-    batches = SlowLoader(data, batch_sampler=sampler)
+    batches = TellingLoader(data, batch_sampler=sampler)
     la.fit(batches, generator=torch.Generator().manual_seed(2), resume=folder)
     la.save(output)

@@ -11,10 +11,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from breaking import Breaking
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace_debias import Categorical, Laplace, Quadratic, ShardedBatches, alone
+from laplace_debias.assessment import families
 from laplace_debias.curvature import (
     EKFAC,
     GGN,
@@ -26,8 +28,11 @@ from laplace_debias.curvature import (
     ggn_spectrum,
 )
 from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.curvature.fits.saved_passes import SavedPasses
+from laplace_debias.laplace.files.fit_state import FitStates
 from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
+from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system import agreement
 from laplace_debias.system.ranks import current
 
@@ -360,6 +365,38 @@ def another_num_data(rank):
     return numbers(laplace().fit(loader(), num_data=37 + rank))
 
 
+def another_argument(rank, call, option, values):
+    """A call with another value on rank 1, which the second of two sets of arguments has."""
+    la = laplace()
+    if call != "fit":
+        la.fit(loader(), replicate=True)
+    calls = {
+        "fit": partial(la.fit, loader()),
+        "fit_batches": partial(la.fit_batches, loader()),
+        "tune": partial(la.tune, loader()),
+        "evaluate": partial(la.evaluate, loader(), intervals=False),
+        "save": la.save,
+    }
+    calls[call](**{option: values[rank]})
+
+
+def another_laplace(rank, option, values):
+    """A fit of an object that was made in another way on rank 1."""
+    Laplace(network(), **{option: values[rank]}).fit(loader())
+
+
+def other_sets(rank):
+    """An evaluation with out-of-distribution data on rank 0 alone."""
+    la = laplace().fit(loader(), replicate=True)
+    la.evaluate(loader(), ood={"shifted": shifted(SIZE)} if rank == 0 else {})
+
+
+def fit_with_own_generator(rank):
+    """Labels are those of rank 0's generator."""
+    la = laplace("ekfac", fisher="mc")
+    return numbers(la.fit(loader(), generator=generator(5 + rank)))
+
+
 def different_calls(rank):
     la = laplace().fit(loader())
     return numbers(la.fit(loader())) if rank == 0 else la.save("nowhere")
@@ -499,3 +536,29 @@ def warned_lines(rank):
         with late("predict"):
             la.predict(x)
     return found
+
+
+def set_of_predictions(rank, folder, stop=None, positions=None):
+    """What a report predicts for a set, saved after every batch, and for how many examples."""
+    x, y = examples()[:]
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    with alone():
+        la = laplace("diag").fit(batches)
+    loaded = Loaded(la.model, "classification", batches, SIZE, None, batches)
+    ranks = current()
+    states = FitStates(Path(folder), {"of": "a set"}, ranks.rank, ranks.size)
+    passes = SavedPasses(states, torch.device("cpu"), ranks)
+    num_computed = 0
+    computing = families.of_laplace
+
+    def counting(la, x, *arguments):
+        nonlocal num_computed
+        num_computed += len(x)
+        return computing(la, x, *arguments)
+
+    after_each_batch = mock.patch.object(saved_passes, "EVERY", 0.0)
+    with mock.patch.object(families, "of_laplace", counting), after_each_batch:
+        read = batches if stop is None else Breaking(batches, stop)
+        found = families.predict_set(loaded, read, la, positions, None, seed=1, passes=passes)
+    columns = {**found.predicted.columns(), "targets": found.targets, "index": found.index}
+    return columns, num_computed

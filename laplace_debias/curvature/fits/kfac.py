@@ -1,6 +1,7 @@
 """Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import torch
 from jaxtyping import Float
@@ -49,6 +50,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         return CurvatureFit(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
     if problem.is_sharded:
         return _measured_by_owners(problem, bases, seen, magnitudes)
+    bases = _kept(problem, bases)
 
     along_G: Sums = {}
     along_A: Sums = {}
@@ -120,7 +122,7 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
             read twice.
     """
     sums, seen = factor_sums(problem, directions)
-    bases = eigenbases(problem, sums, seen.num_examples)
+    bases = _kept(problem, eigenbases(problem, sums, seen.num_examples))
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
     for block, squares in table.items():
@@ -171,6 +173,21 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     for squares in table.values():
         squares.div_(seen.num_examples)
     return CurvatureFit(assemble(problem, bases, table), seen)
+
+
+def _kept(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
+    """Eigenbases to measure along, of a pass that is gone on with those that it was begun with."""
+    tensors = {
+        f"{block.name}.{field.name}": value
+        for block, basis in bases.items()
+        for field in fields(basis)
+        if (value := getattr(basis, field.name)) is not None
+    }
+    kept = problem.passes.along(tensors)
+    return {
+        block: Eigenbasis(*(kept.get(f"{block.name}.{field.name}") for field in fields(basis)))  # type: ignore[arg-type]
+        for block, basis in bases.items()
+    }
 
 
 def _directions(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> list[Tensor | None]:

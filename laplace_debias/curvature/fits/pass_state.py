@@ -76,6 +76,12 @@ class Store(Protocol):
     def save(self, number: int, state: PassState) -> None:
         """Keep this process's state of a pass in the place of its last one."""
 
+    def load_along(self, number: int) -> dict[str, Tensor] | None:
+        """What rank 0 has saved for the others to measure a pass along; None if nothing."""
+
+    def save_along(self, number: int, directions: Mapping[str, Tensor]) -> None:
+        """Keep what a pass is measured along."""
+
     def forget(self, number: int, savers: Sequence[int]) -> None:
         """Remove the states of a pass that others saved, and that are in this process's own."""
 

@@ -68,6 +68,17 @@ class Sums:
 class Passes:
     """The passes of a fit of which nothing is saved."""
 
+    def along(self, directions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the next pass measures along.
+
+        Args:
+            directions: What was found for that, by name, on all processes.
+
+        Returns:
+            The same; of a pass that is gone on with what it was begun with, where that is there.
+        """
+        return directions
+
     def begin(self, sums: Sums | None) -> Pass:
         """The next pass.
 

@@ -8,7 +8,8 @@ the same batches, the sums are bit for bit those of a fit that was never broken 
 Each of several processes saves its own sums, whenever it likes: which examples are in which file is
 known, so any number of processes can go on with them. With another number the sums are added in
 another order. What is measured along directions is not gone on with along other ones: the state has
-a mark of these, too.
+a mark of these, too. From three processes on, whose sums another number of them would round in
+another way, the directions themselves are saved.
 """
 
 import contextlib
@@ -65,6 +66,27 @@ class SavedPasses(Passes):
         self._store, self._device = store, device
         self._ranks, self._what = ranks, what
         self._begun = 0
+
+    def along(self, directions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As `Passes.along`; of several processes rank 0 keeps them."""
+        number = self._begun + 1
+        saved = self._store.load_along(number) if self._ranks.rank == 0 else None
+        is_there = saved is not None and saved.keys() == directions.keys()
+        if self._ranks.exchange(is_there)[0]:
+            parts = {name: (of.to(self._device),) for name, of in (saved or {}).items()}
+            shared = self._ranks.share(parts, dict.fromkeys(directions, 0))
+            return {name: of for name, (of,) in shared.items() if of is not None}
+        # Two numbers have the same sum in any order.
+        if self._ranks.size > 2 and self._ranks.rank == 0:
+            try:
+                self._store.save_along(number, directions)
+            except OSError as error:
+                warnings.warn(
+                    f"The directions of the {self._what} were not saved, and the {self._what} goes "
+                    f"on: {error}",
+                    stacklevel=2,
+                )
+        return directions
 
     def begin(self, sums: Sums | None) -> Pass:
         """As `Passes.begin`.

@@ -22,7 +22,8 @@ from laplace_debias.system.warn import warn
 _FORMAT = "laplace-debias fit state 2"
 # Of rank 0, which may be alone, without a rank.
 _NAME = re.compile(r"pass-([1-9]\d*)(?:\.rank-([1-9]\d*))?\.safetensors")
-_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{16}}\.partial")
+_ALONG = re.compile(r"along-([1-9]\d*)\.safetensors")
+_PARTIAL = re.compile(rf"\.({_NAME.pattern}|{_ALONG.pattern})\.[0-9a-f]{{16}}\.partial")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,32 @@ class FitStates:
         with written_atomically(self._path(number, self.rank)) as temporary:
             write_sealed(temporary, texts, tensors)
 
+    def load_along(self, number: int) -> dict[str, Tensor] | None:
+        """As `Store.load_along`; None also if it is damaged, of which a warning says.
+
+        Raises:
+            ValueError: If it is that of another fit.
+        """
+        found = self._sealed(self._path_along(number))
+        if found is None:
+            return None
+        texts, tensors = found
+        self._check_same(parsed_json(texts["fit"]))
+        shapes = parsed_json(texts["shapes"])
+        return {name: tensors[str(at)].view(shape) for at, (name, shape) in enumerate(shapes)}
+
+    def save_along(self, number: int, directions: Mapping[str, Tensor]) -> None:
+        """As `Store.save_along`, in full or not at all.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        shapes = [[name, list(of.shape)] for name, of in directions.items()]
+        texts = {"format": _FORMAT, "fit": json.dumps(self.fit), "shapes": json.dumps(shapes)}
+        tensors = {str(at): of.flatten() for at, of in enumerate(directions.values())}
+        with written_atomically(self._path_along(number)) as temporary:
+            write_sealed(temporary, texts, tensors)
+
     def forget(self, number: int, savers: Sequence[int]) -> None:
         """As `Store.forget`."""
         for saver in savers:
@@ -103,7 +130,7 @@ class FitStates:
 
     def remove(self) -> None:
         """Remove the states, and the folder if nothing else is in it."""
-        for path in [*self._files(_NAME), *self._files(_PARTIAL)]:
+        for path in (path for name in (_NAME, _ALONG, _PARTIAL) for path in self._files(name)):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()
@@ -111,6 +138,9 @@ class FitStates:
     def _path(self, number: int, saver: int) -> Path:
         of_saver = f".rank-{saver}" if saver else ""
         return self.folder / f"pass-{number}{of_saver}.safetensors"
+
+    def _path_along(self, number: int) -> Path:
+        return self.folder / f"along-{number}.safetensors"
 
     def _files(self, name: re.Pattern[str]) -> list[Path]:
         try:
@@ -129,11 +159,12 @@ class FitStates:
                 found[number, saver] = path
         return found
 
-    def _read(self, path: Path) -> PassState | None:
+    def _sealed(self, path: Path) -> tuple[dict[str, str], dict[str, Tensor]] | None:
+        """The texts and tensors of a file; None if it is not there or damaged."""
         if not os.path.lexists(path):
             return None
         try:
-            texts, tensors = read_sealed(path, {_FORMAT: True})
+            return read_sealed(path, {_FORMAT: True})
         except UnknownFormatError as error:
             raise ValueError(
                 f"{path} is of the format {error.args[0]!r}, and no state of a {self.what}: give "
@@ -146,6 +177,12 @@ class FitStates:
                 "this pass begins anew."
             )
             return None
+
+    def _read(self, path: Path) -> PassState | None:
+        found = self._sealed(path)
+        if found is None:
+            return None
+        texts, tensors = found
         self._check_same(parsed_json(texts["fit"]))
         told = parsed_json(texts["pass"])
         entries = [
