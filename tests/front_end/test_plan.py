@@ -14,6 +14,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import costs, sums, sweep
 from laplace_debias.curvature.fits.tracked import TrackedMemory
 from laplace_debias.laplace import planning
+from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.system import available
 
 ROOT = Path(__file__).parents[2]
@@ -159,18 +160,29 @@ def test_memory_is_near_what_a_fit_holds(curvature, mode):
     assert 0.8 <= la.plan(data, mode).peak / memory.peak <= 1.25
 
 
-@pytest.mark.parametrize("curvature", ["diag", "lowrank"])
-def test_memory_counts_the_order_of_parameters_and_no_more_directions_than_rows(curvature):
-    """A transposed convolution's entries lie in another order than its block's; two examples."""
+def test_memory_counts_no_more_low_rank_directions_than_rows():
     torch.manual_seed(0)
-    layers = [nn.ConvTranspose2d(48, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    model = nn.Sequential(*layers, nn.Linear(64, 3)).eval()
-    data = [(torch.randn(1, 48, 3, 3), torch.tensor([k])) for k in range(2)]
-    planned = Laplace(model, curvature=curvature, fisher="mc").plan(data)
+    model = nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 200), nn.Linear(200, 3))
+    la = Laplace(model.eval(), curvature="lowrank", fisher="mc")
+    data = [(torch.randn(4, 60), torch.randint(3, (4,)))] * 2
+    la.fit(data)
     with TrackedMemory() as memory:
-        la = Laplace(model, curvature=curvature, fisher="mc").fit(data)
-    assert la._known.order is not None
-    assert 0.8 <= planned.peak / memory.peak <= 1.25
+        la.fit(data)
+    assert 0.8 <= la.plan(data).peak / memory.peak <= 1.25
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_every_stage_counts_where_entries_lie_among_the_parameters(curvature, monkeypatch):
+    """A transposed convolution's entries lie in another order than its block's."""
+    layers = [nn.ConvTranspose2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 3)]
+    la = Laplace(nn.Sequential(*layers).eval(), curvature=curvature)
+    data = [(torch.randn(2, 3, 2, 2), torch.tensor([0, 1]))]
+    counted = la.plan(data).stages
+    assert la.fit(data)._known.order is not None
+    monkeypatch.setattr(BayesianParameters, "order_bytes", 0)
+    without = la.plan(data).stages
+    places = 8 * len(la.mean)
+    assert counted == {stage: value + places for stage, value in without.items()}
 
 
 @pytest.mark.slow
