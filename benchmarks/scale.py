@@ -206,8 +206,7 @@ def _not_run(rows: Sequence[dict[str, Any]]) -> str:
 
 # To be taken out when all rows are measured again.
 _OF_THIS_RUN = """
-Where the table has a plan of ViT Little alone, its fit did not end in time on a busy machine;
-vit-cifar10 is a smaller one of its kind. allcnnc, wrn101, resnet-cifar10, the digits and convnets
+allcnnc, wrn101, resnet-cifar10, the digits and convnets
 of depth 1 and of 2-16 were measured before the tool collected garbage first; what a fit freed of it
 was taken off what it held, up to 8 MB in vit-cifar10, which was measured again.
 """
