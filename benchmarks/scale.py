@@ -206,11 +206,9 @@ def _not_run(rows: Sequence[dict[str, Any]]) -> str:
 
 # To be taken out when all rows are measured again.
 _OF_THIS_RUN = """
-ResNet-50 and ViT Little have a plan alone where the table says so: two fits take minutes of a whole
-core each, which a busy machine did not give. resnet-cifar10 and vit-cifar10 are smaller ones of
-their kind. allcnnc, wrn101, resnet, the digits and convnets of depth 1 and of 2-16 were measured
-before the tool collected garbage first; what a fit freed of it was taken off what it held, up to
-8 MB in vit-cifar10, which was measured again.
+allcnnc, wrn101, resnet-cifar10, the digits and convnets
+of depth 1 and of 2-16 were measured before the tool collected garbage first; what a fit freed of it
+was taken off what it held, up to 8 MB in vit-cifar10, which was measured again.
 """
 _START = """# Scale
 
