@@ -160,7 +160,8 @@ def plan(
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         problem, parameters, known = subject.problem(loader, None, prior, replicate)
-        batch = next(iter(subject.on_device(known.first)))
+        # A process without examples plans with those of the first one that has some.
+        batch = next(iter(subject.on_device(shards.first_batch(problem.ranks, known.first))))
     size = data_size(loader)
     planned = Planned(
         *(unwrapped(subject.model), problem, subject.settings, mode, folds, batch),

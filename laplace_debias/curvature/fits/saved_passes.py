@@ -81,10 +81,9 @@ class SavedPasses(Passes):
             try:
                 self._store.save_along(number, directions)
             except OSError as error:
-                warnings.warn(
+                warn(
                     f"The directions of the {self._what} were not saved, and the {self._what} goes "
-                    f"on: {error}",
-                    stacklevel=2,
+                    f"on: {error}"
                 )
         return directions
 
