@@ -18,7 +18,6 @@ from laplace_debias.laplace.files.fit_state import check_folder
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.shares import share
 from laplace_debias.system.console import Lines, Printer
-from laplace_debias.system.ranks import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class Settings(SourceSettings):
 
     Attributes:
         output: The posterior, a `.safetensors` file; with `parts` a folder.
-        parts: Whether it is written in parts, a file for each block, which other commands read as
+        parts: Whether it is written in parts, a folder of files, which other commands read as
             they need them. One process on the CPU writes each as it is fitted, and never holds all.
         mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training examples; `mini`,
             one batch of them; `debiased`, two; `crossfit`, one in folds.
@@ -131,7 +130,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     )
     train = share(loaded.train, loaded.model)
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
-    is_stored = settings.parts and on_cpu and current().size == 1
+    is_stored = settings.parts and on_cpu
     if settings.plan:
         plan = la.plan(
             *(train, settings.mode),

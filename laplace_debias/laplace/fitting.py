@@ -10,6 +10,7 @@ import torch
 
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.fits.saved_passes import SavedPasses
+from laplace_debias.curvature.fits.tracked import TrackedMemory
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
 from laplace_debias.curvature.network.batches import (
@@ -48,7 +49,11 @@ from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.subject import Subject, usable
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.available import check_available
+from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import Ranks, current
+
+LOOK = "a look at two examples"
+"""The stage of a fit in which its blocks are held against automatic differentiation."""
 
 
 def fit(subject: Subject, prior: Prior, request: FitRequest) -> Fitted:
@@ -159,7 +164,10 @@ def plan(
     bound = check_fit_bound(memory_bound)
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        problem, parameters, known = subject.problem(loader, None, prior, replicate)
+        # The first batch is read here: it is the data's, and not counted.
+        first, looked = FirstBatchKnown(seeded(loader, None)), TrackedMemory()
+        with looked:
+            problem, parameters, known = subject.problem(first, None, prior, replicate)
         # A process without examples plans with those of the first one that has some.
         batch = next(iter(subject.on_device(shards.first_batch(problem.ranks, known.first))))
     size = data_size(loader)
@@ -170,7 +178,8 @@ def plan(
         parameters.order_bytes,
     )
     with torch.inference_mode(False):
-        return plan_within(planned, timed, limit, bound, is_stored)
+        found = plan_within(planned, timed, limit, bound, is_stored)
+    return replace(found, stages={LOOK: looked.peak, **found.stages})
 
 
 def _check_alike(

@@ -128,7 +128,7 @@ class Subject:
         """What is fitted, as the first batch of some data tells.
 
         Args:
-            data: Batches, of which the first is read.
+            data: Batches, of which the first is read if it is not known.
             generator: Seeds the labels of `fisher="mc"`, and what the data draws.
             prior: What must fit the parameters that are found.
             replicate: Whether each process ends with all blocks.
@@ -144,7 +144,9 @@ class Subject:
         """
         problem = self.settings.problem(usable(self.model), self.likelihood, generator)
         problem = problem.on(current())
-        known = FirstBatchKnown(seeded(data, generator))
+        known = (
+            data if isinstance(data, FirstBatchKnown) else FirstBatchKnown(seeded(data, generator))
+        )
         parameters = self._look_at(known, prior)
         network = network_of(self.model, parameters.names, self.settings)
         problem = replace(
