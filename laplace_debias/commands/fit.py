@@ -27,7 +27,7 @@ class Settings(SourceSettings):
     Attributes:
         output: The posterior, a `.safetensors` file; with `parts` a folder.
         parts: Whether it is written in parts, a folder of files, which other commands read as
-            they need them. One process on the CPU writes each as it is fitted, and never holds all.
+            they need them. On the CPU they are written as they are fitted, and never all held.
         mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training examples; `mini`,
             one batch of them; `debiased`, two; `crossfit`, one in folds.
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.

@@ -384,7 +384,7 @@ def test_commands_read_posteriors_in_parts(here, processes, capsys):
         rows.append(json.loads(capsys.readouterr().out)["rows"])
     assert (here / "p.csv").read_bytes() == (here / "p.safetensors.csv").read_bytes()
     assert rows[0] == rows[1]
-    assert len(list((here / "p").glob("block-*"))) == 4
+    assert len(list((here / "p").glob("blocks-*"))) == 1
     assert posterior("p").prior_precision == posterior("p.safetensors").prior_precision != 1
     assert_once(together(processes, 2, here, *predict, "--posterior=p", "--output=two.csv"))
     assert (here / "two.csv").read_bytes() == (here / "p.csv").read_bytes()

@@ -423,7 +423,7 @@ def test_an_input_of_several_layers_is_counted_in_each_group():
         ),
     ],
 )
-def test_wrong_arguments_are_refused(call, error, match):
+def test_wrong_arguments_are_refused(unchecked, call, error, match):
     model, data = case("convolutions")
     with pytest.raises(error, match=match):
         call(Laplace(model), loader(data, shuffle=False))
