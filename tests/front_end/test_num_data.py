@@ -20,6 +20,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from laplace_debias import Laplace
@@ -111,6 +112,14 @@ class Stream(IterableDataset):
 def read_by_two_workers():
     """A stream that does not ask which worker reads it: each reads all of it."""
     return DataLoader(Stream(), batch_size=10, num_workers=2)
+
+
+class PartOfStream(IterableDataset):
+    """Each worker yields a part."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return (DATA[i] for i in range(worker.id, SIZE, worker.num_workers))
 
 
 class OfShards:
@@ -364,6 +373,23 @@ def test_n_must_be_of_an_integer_type(value):
     for fit in (la.fit, la.fit_batches):
         with pytest.raises(TypeError, match="num_data must be a whole number"):
             fit(batches(), num_data=value)
+
+
+def test_examples_that_each_worker_reads_are_not_counted_several_times():
+    la = Laplace(network()).fit(batches())
+    calls = (
+        la.evaluate,
+        lambda data: la.tune(data, grid=[1.0]),
+        lambda data: la.fit(data, num_data=SIZE),
+        lambda data: la.evaluate(batches(), ood={"o": data}),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"2 workers that read the stream .* num_workers=1"):
+            call(read_by_two_workers())
+    parts = DataLoader(PartOfStream(), batch_size=5, num_workers=2)
+    whole = [DATA[:]]
+    assert float(la.evaluate(parts)["nll"]) == pytest.approx(float(la.evaluate(whole)["nll"]))
+    la.fit(parts, num_data=SIZE)
 
 
 @pytest.mark.parametrize("value", [0, -3, 2**53 + 1, 10**30])

@@ -1,14 +1,15 @@
 """Data: batches of inputs and targets, from anything that can be iterated over."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.system.randomness import SeededBatches, from_state, state_of_next_pass
 from laplace_debias.system.ranks import ALONE, Ranks
@@ -45,8 +46,17 @@ class Checked:
         self._of_targets = of_targets
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """The pairs.
+
+        Raises:
+            ValueError: If several workers of a loader read all of a stream each.
+        """
+        num_workers, begins = _workers_on_a_stream(self._batches), list[Sequence[Tensor]]()
         for batch in self._batches:
             x, y = self._read(batch)
+            if len(begins) < num_workers:
+                begins.append([*tensors_of(x), y])
+                _check_shared_out(begins, num_workers)
             x = move(x, self._device, self._dtypes)
             yield x, y if self._of_targets is None else y.to(self._of_targets, non_blocking=True)
 
@@ -132,6 +142,27 @@ class FirstBatchKnown:
 def with_progress(batches: Batches, progress: bool, what: str) -> Batches:
     """The same batches, with a progress bar on each pass if wanted."""
     return _Progress(batches, what) if progress else batches
+
+
+def _workers_on_a_stream(batches: Batches) -> int:
+    """How many workers read one stream; 0 of other data, and of a stream that one reads."""
+    loader = source_of(batches)
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return 0
+    return loader.num_workers if loader.num_workers > 1 else 0
+
+
+def _check_shared_out(begins: Sequence[Sequence[Tensor]], num_workers: int) -> None:
+    """Require that the workers' first batches, which come in turn, are not all the same."""
+    if len(begins) < num_workers:
+        return
+    first, *others = begins
+    if all(len(of) == len(first) and all(map(torch.equal, first, of)) for of in others):
+        raise ValueError(
+            f"Each of the {num_workers} workers that read the stream begins with the same "
+            "examples, so that every example would count several times: let each yield a part of "
+            "them, by torch.utils.data.get_worker_info(), or set num_workers=1."
+        )
 
 
 def source_of(batches: Batches) -> Batches:
