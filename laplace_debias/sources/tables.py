@@ -60,12 +60,14 @@ def read_table(path: Path) -> Any:
     """A table as a pandas data frame.
 
     Raises:
-        ValueError: If it is damaged or has no rows.
+        ValueError: If it is damaged, not in UTF-8, or has no rows.
     """
     import pandas
 
     try:
         table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8 ({error}); save it in UTF-8") from error
     except Exception as error:
         raise ValueError(f"{path} is damaged or no {path.suffix} table ({error})") from error
     if len(table) == 0:

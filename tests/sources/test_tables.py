@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from laplace_debias.sources import SourceSettings, load, split_by_seed
+from laplace_debias.sources.tables import read_table
 
 
 @pytest.fixture
@@ -144,3 +145,12 @@ def test_files_that_are_no_tables(here):
     (here / "t.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="has no rows"):
         loaded(data="t.csv", target="b")
+
+
+def test_a_table_in_another_encoding_is_refused_with_the_one_that_is_read(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_text("größe,y\n1.0,2.0\n", encoding="cp1252")
+    with pytest.raises(ValueError, match=r"d\.csv is not in UTF-8 .* save it in UTF-8"):
+        read_table(path)
+    path.write_text("größe,y\n1.0,2.0\n", encoding="utf-8")
+    assert list(read_table(path)) == ["größe", "y"]
