@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from networks import Attention
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,18 +33,6 @@ class Tokens(nn.Module):
 
     def forward(self, x):
         return self.head(self.hidden(self.norm(self.table(x))).tanh().mean(1))
-
-
-class Attention(nn.Module):
-    """Torch's own attention, whose projections are no layers of the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x):
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
 def convolutions():
