@@ -156,7 +156,8 @@ def _planned() -> str:
     run = [row for row in rows if "allocated" in row]
     memory = [row["plan"] / row["allocated"] for row in run]
     missed = sum(map(plan.is_missed, run))
-    times = sorted(row["fit_s"] / row["plan_s"] for row in run if row["plan_s"])
+    timed = [row for row in run if row["plan_s"] and row["fit_s"]]
+    times = sorted(row["fit_s"] / row["plan_s"] for row in timed)
     low, high = times[len(times) // 4], times[-1 - len(times) // 4]
     found = [row for row in rows if "plan" in row]
     lines, of_others = (
@@ -174,8 +175,8 @@ parameter. *Planned* is `la.plan(loader).peak`. *Allocated* is what torch's allo
 at most, by the profiler, and *resident* by how much the process grew in a second fit: pages that
 the process had before are not in it, and pages that are not given back are.
 
-Of {len(run)} fits, planned / allocated is between {min(memory):.2f} and {max(memory):.2f}; it is
-off by more than a quarter in {missed}. Seconds are the processor's: other work ran on the machine.
+Of {len(run)} fits, planned / allocated is between {min(memory):.2f} and {max(memory):.2f};
+{missed or "none"} of them is off by more than a quarter. Seconds are the processor's: other work ran on the machine.
 Those that `la.plan(loader, timed=True)` tells come from one batch. Fits took {times[0]:.1f} to
 {times[-1]:.1f} times as long, half of them {low:.1f} to {high:.1f} times. Fits of a fraction of a
 second take longer than is told, as what is done once is not in it; large eigendecompositions take
