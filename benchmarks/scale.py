@@ -176,7 +176,8 @@ at most, by the profiler, and *resident* by how much the process grew in a secon
 the process had before are not in it, and pages that are not given back are.
 
 Of {len(run)} fits, planned / allocated is between {min(memory):.2f} and {max(memory):.2f};
-{missed or "none"} of them is off by more than a quarter. Seconds are the processor's: other work ran on the machine.
+{missed or "none"} of them is off by more than a quarter. Seconds are the processor's: other work
+ran on the machine.
 Those that `la.plan(loader, timed=True)` tells come from one batch. Fits took {times[0]:.1f} to
 {times[-1]:.1f} times as long, half of them {low:.1f} to {high:.1f} times. Fits of a fraction of a
 second take longer than is told, as what is done once is not in it; large eigendecompositions take
