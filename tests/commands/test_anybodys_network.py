@@ -140,6 +140,7 @@ def test_draws_of_predictions_follow_the_seed(here):
     assert not tables[0].equals(tables[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "regression", "binary", "multilabel"])
 def test_the_spectrum_of_each_task(here, task):
     kinds = {"regression": "numbers", "multilabel": "labels"}

@@ -55,6 +55,7 @@ TINY_DEMO = [
 ]
 
 
+@pytest.mark.slow
 def test_demo_command_writes_all_files_and_names_the_pictures(tmp_path, capsys):
     assert main([*TINY_DEMO, f"--output={tmp_path / 'out'}"]) == 0
     written = {path.name for path in (tmp_path / "out").iterdir()}

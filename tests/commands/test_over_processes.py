@@ -149,6 +149,7 @@ def test_a_session_gives_the_files_and_the_words_of_one_process(here, processes,
     assert not list(here.rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, capsys):
     # Twice the number of batches that there are processes, and one that is not full.
     common = [*SOURCE, "--data=d.npz", "--batch_size=4", "--num_resamples=20"]

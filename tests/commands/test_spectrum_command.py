@@ -54,6 +54,7 @@ def training_images():
     return digits().train.batch(order[:30])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [GGN, pytest.param(Hessian, marks=pytest.mark.slow)])
 def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind):
     settings = spectrum.Settings(

@@ -34,6 +34,7 @@ from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian, Jaco
 from laplace_debias.curvature.losses import Uniforms, output_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_argument_of_the_losses(name):
     model, loss, x, y = case(name)
@@ -41,6 +42,7 @@ def test_every_argument_of_the_losses(name):
 
 
 # Torch differentiates the loss itself here: a case for each way to divide sums over batches.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", others_slow(LOSSES, "ce sum", "ce positions everything", "mse", "bce both")
 )
@@ -55,6 +57,7 @@ def test_the_exact_fisher_is_the_ggn(name):
     close(Fisher(model, loss, batches(x, y, 3)), dense_ggn(model, loss, x, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "bce weight rows"])
 def test_empirical_fisher_of_every_loss(name):
     model, loss, x, y = case(name)
@@ -107,6 +110,7 @@ def test_any_callable(loss, reduction):
     assert not GGN(model, loss, data, reduction=reduction).is_positive_semidefinite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("logit", "target"), one_axis_at_a_time([25.0, -25.0, -3.0, 0.0, 3.0], [0.0, 1.0])
 )
@@ -162,6 +166,7 @@ def test_jacobians(name):
     close(operator.T, J.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tuple", "list", "mapping", "logits"])
 def test_inputs_of_any_kind(kind):
     torch.manual_seed(1)
@@ -191,6 +196,7 @@ def test_inputs_of_any_kind(kind):
     close(Hessian(model, loss, data), dense_hessian(bare, loss, x, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "names"),
     [

@@ -77,6 +77,7 @@ def test_kept_batches_are_not_read_again():
     assert Counted.passes == before
 
 
+@pytest.mark.slow
 def test_a_changed_model_is_linearised_again():
     model, loss, x, y = build("conv"), nn.CrossEntropyLoss(), inputs(3), LABELS
     operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
@@ -167,6 +168,7 @@ def test_sequences_of_several_lengths():
         GGN(model, loss, wrong).to_dense()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["mlp", "by value"])
 def test_modes_that_switch_differentiation_off(mode, name):
@@ -449,6 +451,7 @@ def test_the_mean_over_a_batch_of_the_kl_divergence_is_that_over_the_examples():
     close(Hessian(model, loss, batches(x, y, 2)), dense_hessian(model, loss, x, y))
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_cheap():
     code = (
         "import sys, laplace_debias.curvature as c; c.GGN; "

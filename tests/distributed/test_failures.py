@@ -43,6 +43,7 @@ def test_a_process_in_the_middle_of_a_pass_hears_of_it(processes):
     assert found[0][1].startswith("Rank 1 failed with ValueError: no disk")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_named(processes):
     try:
         processes.start(3, tasks.be_killed, 2)

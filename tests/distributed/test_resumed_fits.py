@@ -75,6 +75,7 @@ def test_other_data_are_refused_by_all(processes, tmp_path):
         torch.testing.assert_close(C, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_with_as_many_processes(processes, tmp_path):
     folder = tmp_path / "state"
     processes.run(2, tasks.break_off_tuning, folder, [2, 3])

@@ -58,6 +58,7 @@ def test_a_fit_in_groups_gives_what_one_process_gives_in_one_go(
         check(found, expected)
 
 
+@pytest.mark.slow
 def test_groups_of_one_block_are_shared_out_as_evenly_as_all_together(processes):
     found = processes.run(3, tasks.held_in_groups, (1,) * 10)
     assert sum(of["bytes"] for of in found) == sum(bytes_of_blocks("kfac").values())
@@ -189,6 +190,7 @@ def test_a_gathered_posterior_works_on_each_process_alone(processes):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind", "parts"),
     [

@@ -86,6 +86,7 @@ def test_the_quadratic_of_a_split_model(processes):
         check(found, expected, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"), [("fit", None), ("label", "labels"), ("interrupt", "KeyboardInterrupt")]
 )

@@ -92,6 +92,7 @@ def test_the_guide_lists_every_example():
     assert sorted(listed) == [path.stem for path in EXAMPLES]
 
 
+@pytest.mark.slow
 def test_classification_tunes_the_nll_and_prints_what_it_returns(example):
     found, printed = example("classification", ["--epochs", "60", "--seed", "1"])
     network, laplace = found["network"], found["Laplace"]
@@ -157,6 +158,7 @@ def test_a_posterior_over_adapters_is_less_sure_of_mixed_reviews(example):
     assert f"posterior over {2 * 2 * 2 * 4 * 32:,} entries of the adapters" in printed
 
 
+@pytest.mark.slow
 def test_active_learning_begins_alike_and_chooses_other_images(example, tmp_path):
     options = ["--seeds", "2", "--rounds", "4", "--steps", "60"]
     found, printed = example("active_learning", options)
@@ -216,6 +218,7 @@ def trained_on_a_folder(example, tmp_path):
     return *example("train_timm_on_a_folder", options), tmp_path
 
 
+@pytest.mark.slow
 def test_the_script_writes_folders_a_checkpoint_and_the_command(trained_on_a_folder):
     command, printed, folder = trained_on_a_folder
     assert shlex.split(printed.splitlines()[-1]) == command

@@ -98,6 +98,7 @@ def test_the_applied_experiments_are_registered():
         assert issubclass(experiment.settings, ExperimentSettings)
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_an_experiment_from_its_config(checkpoint, tmp_path, capsys):
     arguments = [
         *("experiment", "conjugate_gradients"),

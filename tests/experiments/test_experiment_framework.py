@@ -167,6 +167,7 @@ def test_unknown_command_gives_the_nearest(capsys):
     assert "did you mean experiment?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_are_a_table_and_pictures(finished):
     names = set(contents(finished))
     assert {"results.csv", "summary.csv", "settings.json"} <= names
@@ -349,6 +350,7 @@ def test_too_few_images_are_told_before_training_and_claim_no_folder(
     assert set(contents(store.folder)) == {"settings.json"}
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_claims_no_folder(tmp_path):
     for draws in (1, 2):
         with pytest.raises(ValueError, match="no device 'cudaa'"):

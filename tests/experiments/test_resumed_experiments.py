@@ -53,6 +53,7 @@ OTHERS = [entry for entry in EXPERIMENTS if entry.name not in LEFT_OUT]
 ALWAYS = "contours"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entry",
     [

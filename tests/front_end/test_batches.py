@@ -157,6 +157,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_read_the_same_batches(name):
     make = OPERATORS[name]

@@ -240,6 +240,7 @@ def test_what_finished_groups_leave_in_memory_counts_in_those_that_follow(monkey
     assert max(found.stages.values()) >= kept + max(stages.values())
 
 
+@pytest.mark.slow
 def test_a_posterior_that_is_larger_than_the_bound_is_stored(tmp_path):
     torch.manual_seed(0)
     layers = [m for _ in range(16) for m in (nn.Linear(64, 64), nn.Tanh())]
@@ -284,6 +285,7 @@ def test_a_bound_below_the_chunks_makes_them_smaller_and_the_fit_the_same_to_rou
         assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
+@pytest.mark.slow
 def test_a_bound_that_no_block_fits_into_is_refused_with_what_would_do(monkeypatch):
     model, data = case("deep")
     la = Laplace(model, curvature="ekfac", fisher="mc")
@@ -308,6 +310,7 @@ def test_a_dense_curvature_is_one_group_or_refused():
         la.fit(loader(data), memory_bound=10_000)
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_groups_their_passes_and_the_way_out(monkeypatch):
     model, data = case("wide")
     la = Laplace(model, curvature="ekfac", memory_bound=2**14)

@@ -440,6 +440,7 @@ SCALES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("curvature", "dtype"), one_axis_at_a_time(CURVATURES, [torch.float32, torch.float64])
 )

@@ -137,6 +137,7 @@ def test_the_last_real_token(fitted, side):
     close(other.probs, shrunk.softmax(-1), rtol)
 
 
+@pytest.mark.slow
 def test_several_positions_and_the_largest_outputs_there(fitted):
     la, model, rtol = fitted
     x = inputs_of(batch_of("left"))
@@ -158,6 +159,7 @@ def test_several_positions_and_the_largest_outputs_there(fitted):
         close(variances, part.diagonal(dim1=1, dim2=2).unflatten(1, (2, k)), rtol)
 
 
+@pytest.mark.slow
 def test_covariance_between_inputs(fitted):
     la, model, rtol = fitted
     x = inputs_of(batch_of("left"))

@@ -72,6 +72,7 @@ def operator_blocks(la):
     return [block.to_dense() for block in la.posterior.curvature.blocks.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "curvature"), one_axis_at_a_time(oracle.SMALL_MODELS, MODES, ["ekfac", "kfac"])
 )

@@ -149,6 +149,7 @@ def single(seed):
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double().eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("curvature", "fisher"), one_axis_at_a_time(["kfac", "ekfac", "diag"], ["exact", "empirical"])
 )

@@ -277,6 +277,7 @@ def test_a_call_is_a_function_of_its_generator_and_leaves_the_global_one(name):
     assert not torch.equal(results[0], results[2]), "the generator has no effect"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(NAMED, *FIRST))
 def test_without_a_generator_the_global_one_is_used(name):
     results = []

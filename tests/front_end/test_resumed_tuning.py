@@ -58,6 +58,7 @@ def broken_off(folder, before=5, la=None, kind="classification", **options):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "before", "options"),
     [

@@ -97,6 +97,7 @@ def operators_are_the_same(wrap):
         torch.testing.assert_close(found.to_dense(), expected.to_dense())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapped_model_has_the_posterior_of_the_plain_one(name, tmp_path):
     is_the_same(WRAPPERS[name], tmp_path)

@@ -63,6 +63,7 @@ def check_coverage(covered, runs, may_be_more=False):
     assert may_be_more or covered <= binom.ppf(0.999, runs, 0.97)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize(
     ("name", "spectrum"),
@@ -182,6 +183,7 @@ def test_densities_cover_the_truth_at_any_width_and_number_of_steps(
     assert float(shares.mean()) > 0.93 - 3 * error
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("spectrum", VALUES)
 def test_resolved_densities_cover_in_95_percent_and_not_in_more(spectrum):

@@ -66,6 +66,7 @@ def test_extreme_eigenpairs_come_with_their_multiplicity(spectrum, which, method
         assert result.num_matvecs == A.columns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_lanczos_finds_every_copy_of_a_hidden_multiple_eigenvalue(seed):
     values = torch.cat([torch.full((6,), 2.0).double(), torch.linspace(0, 1.9, 144).double()])

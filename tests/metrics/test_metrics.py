@@ -357,6 +357,7 @@ def test_bad_bootstraps_are_refused(labels, options, message):
         metrics.bootstrap(metrics.nll, torch.empty(0, 2), torch.empty(0, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_what_is_slow_to_import_is_imported_where_it_is_used():
     code = (
         "import sys; import laplace_debias.metrics, laplace_debias.linalg; "

@@ -43,6 +43,7 @@ def test_the_pages_that_teach_have_code():
     assert taught >= {"README", "guide", "quick-start", "gotchas", "linear_algebra"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training",
     [

@@ -64,6 +64,7 @@ def page(folder):
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_picture_is_a_file_and_in_the_page(folder, page):
     names = {path.stem for path in (folder / "pictures").iterdir()}
     assert set(re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)) == names
@@ -161,6 +162,7 @@ def test_it_tells_how_it_was_made(page):
     assert page.count("<img ") == 36
 
 
+@pytest.mark.slow
 def test_large_pictures_are_made_smaller(tmp_path):
     folder = make_run(tmp_path / "run", n=60, shifts=False, ood=False, posterior=False)
     rng = np.random.default_rng(0)
@@ -230,6 +232,7 @@ def test_what_is_not_there_is_left_out(tmp_path):
     assert "picture-spectrum-laplace" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "error", "told"),
     [
