@@ -26,29 +26,30 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks
 
 demo: .venv/.installed
-	$(BIN)/laplace-debias demo
+	$(BIN)/python examples/demo.py
 
 ON_A_FOLDER := examples/train_timm_on_a_folder.py
 examples: .venv/.installed
-	for example in $(filter-out $(ON_A_FOLDER),$(wildcard examples/*.py)); do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+	for example in $(filter-out $(ON_A_FOLDER) examples/demo.py,$(wildcard examples/*.py)); do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 	$(BIN)/python $(ON_A_FOLDER) --make-data
 
 # The paper's experiments, reduced: those on the digits; with LAPLACE_DEBIAS_DATA (CIFAR-10) those on
 # small networks trained first; with LAPLACE_DEBIAS_CHECKPOINT too those on a trained All-CNN-C.
-# A run that was broken off goes on where it stopped. `OMP_NUM_THREADS=1 make -j2 experiments` makes
+# `OMP_NUM_THREADS=1 make -j2 experiments` makes
 # two at a time, and `make experiment-NAME` one.
-CONFIGS := $(wildcard configs/experiments/*.yaml)
-ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS)) \
-  $(filter %/comparison.yaml,$(CONFIGS))
+CONFIGS := $(wildcard configs/paper/*.yaml)
+ON_CHECKPOINT := $(shell grep -l '^problem: allcnnc-cifar10' $(CONFIGS))
 ON_CIFAR := $(filter-out $(ON_CHECKPOINT),$(shell grep -l '^problem: .*cifar' $(CONFIGS)))
 ON_DIGITS := $(filter-out $(ON_CHECKPOINT) $(ON_CIFAR),$(CONFIGS))
 HAS_CIFAR := $(LAPLACE_DEBIAS_DATA)
 HAS_CHECKPOINT := $(and $(LAPLACE_DEBIAS_DATA),$(LAPLACE_DEBIAS_CHECKPOINT))
 CHOSEN := $(ON_DIGITS) $(if $(HAS_CIFAR),$(ON_CIFAR)) $(if $(HAS_CHECKPOINT),$(ON_CHECKPOINT))
 stems = $(basename $(notdir $1))
-targets = $(patsubst configs/experiments/%.yaml,experiment-%,$1)
+targets = $(patsubst configs/paper/%.yaml,experiment-%,$1)
 # Configs are called after their experiment, but for these.
+NAME_comparison := laplace
 NAME_directional_curvature_digits := directional_curvature
+NAME_wide_resnet := directional_curvature
 NAME_laplace_digits := laplace
 NAME_laplace_resnet_cifar10 := laplace
 NAME_laplace_vit_cifar10 := laplace
@@ -60,15 +61,13 @@ experiments: $(call targets,$(CHOSEN))
 	@$(if $(HAS_CHECKPOINT),,echo "Skipped, set $(if $(HAS_CIFAR),,LAPLACE_DEBIAS_DATA and )\
 	LAPLACE_DEBIAS_CHECKPOINT to run them: $(call stems,$(ON_CHECKPOINT))")
 
-$(call targets,$(ON_CIFAR) $(ON_CHECKPOINT)): SOURCE = --data=$(LAPLACE_DEBIAS_DATA) \
-  $(addprefix --cache=,$(LAPLACE_DEBIAS_CACHE))
+$(call targets,$(ON_CIFAR) $(ON_CHECKPOINT)): SOURCE = --data=$(LAPLACE_DEBIAS_DATA)
 $(call targets,$(ON_CHECKPOINT)): SOURCE += --checkpoint=$(LAPLACE_DEBIAS_CHECKPOINT)
 ifneq ($(filter experiments,$(MAKECMDGOALS)),)  # it takes times, so it comes last
 experiment-runtime: | $(filter-out experiment-runtime,$(call targets,$(CHOSEN)))
 endif
 $(call targets,$(CONFIGS)): experiment-%: .venv/.installed
-	$(BIN)/laplace-debias experiment $(or $(NAME_$*),$*) --config configs/experiments/$*.yaml \
-	  $(if $(filter comparison,$*),,--resume) $(SOURCE)
+	$(BIN)/python -m examples.paper $(or $(NAME_$*),$*) --config configs/paper/$*.yaml $(SOURCE)
 
 # `make test` leaves out what is marked slow. CI and `make test-all` run everything, with the shapes
 # and types of every call checked in the tests that are not slow: that takes three times as long.

@@ -15,8 +15,8 @@ import curvlinops
 import torch
 from torch import Tensor, nn
 
+from examples.paper.networks import all_cnn_c
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.problems.models import all_cnn_c
 
 BATCH = 64
 

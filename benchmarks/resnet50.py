@@ -7,8 +7,8 @@ import torch
 from benchmarks.report import Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
+from examples.paper.networks import resnet50
 from laplace_debias import Laplace
-from laplace_debias.problems.models import resnet50
 
 TITLE = "ResNet-50, 1,000 classes, 224 × 224 pixels: memory of a fit and of a prediction"
 UNIT = "s a call"

@@ -3,11 +3,13 @@
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.problems import all_cnn_c, digits_net, load_checkpoint
+from examples.paper.networks import all_cnn_c, digits_net
+from laplace_debias.sources.weights import load_weights
 
 CHECKPOINT = "LAPLACE_DEBIAS_CHECKPOINT"
 
@@ -57,7 +59,7 @@ class Settings:
             torch.manual_seed(0)
             model = digits_net() if self.quick else all_cnn_c()
         if CHECKPOINT in os.environ and not self.quick:
-            load_checkpoint(model, os.environ[CHECKPOINT])
+            load_weights(model, Path(os.environ[CHECKPOINT]))
         return model.eval().to(self.device)
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:

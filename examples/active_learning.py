@@ -56,7 +56,7 @@ def accuracies(way: str, seed: int, options: argparse.Namespace) -> list[float]:
             # Few labels leave nothing to hold out: the marginal likelihood needs no other data.
             la = Laplace(model, params="last_layer")
             la.fit(DataLoader(TensorDataset(x[labelled], y[labelled]), batch_size=100))
-            la.tune(method="marglik")
+            la.tune_evidence()
             best = mutual_information(la, x[pool]).argsort(descending=True)[: options.chosen]
         else:
             best = torch.arange(options.chosen)  # the pool is in random order

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     # laplace-torch: la.optimize_prior_precision(method="marglik")
     # Ours searches a bounded range, theirs takes steps of Adam. Both set the prior precision.
-    found["prior precision by the marginal likelihood"] = la.tune(method="marglik").prior_precision
+    found["prior precision by the marginal likelihood"] = la.tune_evidence().prior_precision
 
     # laplace-torch: la.log_marginal_likelihood()
     # Ours has every constant. A weight and its bias are two blocks here, so values differ.
@@ -57,11 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     # laplace-torch: la.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
     # Ours takes one pass over the data for the whole grid, and scores the NLL.
-    found["prior precision by validation"] = la.tune(val_loader).prior_precision
+    found["prior precision by validation"] = la.tune(val_loader, link="probit").prior_precision
 
     # laplace-torch: probs = la(x, pred_type="glm", link_approx="probit")
     # Ours gives a distribution: `.probs`, `.entropy()`, `.log_prob(y)`, `.sample()`.
-    probs = la.predict(x[400:]).probs
+    # Its probit is one of several links here, and not the default; `tune` also finds a temperature.
+    probs = la.predict(x[400:], link="probit").probs
     found["NLL"] = float(nn.functional.nll_loss(probs.log(), y[400:]))
 
     # laplace-torch: la(x, pred_type="glm", link_approx="mc", n_samples=1000)
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         la.save(Path(folder) / "posterior.safetensors")
         again = Laplace.load(Path(folder) / "posterior.safetensors", model)
     found["largest difference after loading"] = float(
-        (again.predict(x[400:]).probs - probs).abs().max()
+        (again.predict(x[400:], link="probit").probs - probs).abs().max()
     )
 
     # laplace-torch has no call for these; there one writes the loop by hand.

@@ -10,34 +10,52 @@ Run with `python examples/influence_functions.py`; picture in results/influence_
 
 import torch
 from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.func import functional_call, jvp
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from laplace_debias.curvature import GGN, KFAC
 from laplace_debias.linalg import cg, inverse
 from laplace_debias.operators import Identity
-from laplace_debias.problems import DIGITS_RECIPE, digits, train
 from laplace_debias.report.style import save
 
+EPOCHS = 40
 DAMPING = 1e-4
 NUM_WRONG = 50
+
+
+def digits() -> TensorDataset:
+    """Handwritten digits, 8 × 8 pixels with mean 0 and variance 1, in a random order."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    order = torch.randperm(len(x))
+    return TensorDataset(((x - 0.3053) / 0.3760)[order], torch.tensor(labels)[order])
+
+
+def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
+    """Your network: here a small one, trained until it is over-confident."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        for x, y in DataLoader(data, batch_size=50, shuffle=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.eval()
 
 
 def main() -> None:
     """Train, solve one linear system, rank the training images."""
     torch.manual_seed(0)
     data = digits()
-    wrong = torch.randperm(len(data.train))[:NUM_WRONG]
-    given = data.train.labels.clone()
-    given[wrong] = (given[wrong] + torch.randint(1, 10, (NUM_WRONG,))) % 10
-    training = type(data.train)(
-        data.train.images, given, data.train.mean, data.train.std, data.train.classes
-    )
+    x, labels = data[:1000]
+    x_test, y_test = data[1000:]
+    wrong = torch.randperm(len(x))[:NUM_WRONG]
+    y = labels.clone()
+    y[wrong] = (y[wrong] + torch.randint(1, 10, (NUM_WRONG,))) % 10
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
-    train(model, training, DIGITS_RECIPE)
+    trained(model, TensorDataset(x, y), EPOCHS)
     loss = nn.CrossEntropyLoss()
-    x, y = training.batch(torch.arange(len(training)))
-    x_test, y_test = data.test.batch(torch.arange(len(data.test)))
 
     batches = [(x, y)]
     A = GGN(model, loss, batches)
@@ -82,10 +100,10 @@ def main() -> None:
     rows = (("harmful", order[:10]), ("helpful", order.flip(0)[:10]))
     for (name, chosen), row in zip(rows, axes, strict=True):
         for n, ax in zip(chosen.tolist(), row, strict=True):
-            ax.imshow(training.images[n, 0], cmap="gray_r")
-            truth = "" if not is_wrong[n] else f"\nis a {int(data.train.labels[n])}"
+            ax.imshow(x[n, 0], cmap="gray_r")
+            truth = "" if not is_wrong[n] else f"\nis a {int(labels[n])}"
             ax.set_title(
-                f"label {int(given[n])}{truth}", fontsize=8, color="#D55E00" if truth else "black"
+                f"label {int(y[n])}{truth}", fontsize=8, color="#D55E00" if truth else "black"
             )
             ax.set_xlabel(f"{1e3 * float(influence[n]):+.2f}e-3", fontsize=7)
             ax.set(xticks=[], yticks=[])

@@ -8,26 +8,56 @@ Run with `python examples/pruning.py`; picture in results/pruning.png.
 
 import torch
 from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 from laplace_debias.curvature import EKFAC, GGN
 from laplace_debias.linalg import diagonal
-from laplace_debias.problems import DIGITS_RECIPE, digits, digits_net, train
 from laplace_debias.report.style import OKABE_ITO, save, style_axes
 
+EPOCHS = 40
 NUM_PRODUCTS = 400  # with the GGN, for its diagonal
 SPARSITIES = (0.0, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+
+
+def digits() -> TensorDataset:
+    """Handwritten digits, 8 × 8 pixels with mean 0 and variance 1, in a random order."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    order = torch.randperm(len(x))
+    return TensorDataset(((x - 0.3053) / 0.3760)[order], torch.tensor(labels)[order])
+
+
+def network() -> nn.Sequential:
+    """A small all-convolutional network."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(16, 24, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Conv2d(24, 32, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    )
+
+
+def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
+    """Your network: here a small one, trained until it is over-confident."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        for x, y in DataLoader(data, batch_size=50, shuffle=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.eval()
 
 
 def main() -> None:
     """Train, estimate the curvature, prune by three rules."""
     torch.manual_seed(0)
-    data = digits()
-    model = digits_net()
-    train(model, data.train, DIGITS_RECIPE)
-    batches = [data.train.batch(part) for part in torch.arange(len(data.train)).split(250)]
-    x_test, y_test = data.test.batch(torch.arange(len(data.test)))
+    training, test = random_split(digits(), [1297, 500])
+    model = trained(network(), training, EPOCHS)
+    batches = DataLoader(training, batch_size=250)
+    x_test, y_test = test[:]
 
     # Weights alone are pruned: biases are few.
     A = GGN(model, nn.CrossEntropyLoss(), batches, params="weights")

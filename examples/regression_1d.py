@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     # "full": so few parameters allow for the whole matrix, which knows how they act together.
     la = Laplace(model.eval(), likelihood="regression", curvature="full", sigma=1.0)
     la.fit(DataLoader(TensorDataset(x, y), batch_size=20))
-    tuned = la.tune(method="marglik", sigma=True)  # noise and prior precision, without other data
+    tuned = la.tune_evidence(sigma=True)  # noise and prior precision, without other data
 
     places = {"at the data": -2.5, "in the gap": 0.0, "outside": 8.0}
     _, variance = la.functional(torch.tensor([[place] for place in places.values()]))

@@ -50,7 +50,7 @@ def one_split(epochs: int) -> dict[str, Tensor]:
             optimizer.step()
 
     la = Laplace(model.eval(), likelihood="regression", curvature="full", sigma=1.0).fit(data)
-    la.tune(method="marglik", sigma=True)  # σ and the prior precision, from the fit alone
+    la.tune_evidence(sigma=True)  # σ and the prior precision, from the fit alone
     with torch.no_grad():
         residuals = model(x) - y
         own, honest = (residuals[part].square().mean().sqrt() for part in (train, held_out))

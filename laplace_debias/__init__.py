@@ -8,10 +8,9 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
     MultiLabel,
 )
-from laplace_debias.curvature.network.gathered import gathered
 from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.laplace import CrossFit, Full, Laplace, Plan, Split
+from laplace_debias.laplace import CrossFit, Full, Laplace, Link, Plan, Split
 from laplace_debias.quadratic import Quadratic
 from laplace_debias.system.ranks import alone
 
@@ -24,6 +23,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Laplace",
     "Likelihood",
+    "Link",
     "MultiLabel",
     "OneArgument",
     "Plan",
@@ -31,5 +31,4 @@ __all__ = [
     "ShardedBatches",
     "Split",
     "alone",
-    "gathered",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `laplace-debias demo | train | fit | tune | predict | spectrum | ...`.
+"""The command line: `laplace-debias fit | tune | predict | evaluate | report | spectrum`.
 
 A command is imported when it is chosen: help and mistyped names cost no import of torch.
 """
@@ -12,21 +12,22 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from laplace_debias.commands import COMMANDS, OF_ONE_PROCESS
-from laplace_debias.commands.launched import Launched, launched_by
-from laplace_debias.commands.processes import Ended, Stream, run_together
+from laplace_debias.commands import COMMANDS
 from laplace_debias.commands.unused import print_unused, unused_options
-from laplace_debias.system.agreement import RankError
+from laplace_debias.system.ranks import RankError, together
 from laplace_debias.system.workers import LostWorkerError, telling_of_lost_workers
 
 _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
 _EXTRAS |= {"pandas", "pyarrow", "jinja2"}
 _HINT = "pip install 'laplace-debias[cli]'"
 _TRACEBACK = "--traceback"
+# Until torchrun ends a process that has failed, the first one has told why.
+_TOLD = 1.0
 # What torch says of an error of a data set in a worker; another rank's is told of before.
 _IN_WORKER = re.compile(r"(Rank \d+ failed with \w+: )?Caught \w+ in DataLoader worker process")
 # Errors whose text is meant for the user.
@@ -48,48 +49,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     rest = [argument for argument in given if argument != _TRACEBACK]
     stderr = sys.stderr
-
-    def ended(error: BaseException) -> Ended:
+    try:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return _run(rest)
+        with _as_one_of_several():
+            return _run(rest)
+    except (KeyboardInterrupt, Exception) as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_TOLD)
+            return 2
         if len(rest) < len(given) and isinstance(error, Exception):
             traceback.print_exception(error, file=stderr)
-        return _ended_by(error)
-
-    try:
-        launched = launched_by(os.environ)
-        if launched is None:
-            return _run(rest)
-        if rest[:1] and rest[0] in OF_ONE_PROCESS:
-            return _refused(rest[0], launched, stderr)
-        return run_together(launched, lambda: _run(rest), ended, stderr)
-    except (KeyboardInterrupt, Exception) as error:
-        found = ended(error)
-        print(found.line, file=stderr)
-        return found.status
+        status, line = _ended_by(error)
+        print(line, file=stderr, flush=True)
+        return status
 
 
-def _refused(command: str, launched: Launched, stderr: Stream) -> int:
-    """Tell once that a command does not share its work with other processes."""
-    if launched.rank == 0:
-        print(
-            f"laplace-debias: error: {command} runs in one process, and WORLD_SIZE says "
-            f"{launched.size}: start it without torchrun, or unset WORLD_SIZE",
-            file=stderr,
+@contextlib.contextmanager
+def _as_one_of_several() -> Iterator[None]:
+    """The process group that torchrun, or another launcher, describes; its first process prints."""
+    import torch
+    from torch import distributed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    with contextlib.ExitStack() as stack:
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         )
-    return 2
+        stack.callback(distributed.destroy_process_group)
+        if distributed.get_rank() > 0:
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        stack.enter_context(together("laplace-debias"))
+        yield
 
 
-def _ended_by(error: BaseException) -> Ended:
+def _ended_by(error: BaseException) -> tuple[int, str]:
     """The exit status and the line of an error."""
     if isinstance(error, KeyboardInterrupt):
         how = str(error) or "it has not begun; give the same command again"
         # On a line of its own: the terminal shows ^C, or a progress bar.
-        return Ended(130, f"\nlaplace-debias: stopped: {how}")
-    if not isinstance(error, Exception):
-        raise error
-    return Ended(2, f"laplace-debias: error: {' '.join(_told(error).split())}")
+        return 130, f"\nlaplace-debias: stopped: {how}"
+    return 2, f"laplace-debias: error: {' '.join(_told(error).split())}"
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """What an error says in one line."""
     if (in_worker := _IN_WORKER.match(str(error))) is not None:
         # The rest is the traceback in the process.
@@ -108,36 +114,9 @@ def _told(error: Exception) -> str:
 
 
 def _run(arguments: list[str]) -> int:
-    prog = "laplace-debias"
-    commands = {**COMMANDS, "experiment": "Repeat one of the paper's experiments."}
-    description = "Laplace approximations of trained networks, debiased."
-    command, rest = _chosen(prog, description, commands, arguments)
-    if command != "experiment":
-        module = importlib.import_module(f"laplace_debias.commands.{command}")
-        as_json = getattr(module, "as_json", None)
-        description = commands[command]
-        return _execute(
-            f"{prog} {command}", description, module.Settings, module.run, rest, as_json
-        )
-    experiments = _experiments()
-    helps = {name: f"{entry.figure}: {entry.help}" for name, entry in experiments.items()}
-    name, rest = _chosen(f"{prog} experiment", commands[command], helps, rest, _list)
-    entry = experiments[name]
-    return _execute(f"{prog} experiment {name}", helps[name], entry.settings, entry.run, rest)
-
-
-def _experiments() -> dict[str, Any]:
-    from laplace_debias.experiments.registry import EXPERIMENTS
-
-    return {entry.name: entry for entry in EXPERIMENTS}
-
-
-def _list() -> None:
-    """Prints the experiments, one per line."""
-    rows = [(entry.name, entry.figure, entry.help) for entry in _experiments().values()]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for name, figure, help_ in rows:
-        print(f"{name:{widths[0]}}  {figure:{widths[1]}}  {help_}")
+    command, rest = _chosen(arguments)
+    module = importlib.import_module(f"laplace_debias.commands.{command}")
+    return _execute(command, module.Settings, module.run, rest, module.as_json)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,68 +126,46 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def _chosen(
-    prog: str,
-    description: str,
-    commands: Mapping[str, str],
-    arguments: list[str],
-    list_all: Callable[[], None] | None = None,
-) -> tuple[str, list[str]]:
-    """The command that comes first, and what stands behind it; help where it is asked for.
-
-    Args:
-        prog: What stands before the command.
-        description: What `prog` is for.
-        commands: Help in one line, by command.
-        arguments: What stands behind `prog`.
-        list_all: What `--list` prints; there is no such option if None.
-    """
-    if arguments and arguments[0] in commands:
+def _chosen(arguments: list[str]) -> tuple[str, list[str]]:
+    """The command that comes first, and what stands behind it; help where it is asked for."""
+    if arguments and arguments[0] in COMMANDS:
         return arguments[0], arguments[1:]
-    width = max(map(len, commands))
-    lines = [f"  {name:{width}}  {help_}" for name, help_ in commands.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {help_}" for name, help_ in COMMANDS.items()]
     parser = _Parser(
-        prog=prog,
-        description=description,
+        prog="laplace-debias",
+        description="Laplace approximations of trained networks, debiased.",
         epilog="\n".join(["commands:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    if list_all is not None:
-        parser.add_argument("--list", action="store_true", help="List the experiments and exit.")
     parser.add_argument("command", metavar="command", help="One of those below; --help after it.")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="Options of the command.")
-    if list_all is not None and arguments == ["--list"]:
-        list_all()
-        parser.exit()
     if not arguments:
-        raise ValueError(f"there is no command; expected one of {', '.join(commands)}")
+        raise ValueError(f"there is no command; expected one of {', '.join(COMMANDS)}")
     parsed = parser.parse_args(arguments)
-    if parsed.command not in commands:
-        near = difflib.get_close_matches(parsed.command, commands, n=1)
-        meant = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(commands)}"
+    if parsed.command not in COMMANDS:
+        near = difflib.get_close_matches(parsed.command, COMMANDS, n=1)
+        meant = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(COMMANDS)}"
         raise ValueError(f"there is no command {parsed.command!r}{meant}")
     return parsed.command, parsed.options
 
 
 def _execute(
-    prog: str,
-    description: str,
+    command: str,
     settings: type,
     run: Callable[[Any], Any],
     arguments: list[str],
-    as_json: Callable[[Any, Any], Mapping[str, Any]] | None = None,
+    as_json: Callable[[Any, Any], Mapping[str, Any]],
 ) -> int:
     """Run a command with the settings that its options, or a YAML file of them, make.
 
     Args:
-        prog: What stands before the options.
-        description: What the command does.
+        command: Its name.
         settings: The dataclass of its settings.
         run: Runs with an instance of these.
         arguments: The options.
-        as_json: What `--json` prints, from the settings and what `run` returns; None for a command
-            without this option.
+        as_json: What `--json` prints, from the settings and what `run` returns.
     """
     from jsonargparse import ArgumentParser
 
@@ -223,6 +180,7 @@ def _execute(
 
     # A cut off option is a mistyped one, not whatever begins like it.
     epilog = f"{_TRACEBACK}: show where in the source an error came from, too."
+    prog, description = f"laplace-debias {command}", COMMANDS[command]
     parser = Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of these options.")
     parser.add_class_arguments(settings, as_group=False)
@@ -239,7 +197,7 @@ def _execute(
     unused = unused_options(options, given)
     try:
         with telling_of_lost_workers():
-            if as_json is None or not options.json:
+            if not options.json:
                 print_unused(unused)
                 run(options)
                 return 0
@@ -304,12 +262,12 @@ def _explained(message: str, options: Iterable[str], also: Sequence[str] = ()) -
     Args:
         message: The parser's.
         options: The command's options, without dashes.
-        also: Options that were not given and that most problems need besides the required ones.
+        also: Options that were not given and that most commands need besides the required ones.
     """
     required, _, missing = message.partition("are required: ")
     if missing:
         told = f"{required}are required: {', '.join(f'--{name}' for name in missing.split(', '))}"
-        return f"{told}; most problems need {' and '.join(also)} too" if also else told
+        return f"{told}; most need {' and '.join(also)} too" if also else told
     unknown: list[str] = []
     known = list(options)
     if message.startswith("unrecognized arguments"):

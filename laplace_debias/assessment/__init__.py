@@ -1,7 +1,7 @@
 """Is a network's uncertainty any good: methods compared, and what a run leaves behind."""
 
+from laplace_debias.assessment.assessing import assess
 from laplace_debias.assessment.methods import Method, PosteriorChoice, default_methods
-from laplace_debias.assessment.run import assess
 from laplace_debias.assessment.run_folder import RunFolder
 from laplace_debias.assessment.temperature import FittedTemperature, fit_temperature
 

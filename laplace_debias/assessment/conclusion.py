@@ -1,87 +1,55 @@
-"""What a run shows, in words: measured, better or worse than chance explains, what to do next."""
+"""The verdict of a run: what its numbers show, in three to five sentences for page and terminal.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+Methods are judged by three things together: two proper scores, and how far the network's confidence
+(of a regression its standard deviation) is off. A method is better than another where it is better
+in one of them by more than chance explains and worse in none, on the examples that both predicted:
+where the 95 % interval of the paired difference leaves out zero. A difference that would make none
+to anybody does not count, however sure it is.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class _Change:
-    """How a method's negative log-likelihood on the test set differs from another's.
-
-    Attributes:
-        value: Method less reference, nats; below zero is better.
-        low: Lower end of the 95 % interval; None if it is not known.
-        high: Upper end.
-        num_examples: Examples that both predicted.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    num_examples: int
-
-    @property
-    def is_better(self) -> bool:
-        """Whether it is lower by more than chance explains."""
-        return self.high is not None and self.high < 0
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether it is higher by more than chance explains."""
-        return self.low is not None and self.low > 0
-
-    @property
-    def amount(self) -> str:
-        """How much, with the interval's ends; with a sign where the interval holds zero."""
-        low, high = self.low, self.high
-        if low is None or high is None:
-            return f"{number(self.value)} nats (the interval is not known)"
-        if low <= 0 <= high:
-            return f"{number(self.value)} nats (95 % interval {number(low)} to {number(high)})"
-        least, most = sorted([abs(low), abs(high)])
-        size = number(abs(self.value))
-        return f"{size} nats (95 % interval {number(least)} to {number(most)})"
+_CRITERIA = {
+    "nll": ("NLL", "{} nats"),
+    "brier": ("Brier score", "{}"),
+    "overconfidence": ("gap of confidence and accuracy", "{} points"),
+    "crps": ("CRPS", "{}"),
+    "scaled_error": ("misfit of the standard deviations", "{}"),
+}
+_SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error": 1e-2}
+"""Differences below are too small to matter."""
+_SCORES = {
+    "entropy": "entropy",
+    "max_probability": "greatest probability",
+    "mutual_information": "mutual information",
+    "variance": "variance",
+}
+_LARGEST_TEMPERATURE = 20.0
+"""Larger ones are no correction of a confidence that means something."""
+_MOST_OVERCONFIDENCE = 0.1
+"""Training leaves no network far more confident than right on the examples it has learnt."""
+_LEAST_ABOVE_CHANCE = 0.1
+"""The part of the way from chance to certainty below which nothing was learnt."""
 
 
-def conclude(run: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """The page's first paragraph, a sentence an entry.
-
-    Methods are held against each other by the negative log-likelihood on the test set, on the same
-    examples: it is a proper score, which neither a probability that is too high nor one that is too
-    low can improve. A difference counts where its 95 % interval does not hold zero.
+def conclude(run: Row, found: Row) -> list[str]:
+    """The verdict, a sentence or two an entry; what speaks against the set-up comes first.
 
     Args:
         run: `run.json`.
         found: `metrics.json`.
     """
-    methods = {method["key"]: method for method in run["methods"]}
-    network = next(iter(methods))
-    test = next(part for part in run["sets"] if part["role"] == "test")
-    scaled = next(
-        (key for key, m in methods.items() if not m["is_laplace"] and m["temperature"] is not None),
-        None,
-    )
-    posteriors = [key for key, method in methods.items() if method["is_laplace"]]
-    to_network = _changes(found["differences"], test["name"], network)
-    to_scaled = {} if scaled is None else _changes(found["differences"], test["name"], scaled)
-    best = min(posteriors, key=lambda key: to_network[key].value, default=None)
-    sentences = [_measured(run, found["rows"], test, network)]
-    if scaled is not None:
-        sentences.append(_of_scaling(methods[scaled]["label"], to_network[scaled]))
-    if best is not None:
-        several = len(posteriors) > 1
-        sentences.append(_of_posterior(methods[best]["label"], to_network[best], run, several))
-        if scaled is not None:
-            sentences.append(
-                _beside_scaling(methods[best]["label"], methods[scaled]["label"], to_scaled[best])
-            )
-    sentences += _worse(methods, to_network, {best, scaled})
-    sentences += _off_the_test_set(found, run, methods, network, best)
-    sentences += _advice(run, methods, best, scaled, to_network, to_scaled)
-    return sentences
+    verdict = _Verdict(run, found)
+    doubts = list(verdict.doubts())
+    told = [verdict.doubted(doubts)] if doubts else []
+    told.append(verdict.measured())
+    if not doubts:
+        told += verdict.remedy()
+    return [*told, *verdict.shifted(), *verdict.foreign()]
 
 
 def number(value: float) -> str:
@@ -92,173 +60,340 @@ def number(value: float) -> str:
     return text.replace("-", "−")
 
 
-def _changes(differences: Sequence[Row], name: str, reference: str) -> dict[str, _Change]:
-    return {
-        row["method"]: _Change(row["value"], row["low"], row["high"], row["num_examples"])
-        for row in differences
-        if row["set"] == name and row["metric"] == "nll" and row["reference"] == reference
-    }
+def points(share: float) -> str:
+    """A share in percentage points."""
+    return f"{100 * share:.1f}".replace("-", "−")
 
 
-def _value(rows: Sequence[Row], method: str, name: str, metric: str) -> Row | None:
+class _Verdict:
+    """What `run.json` and `metrics.json` say, and the sentences made of it."""
+
+    def __init__(self, run: Row, found: Row) -> None:
+        self._run, self._found = run, found
+        self._labels = {method["key"]: method["label"] for method in run["methods"]}
+        self._network, *self._others = self._labels
+        self._test = next(part for part in run["sets"] if part["role"] == "test")
+        self._is_regression = run["task"] == "regression"
+        self._criteria = (
+            ("nll", "crps", "scaled_error")
+            if self._is_regression
+            else ("nll", "brier", "overconfidence")
+        )
+        self._chosen: str | None = None
+
+    # ----------------------------------------------------------------- what the files say
+
+    def _row(self, method: str, metric: str, of: str = "test", score: str = "") -> Row | None:
+        wanted = {"method": method, "metric": metric, "set": of}
+        return _first(self._found["rows"], wanted | ({"score": score} if score else {}))
+
+    def _change(self, method: str, other: str, metric: str, of: str = "test") -> Row | None:
+        """Method less other, on the examples of both."""
+        wanted = {"metric": metric, "set": of}
+        row = _first(self._found["differences"], wanted | {"method": method, "reference": other})
+        if row is not None:
+            return row
+        row = _first(self._found["differences"], wanted | {"method": other, "reference": method})
+        if row is None or row["low"] is None:
+            return row
+        return {**row, "value": -row["value"], "low": -row["high"], "high": -row["low"]}
+
+    def _changes(self, method: str, other: str) -> tuple[dict[str, Row], dict[str, Row]]:
+        """The criteria in which a method is better, and in which it is worse, beyond chance."""
+        rows = {metric: self._change(method, other, metric) for metric in self._criteria}
+        known = {
+            metric: row
+            for metric, row in rows.items()
+            if row and row["low"] is not None and abs(row["value"]) >= _SMALLEST.get(metric, 0)
+        }
+        better = {metric: row for metric, row in known.items() if row["high"] < 0}
+        return better, {metric: row for metric, row in known.items() if row["low"] > 0}
+
+    def _is_better(self, method: str, other: str) -> bool:
+        better, worse = self._changes(method, other)
+        return bool(better) and not worse
+
+    def _inputs(self, count: int) -> str:
+        return f"{count:,} {self._run['input_name']}{'' if count == 1 else 's'}"
+
+    # ------------------------------------------------------------------------- the set-up
+
+    def doubts(self) -> Iterator[str]:
+        """What a network and data that belong together do not show."""
+        training = self._run.get("training") or {}
+        rows = {row["metric"]: row for row in training.get("rows", ())}
+        own = f"its own training {self._run['input_name']}s"
+        if self._is_regression:
+            if rows and rows["explained"]["value"] < _LEAST_ABOVE_CHANCE:
+                share = 100 * rows["explained"]["value"]
+                yield f"it explains {share:.0f} % of the variance of the targets of {own}"
+        elif rows:
+            classes = 1 if self._run["task"] == "multilabel" else training["num_classes"]
+            chance = 1 / classes
+            accuracy, gap = rows["accuracy"]["value"], rows["overconfidence"]
+            if accuracy < chance + _LEAST_ABOVE_CHANCE * (1 - chance):
+                yield f"its accuracy on {own} is {accuracy:.3f}, near chance"
+            elif gap["low"] is not None and gap["low"] > _MOST_OVERCONFIDENCE:
+                yield f"on {own} it is over-confident by {points(gap['value'])} points"
+            of_test = self._row(self._network, "nll")
+            for row, where in ((rows["nll"], own), (of_test, "the test set")):
+                if row and row["low"] is not None and row["low"] > training["uniform_nll"]:
+                    yield (
+                        f"its NLL on {where} is {number(row['value'])} nats, and a guess has "
+                        f"{number(training['uniform_nll'])}"
+                    )
+                    break
+        for method in self._run["methods"]:
+            if (method["temperature"] or 0) > _LARGEST_TEMPERATURE:
+                yield f"the temperature of “{method['label']}” is {method['temperature']:.3g}"
+            if method.get("prior_precision_at_limit"):
+                yield (
+                    f"the prior precision of “{method['label']}” is at the end of the range that "
+                    "is searched"
+                )
+
+    def doubted(self, doubts: Sequence[str]) -> str:
+        """What to check before anything else."""
+        causes = (
+            "the order and scaling of the columns, the units of the targets and the checkpoint"
+            if self._is_regression
+            else "the order of the classes, the normalisation of the inputs and the checkpoint"
+        )
+        return (
+            f"First check {causes}: the network does not fit these data as a trained one does. "
+            f"{_joined(doubts)[:1].upper()}{_joined(doubts)[1:]}. Nothing below counts before that."
+        )
+
+    # ----------------------------------------------------------------------- the network
+
+    def measured(self) -> str:
+        """How sure the network is, and how right."""
+        on = f"On {self._inputs(self._test['num_examples'])} of the test set"
+        nll = self._row(self._network, "nll")
+        scores = [] if nll is None else [f"NLL {_ends(nll)} nats"]
+        if self._is_regression:
+            rmse = self._row(self._network, "rmse")
+            scores = [f"RMSE {_ends(rmse)}", *scores] if rmse else scores
+            return f"{on} the network has {_joined(scores)}. {self._bias()} {self._width()}"
+        accuracy, gap = (self._row(self._network, name) for name in ("accuracy", "overconfidence"))
+        assert accuracy is not None
+        assert gap is not None
+        sure = 100 * (accuracy["value"] + gap["value"])
+        return (
+            f"{on} the network is right in {100 * accuracy['value']:.1f} % and {sure:.1f} % sure: "
+            f"{self._confidence(gap)}. It has {_joined(scores)}."
+        )
+
+    def _confidence(self, gap: Row) -> str:
+        amount = f"{points(abs(gap['value']))} points"
+        if gap["low"] is None:
+            return f"a gap of {points(gap['value'])} points"
+        if gap["low"] <= 0 <= gap["high"]:
+            interval = f"{points(gap['low'])} to {points(gap['high'])} points"
+            return f"neither over- nor under-confident beyond chance (95 % interval {interval})"
+        ends = sorted([abs(gap["low"]), abs(gap["high"])])
+        way = "over" if gap["low"] > 0 else "under"
+        return f"{way}-confident by {amount} (95 % interval {points(ends[0])} to {points(ends[1])})"
+
+    def _bias(self) -> str:
+        bias = self._row(self._network, "bias")
+        if bias is None or bias["low"] is None:
+            return ""
+        if bias["low"] <= 0 <= bias["high"]:
+            return f"It has no bias beyond chance ({_ends(bias)})."
+        way = "low" if bias["high"] < 0 else "high"
+        ends = sorted([abs(bias["low"]), abs(bias["high"])])
+        return (
+            f"It is biased: its predictions are too {way} by {number(abs(bias['value']))} on "
+            f"average (95 % interval {number(ends[0])} to {number(ends[1])}), which no "
+            "uncertainty mends. Take it away, or look for what differs from the training data."
+        )
+
+    def _width(self) -> str:
+        scaled, coverage = (self._row(self._network, name) for name in ("scaled_error", "coverage"))
+        if scaled is None or coverage is None or scaled["low"] is None:
+            return ""
+        held = f"the 95 % intervals hold {100 * coverage['value']:.1f} % of the targets"
+        if scaled["low"] <= 1 <= scaled["high"]:
+            return f"Its standard deviations are right within chance: {held}."
+        way = "small" if scaled["low"] > 1 else "large"
+        return (
+            f"Its standard deviations are too {way}, errors are {number(scaled['value'])} of them "
+            f"({number(scaled['low'])} to {number(scaled['high'])}) and should be 1: {held}."
+        )
+
+    # ------------------------------------------------------------------ what mends it
+
+    def remedy(self) -> list[str]:
+        """What mends it, and what the other methods do."""
+        judged = _joined([_CRITERIA[metric][0] for metric in self._criteria])
+        if not self._others:
+            return ["Nothing else was tried: name a method beside the network."]
+        remedies = [key for key in self._others if self._is_better(key, self._network)]
+        # The first of those that none of the others betters: simple methods come first.
+        unbeaten = [
+            key
+            for key in remedies
+            if not any(self._is_better(other, key) for other in remedies if other != key)
+        ]
+        self._chosen = next(iter(unbeaten or remedies), None)
+        if self._chosen is None:
+            first = (
+                f"Nothing that was tried mends it beyond chance, judged by {judged} together: keep "
+                "the network as it is, or judge on more examples."
+            )
+            return [first, *self._the_others(self._network)]
+        better, _ = self._changes(self._chosen, self._network)
+        count = next(iter(better.values()))["num_examples"]
+        amounts = _joined([self._amount(metric, row) for metric, row in better.items()])
+        left = [_CRITERIA[metric][0] for metric in self._criteria if metric not in better]
+        rest = f" (no change beyond chance: {_joined(left)})" if left else ""
+        gap = self._row(self._chosen, "overconfidence")
+        after = f" It is {self._confidence(gap)}." if gap else ""
+        first = (
+            f"Use “{self._labels[self._chosen]}”: on the same {self._inputs(count)} it lowers "
+            f"{amounts}{rest}.{after}"
+        )
+        return [first, *self._the_others(self._chosen)]
+
+    def _amount(self, metric: str, row: Row) -> str:
+        name, unit = _CRITERIA[metric]
+        text = points if metric == "overconfidence" else number
+        ends = sorted([abs(row["low"]), abs(row["high"])])
+        amount = unit.format(text(abs(row["value"])))
+        return f"the {name} by {amount} ({text(ends[0])} to {text(ends[1])})"
+
+    def _the_others(self, reference: str) -> list[str]:
+        """How the methods that are not recommended compare with the one that is."""
+        worse, mixed, same = [], [], []
+        for key in self._others:
+            if key == reference:
+                continue
+            gains, losses = self._changes(key, reference)
+            name = f"“{self._labels[key]}”"
+            lost = _joined([self._amount(metric, row) for metric, row in losses.items()])
+            if losses and gains:
+                names = _joined([_CRITERIA[metric][0] for metric in gains])
+                mixed.append(f"{name} is better in {names} but raises {lost}")
+            elif losses:
+                worse.append(f"{name} raises {lost}{self._turned(key)}")
+            else:
+                same.append(f"{name}{self._turned(key)}")
+        told, of = [], "the network"
+        if reference != self._network:
+            of = f"“{self._labels[reference]}”"
+        if worse or mixed:
+            told.append(f"Compared with {of}, {'; '.join([*worse, *mixed])}.")
+        if same and (self._chosen or worse or mixed):
+            told.append(f"Not told apart from {of}: {_joined(same)}.")
+        is_open = not self._is_regression and not any(
+            method["temperature"] is not None for method in self._run["methods"]
+        )
+        if is_open:
+            told.append(
+                "Temperature scaling was left out: with validation examples the report tells "
+                "whether one number does as well."
+            )
+        return [" ".join(told)] if told else []
+
+    def _turned(self, key: str) -> str:
+        """Whether a method makes an over-confident network under-confident, or the reverse."""
+        before, after = (self._row(of, "overconfidence") for of in (self._network, key))
+        if not before or not after or before["low"] is None or after["low"] is None:
+            return ""
+        if before["low"] > 0 > after["high"] or before["high"] < 0 < after["low"]:
+            return f" and is {self._confidence(after)}"
+        return ""
+
+    # --------------------------------------------------- other inputs than those it knows
+
+    def shifted(self) -> list[str]:
+        """What becomes of it on the hardest shift."""
+        shifts = [part for part in self._run["sets"] if part["role"] == "shift"]
+        if not shifts:
+            return []
+        hardest = max(shifts, key=lambda part: part["severity"])
+        of = hardest["name"]
+        start = f"Shifted inputs: at severity {hardest['severity']} the network"
+        calibration = self._criteria[2]
+        if self._is_regression:
+            scaled = self._row(self._network, "scaled_error", of)
+            assert scaled is not None
+            told = f"{start}'s errors are {_ends(scaled)} of its standard deviations"
+        else:
+            accuracy = self._row(self._network, "accuracy", of)
+            gap = self._row(self._network, "overconfidence", of)
+            assert accuracy is not None
+            assert gap is not None
+            told = (
+                f"{start} is right in {100 * accuracy['value']:.1f} % and {self._confidence(gap)}"
+            )
+        row = None
+        if self._chosen is not None:
+            row = self._change(self._chosen, self._network, calibration, of)
+        if row is None or row["low"] is None:
+            return [f"{told}."]
+        name = f"“{self._labels[self._chosen]}”"
+        if row["low"] <= 0 <= row["high"]:
+            return [f"{told}; {name} changes that by no more than chance explains."]
+        verb = "lowers" if row["high"] < 0 else "raises"
+        return [f"{told}; {name} {verb} {self._amount(calibration, row)}."]
+
+    def foreign(self) -> list[str]:
+        """How well foreign inputs are noticed, and by which score."""
+        told = [
+            sentence
+            for part in self._run["sets"]
+            if part["role"] == "ood" and (sentence := self._noticed(part))
+        ]
+        return [f"Foreign inputs: {'; '.join(told)}."] if told else []
+
+    def _noticed(self, part: Row) -> str:
+        of, score, method = part["name"], "entropy", self._network
+        row = self._row(method, "auroc", of, score)
+        if row is None:
+            score = "variance"
+            row = next(
+                (r for key in self._others if (r := self._row(key, "auroc", of, score))), None
+            )
+        if row is None:
+            return ""
+        owner = "network" if row["method"] == self._network else f"“{self._labels[row['method']]}”"
+        whose = (
+            "the network's entropy" if owner == "network" else f"the {_SCORES[score]} of {owner}"
+        )
+        kind = f" ({part['kind']})" if part.get("kind") else ""
+        if row["low"] is not None and row["low"] <= 0.5:
+            text = f"“{of}”{kind} is not noticed by {whose}, AUROC {_ends(row)}"
+        else:
+            text = f"“{of}”{kind} is noticed by {whose}, AUROC {_ends(row)}"
+        better = [
+            other
+            for other in self._found["differences"]
+            if (other["set"], other["metric"]) == (of, "auroc")
+            and other.get("reference_score") == score
+            and other["low"] is not None
+            and other["low"] > 0
+        ]
+        if not better:
+            return text
+        most = max(better, key=lambda other: other["low"])
+        by = f"the {_SCORES[most['score']]} of “{self._labels[most['method']]}”"
+        count = self._inputs(most["num_examples"])
+        return f"{text}; on the same {count} {by} is better by {_ends(most)}"
+
+
+def _first(rows: Sequence[Row], wanted: Row) -> Row | None:
     return next(
-        (
-            row
-            for row in rows
-            if (row["method"], row["set"], row["metric"]) == (method, name, metric)
-        ),
-        None,
+        (row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None
     )
 
 
-def _with_interval(row: Row) -> str:
-    if row["low"] is None or row["high"] is None:
+def _joined(texts: Sequence[str]) -> str:
+    return "".join(texts) if len(texts) < 2 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def _ends(row: Row) -> str:
+    if row["low"] is None or row["high"] is None or math.isnan(row["low"]):
         return number(row["value"])
     return f"{number(row['value'])} ({number(row['low'])} to {number(row['high'])})"
-
-
-def _measured(run: Row, rows: Sequence[Row], test: Row, network: str) -> str:
-    told = []
-    for metric, name in (
-        ("accuracy", "accuracy"),
-        ("rmse", "root mean squared error"),
-        ("nll", "negative log-likelihood in nats"),
-    ):
-        row = _value(rows, network, test["name"], metric)
-        if row is not None:
-            told.append(f"{name} {_with_interval(row)}")
-    inputs = _inputs(run, test["num_examples"])
-    return f"On {inputs} of the test set the network as it is has {', '.join(told)}."
-
-
-def _inputs(run: Row, number_of: int) -> str:
-    plural = "" if number_of == 1 else "s"
-    return f"{number_of:,} {run['input_name']}{plural}"
-
-
-def _of_scaling(label: str, change: _Change) -> str:
-    if change.is_better:
-        return f"{label} lowers the negative log-likelihood by {change.amount}."
-    if change.is_worse:
-        return f"{label} raises the negative log-likelihood by {change.amount}."
-    return (
-        f"{label} changes the negative log-likelihood by no more than chance explains: by "
-        f"{change.amount}."
-    )
-
-
-def _of_posterior(label: str, change: _Change, run: Row, several: bool) -> str:
-    among = "Of the Laplace approximations " if several else ""
-    subject = f"“{label}” does best" if several else f"“{label}”"
-    link = ": it" if several else ""
-    on = f", on {_inputs(run, change.num_examples)}"
-    if change.is_better:
-        verb = f"lowers the network's negative log-likelihood by {change.amount}"
-    elif change.is_worse:
-        verb = f"raises the network's negative log-likelihood by {change.amount}"
-    else:
-        verb = (
-            "changes the network's negative log-likelihood by no more than chance explains: by "
-            f"{change.amount}"
-        )
-    return f"{among}{subject}{link} {verb}{on}."
-
-
-def _beside_scaling(label: str, scaled: str, change: _Change) -> str:
-    if change.is_better:
-        return f"It is better than {scaled.lower()} by {change.amount}."
-    if change.is_worse:
-        return f"It is worse than {scaled.lower()} by {change.amount}."
-    return f"Beside {scaled.lower()} it makes no difference beyond chance: {change.amount}."
-
-
-def _worse(
-    methods: Mapping[str, Row], to_network: Mapping[str, _Change], told: set[str | None]
-) -> list[str]:
-    worse = [
-        f"“{methods[key]['label']}” (by {change.amount})"
-        for key, change in to_network.items()
-        if change.is_worse and key not in told
-    ]
-    if not worse:
-        return []
-    return [f"Worse than the network as it is, beyond chance: {', '.join(worse)}."]
-
-
-def _off_the_test_set(
-    found: Row, run: Row, methods: Mapping[str, Row], network: str, best: str | None
-) -> list[str]:
-    """The hardest shift; and how well OOD sets are told apart."""
-    sentences = []
-    shifts = [part for part in run["sets"] if part["role"] == "shift"]
-    if shifts and best is not None:
-        hardest = max(shifts, key=lambda part: part["severity"])
-        change = _changes(found["differences"], hardest["name"], network)[best]
-        where = f"On test {run['input_name']}s corrupted at severity {hardest['severity']}"
-        if change.is_better or change.is_worse:
-            verb = "lowers" if change.is_better else "raises"
-            sentences.append(f"{where} it {verb} the negative log-likelihood by {change.amount}.")
-        else:
-            sentences.append(f"{where} it makes no difference beyond chance.")
-    for part in (part for part in run["sets"] if part["role"] == "ood"):
-        rows = [r for r in found["rows"] if r["set"] == part["name"] and r["metric"] == "auroc"]
-        if rows:
-            top = max(rows, key=lambda row: row["value"])
-            sentences.append(
-                f"“{part['name']}” ({part['kind']}) is told from the test set best by the "
-                f"{_SCORES[top['score']]} of “{methods[top['method']]['label']}”: AUROC "
-                f"{_with_interval(top)}."
-            )
-    return sentences
-
-
-_SCORES = {
-    "entropy": "entropy",
-    "max_probability": "largest probability",
-    "mutual_information": "mutual information",
-    "variance": "variance",
-}
-
-
-def _advice(
-    run: Row,
-    methods: Mapping[str, Row],
-    best: str | None,
-    scaled: str | None,
-    to_network: Mapping[str, _Change],
-    to_scaled: Mapping[str, _Change],
-) -> list[str]:
-    """What to do next."""
-    advice = []
-    is_regression = run["task"] == "regression"
-    if scaled is None and not is_regression:
-        advice.append(
-            "Whether a posterior is worth more than temperature scaling is open, as that was left "
-            "out: hold out validation examples, name it among the methods, and run again."
-        )
-    posterior_helps = best is not None and to_network[best].is_better
-    scaling_helps = scaled is not None and to_network[scaled].is_better
-    if best is not None and posterior_helps and (not scaling_helps or to_scaled[best].is_better):
-        advice.append(f"Use “{methods[best]['label']}”.")
-    elif (
-        best is not None and scaled is not None and posterior_helps and not to_scaled[best].is_worse
-    ):
-        advice.append(
-            f"{methods[scaled]['label']} is as good here and costs one number: use it, unless you "
-            "need what a posterior alone tells, the epistemic uncertainty."
-        )
-    elif scaled is not None and scaling_helps:
-        advice.append(f"Use {methods[scaled]['label'].lower()}.")
-    elif len(methods) == 1:
-        pass
-    elif is_regression:
-        advice.append(
-            "Nothing that was tried improves the predictions beyond chance: keep the network with "
-            "constant noise, or judge on more examples."
-        )
-    else:
-        advice.append(
-            "Nothing that was tried improves the network's probabilities beyond chance: keep them "
-            "as they are, or judge on more examples."
-        )
-    return advice

@@ -1,16 +1,50 @@
-"""Metrics of what methods predicted, with intervals, and paired differences between methods."""
+"""The last stage of a run: metrics of what methods predicted, paired differences, the verdict."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_debias import metrics
+from laplace_debias.assessment.conclusion import conclude
+from laplace_debias.assessment.examples import write_examples
+from laplace_debias.assessment.run import Run
+from laplace_debias.assessment.run_folder import read_json, read_table, write_json
 
 Table = Mapping[str, Tensor]
 TEST = "test"
 """The name of the test set."""
+
+
+def measure(run: Run) -> None:
+    """Measure what is written, choose the examples to look at, and mark the run complete.
+
+    Args:
+        run: The run, with all its tables of predictions.
+    """
+    with run.stage("measure"):
+        tables = {
+            (method.key, part.name): read_table(run.path(method, part))
+            for method in run.methods
+            for part in run.sets
+        }
+        compared = Comparison(tables, {part.name: part.role for part in run.sets}, run.loaded.task)
+        found = {"rows": compared.rows(), "differences": list(compared.differences())}
+        write_json(run.folder.path / "metrics.json", found)
+        of_test = {method.key: tables[method.key, TEST] for method in run.methods}
+        write_examples(run.folder, run.loaded, of_test, run.methods[0].key)
+        for method in run.methods:
+            told = [run.told(method, part) for part in run.sets]
+            seconds = sum(part["seconds"] for part in told)
+            entry = run.entry(method.key)
+            entry["seconds"]["predict"] = seconds
+            entry["seconds_per_example"] = seconds / sum(part["num_examples"] for part in told)
+    run.said["conclusion"] = conclude(run.said, read_json(run.folder.path / "metrics.json"))
+    run.said["status"] = "complete"
+    run.write()
+    run.folder.remove_states()
 
 
 def scores_of(table: Table, task: str) -> dict[str, Tensor]:
@@ -47,35 +81,25 @@ def _where(table: Table, rows: Tensor) -> Table:
 
 
 class Comparison:
-    """Metrics of every method on every set, and differences from the methods of reference.
+    """Metrics of every method on every set, and differences between methods.
 
     Args:
         tables: By method and set what was predicted; the methods in their order.
         roles: By set its role: `test`, `shift` or `ood`; the test set is the one called `test`.
-        references: Keys of the methods that the others are held against.
         task: As in `Loaded`.
-        num_resamples: Draws for the intervals that have no closed form.
-        seed: Of these draws.
     """
 
     def __init__(
-        self,
-        tables: Mapping[tuple[str, str], Table],
-        roles: Mapping[str, str],
-        references: list[str],
-        task: str,
-        num_resamples: int,
-        seed: int,
+        self, tables: Mapping[tuple[str, str], Table], roles: Mapping[str, str], task: str
     ) -> None:
-        self._tables, self._roles, self._references = tables, roles, references
-        self._task = task
-        self._draws: dict[str, Any] = {"num_resamples": num_resamples, "seed": seed}
+        self._tables, self._roles, self._task = tables, roles, task
+        self._methods = list(dict.fromkeys(method for method, _ in tables))
         self._known: dict[tuple[str, str, int, int], dict[str, metrics.Report]] = {}
 
     def rows(self) -> list[dict[str, Any]]:
         """As `rows` of `metrics.json`."""
         return [
-            {"method": method, "set": name, **row, **_of_score(score)}
+            {"method": method, "set": name, **row, **({"score": score} if score else {})}
             | {"num_examples": len(table["index"])}
             for (method, name), table in self._tables.items()
             for score, report in self._reports(
@@ -84,27 +108,36 @@ class Comparison:
             for row in report.rows()
         ]
 
-    def differences(self) -> list[dict[str, Any]]:
-        """As `differences` of `metrics.json`."""
-        found = []
-        for method, name in self._tables:
-            for reference in self._references:
-                if method != reference:
-                    found += self._difference(method, reference, name)
-        return found
+    def differences(self) -> Iterator[dict[str, Any]]:
+        """As `differences` of `metrics.json`: each on the examples that both have predicted.
 
-    def _difference(self, method: str, reference: str, name: str) -> list[dict[str, Any]]:
+        Of labelled sets of every method from every one before it; of OOD sets of every method and
+        score from the first: the network's entropy, of a regression the first posterior's variance.
+        """
+        for name, role in self._roles.items():
+            pairs: Iterator[tuple[str, str]] = itertools.combinations(self._methods, 2)
+            if role == "ood":
+                has_score = (
+                    m for m in self._methods if scores_of(self._tables[m, name], self._task)
+                )
+                first = next(has_score, None)
+                pairs = ((first, method) for method in self._methods if first is not None)
+            for reference, method in pairs:
+                yield from self._difference(method, reference, name)
+
+    def _difference(self, method: str, reference: str, name: str) -> Iterator[dict[str, Any]]:
         ours, theirs = common(self._tables[method, name], self._tables[reference, name])
         our_test, their_test = common(self._tables[method, TEST], self._tables[reference, TEST])
         mine = self._reports(method, name, ours, our_test)
         other = self._reports(reference, name, theirs, their_test)
+        reference_score, against = next(iter(other.items()))
         told = {"method": method, "reference": reference, "set": name}
-        return [
-            {**told, **row, **_of_score(score), "num_examples": len(ours["index"])}
-            for score in mine
-            if score in other
-            for row in metrics.compare(mine[score], other[score], **self._draws).rows()
-        ]
+        for score, report in mine.items():
+            if (method, score) == (reference, reference_score):
+                continue
+            scores = {"score": score, "reference_score": reference_score} if score else {}
+            for row in metrics.compare(report, against).rows():
+                yield {**told, **row, **scores, "num_examples": len(ours["index"])}
 
     def _reports(
         self, method: str, name: str, table: Table, test: Table
@@ -122,26 +155,27 @@ class Comparison:
             if self._roles[name] == "ood":
                 self._known[key] = self._of_ood(test, table)
             else:
-                self._known[key] = {"": self._of_labelled(table)}
+                self._known[key] = {"": report_of_table(table, self._task)}
         return self._known[key]
-
-    def _of_labelled(self, table: Table) -> metrics.Report:
-        if self._task == "regression":
-            mean, spread, target = (
-                table[name] for name in ("mean", "standard_deviation", "target")
-            )
-            return metrics.evaluate_regression(mean, spread, target, **self._draws)
-        evaluate = metrics.evaluate_multilabel if self._task == "multilabel" else metrics.evaluate
-        return evaluate(table["probs"], table["label"].long(), **self._draws)
 
     def _of_ood(self, test: Table, ood: Table) -> dict[str, metrics.Report]:
         inside, outside = scores_of(test, self._task), scores_of(ood, self._task)
         return {
-            score: metrics.evaluate_ood(inside[score], outside[score], **self._draws)
+            score: metrics.evaluate_ood(inside[score], outside[score])
             for score in inside
             if score in outside
         }
 
 
-def _of_score(score: str) -> dict[str, str]:
-    return {"score": score} if score else {}
+def report_of_table(table: Table, task: str) -> metrics.Report:
+    """The metrics of labelled predictions.
+
+    Args:
+        table: As `predictions/METHOD/SET.parquet` has it.
+        task: As in `Loaded`.
+    """
+    if task == "regression":
+        mean, deviation = table["mean"], table["standard_deviation"]
+        return metrics.evaluate_regression(mean, deviation, table["target"])
+    evaluate = metrics.evaluate_multilabel if task == "multilabel" else metrics.evaluate
+    return evaluate(table["probs"], table["label"].long())

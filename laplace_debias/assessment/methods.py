@@ -85,8 +85,9 @@ class Method:
         posterior: The posterior that it predicts with; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
             logarithms of the predicted probabilities.
-        examples: How many examples of each set it predicts, chosen at random, the same ones for
-            every method of that many; all if None. The validation set is limited likewise.
+        examples: How many examples of each set it predicts where all would take more than a minute,
+            chosen at random, the same ones for every method of that many; all if None. The
+            validation set is limited likewise.
 
     Raises:
         ValueError: For a key that is no file name, or `examples` below 2.
@@ -112,6 +113,34 @@ class Method:
     def is_laplace(self) -> bool:
         """Whether it has a posterior."""
         return self.posterior is not None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Methods with one posterior, or none, that differ in their temperature.
+
+    Attributes:
+        posterior: The posterior; None for the network itself.
+        examples: How many examples of each set they predict where all would take long.
+        methods: They; the first one names the posterior's files.
+    """
+
+    posterior: PosteriorChoice | None
+    examples: int | None
+    methods: tuple[Method, ...]
+
+    @property
+    def key(self) -> str:
+        """What the posterior's files are called."""
+        return self.methods[0].key
+
+
+def families_of(methods: Sequence[Method]) -> list[Family]:
+    """The methods in families, in the order of their first ones."""
+    found: dict[tuple[PosteriorChoice | None, int | None], list[Method]] = {}
+    for method in methods:
+        found.setdefault((method.posterior, method.examples), []).append(method)
+    return [Family(*shared, tuple(members)) for shared, members in found.items()]
 
 
 NETWORK = Method(

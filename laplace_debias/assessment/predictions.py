@@ -1,7 +1,14 @@
-"""What a method predicts for a batch: probabilities or a mean, and how uncertain they are."""
+"""What a method predicts for a set: one table, of which a column is a tensor with a row an example.
 
+Columns of classes and labels are `log_probs` (logarithms of probabilities `[n, C]`; of labels that
+apply or not their logits), `aleatoric` and `mutual_information` (nats, `[n]`) and `variance` (mean
+variance of the logits, `[n]`), NaN where they are not known; of a regression `mean`,
+`standard_deviation` (with the noise) and `epistemic` (without), `[n, C]`. All are float64 on the
+CPU; beside them are `index`, positions in the set, and `targets`.
+"""
+
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,74 +19,34 @@ from laplace_debias.assessment.temperature import kind_of, tempered
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
-from laplace_debias.laplace import Laplace
+from laplace_debias.laplace import Laplace, links
+from laplace_debias.laplace.predictive import of_draws
 from laplace_debias.operators.eigh import eigh
+from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
+from laplace_debias.system.ranks import current
 
-NUM_DRAWS = 256
-"""Draws of the logits that the mutual information is the mean of."""
+Table = dict[str, Tensor]
+
 MOST_OUTPUTS = 100
 """Of more outputs the covariance costs too much: their variances are found alone, and neither the
 mutual information nor the aleatoric uncertainty is known."""
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """Predictions for n examples, on the CPU, float64.
+def chosen_positions(num_examples: int, wanted: int | None, seed: int) -> Tensor | None:
+    """Which examples of a set a method predicts: ascending positions, or None for all.
 
-    Attributes:
-        log_probs: Of classes logarithms of their probabilities, `[n, C]`; of labels that apply or
-            not the logits of theirs, `[n, C]`, of a binary task `[n, 1]`. None of a regression.
-        aleatoric: Mean entropy over the posterior, nats, `[n]`.
-        mutual_information: Entropy of the posterior's mean probabilities less `aleatoric`, nats.
-        variance: Mean variance of the logits, `[n]`.
-        mean: Of a regression the mean, `[n, C]`.
-        standard_deviation: With the noise, `[n, C]`.
-        epistemic: Without the noise, `[n, C]`.
-        outputs: What the network itself gives, which a linearised one has as its mean, `[n, C]`.
+    Sets of one size give the same positions, so that corrupted examples are those of the test set.
+
+    Args:
+        num_examples: How many the set has.
+        wanted: How many are wanted.
+        seed: Of the choice.
     """
-
-    log_probs: Tensor | None = None
-    aleatoric: Tensor | None = None
-    mutual_information: Tensor | None = None
-    variance: Tensor | None = None
-    mean: Tensor | None = None
-    standard_deviation: Tensor | None = None
-    epistemic: Tensor | None = None
-    outputs: Tensor | None = None
-
-    def __len__(self) -> int:
-        """N, how many examples."""
-        values = self.mean if self.log_probs is None else self.log_probs
-        assert values is not None
-        return len(values)
-
-    def columns(self) -> dict[str, Tensor]:
-        """What there is, by the attributes' names."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: values for name, values in found.items() if values is not None}
-
-    def probs(self, task: str) -> Float[Tensor, "n classes"]:
-        """Probabilities `[n, C]`; of a binary task of both classes, `[n, 2]`."""
-        assert self.log_probs is not None
-        if task == "classification":
-            return self.log_probs.exp()
-        if task == "binary":
-            return torch.cat([-self.log_probs, self.log_probs], 1).sigmoid()
-        return self.log_probs.sigmoid()
-
-    def with_temperature(self, temperature: float, task: str) -> "Predicted":
-        """The same divided by a temperature; what is known of the posterior is not of these."""
-        assert self.log_probs is not None
-        return Predicted(tempered(self.log_probs, temperature, kind_of(task)))
-
-
-def entropy(probs: Float[Tensor, "*some classes"], task: str) -> Float[Tensor, "*some"]:
-    """Entropy in nats; of several labels the sum over them."""
-    total = torch.special.entr(probs)
-    if task == "multilabel":
-        total = total + torch.special.entr(1 - probs)
-    return total.sum(-1)
+    if wanted is None or wanted >= num_examples:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_examples, generator=generator)[:wanted].sort().values
 
 
 class Chosen:
@@ -137,7 +104,7 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
     return outputs.double().cpu()
 
 
-def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | None) -> Predicted:
+def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | None) -> Table:
     """What the trained network predicts.
 
     Args:
@@ -145,73 +112,147 @@ def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | No
         task: As in `Loaded`.
         sigma: Standard deviation of a regression's noise.
     """
-    if task == "classification":
-        return Predicted(outputs.log_softmax(1), outputs=outputs)
-    if task != "regression":
-        return Predicted(outputs, outputs=outputs)
-    assert sigma is not None
-    return Predicted(
-        mean=outputs,
-        standard_deviation=torch.full_like(outputs, sigma),
-        epistemic=torch.zeros_like(outputs),
-        outputs=outputs,
-    )
+    if task == "regression":
+        assert sigma is not None
+        spread = torch.full_like(outputs, sigma)
+        return {"mean": outputs, "standard_deviation": spread, "epistemic": 0 * spread}
+    log_probs = outputs.log_softmax(1) if task == "classification" else outputs
+    return {"log_probs": log_probs} | _unknown(len(outputs))
 
 
-def of_laplace(la: Laplace, x: Inputs, task: str, num_outputs: int, seed: int) -> Predicted:
+def _unknown(n: int) -> Table:
+    names = ("aleatoric", "mutual_information", "variance")
+    return {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
+
+
+def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
     """What a Laplace posterior predicts, `method="glm"` in closed form.
 
     Args:
         la: The fitted and tuned posterior.
         x: Inputs.
         task: As in `Loaded`.
-        num_outputs: How many outputs the network has.
-        seed: Of the draws for the mutual information, the same ones for every example, so that it
-            does not depend on batches.
     """
     if task == "regression":
         mean, variances = la.functional(x, diagonal=True)
         with_noise = la.likelihood.marginals(mean, variances)
-        return Predicted(
-            mean=mean.double().cpu(),
-            standard_deviation=with_noise.stddev.double().cpu(),
-            epistemic=variances.double().sqrt().cpu(),
-            outputs=mean.double().cpu(),
-        )
-    if num_outputs > MOST_OUTPUTS:
-        mean, variances = la.functional(x, diagonal=True)
-        aleatoric = information = torch.full((len(mean),), torch.nan, dtype=torch.float64)
-    else:
-        mean, covariance = la.functional(x)
-        variances = covariance.diagonal(dim1=-2, dim2=-1)
-        aleatoric, information = _of_draws(mean, covariance, task, seed)
-    # The probit link looks at variances alone.
-    predictive: Any = la.likelihood.predictive(mean, variances)
+        return {
+            "mean": mean.double().cpu(),
+            "standard_deviation": with_noise.stddev.double().cpu(),
+            "epistemic": variances.double().sqrt().cpu(),
+        }
+    is_small = network_outputs(la.model, take(x, slice(1))).shape[1] <= MOST_OUTPUTS
+    mean, covariance = la.functional(x, diagonal=not is_small)
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_small else covariance
+    table = _unknown(len(mean)) | {"variance": variances.double().mean(1).cpu()}
+    if is_small:
+        draws = _draws(mean, covariance)
+        _, table["aleatoric"], table["mutual_information"] = of_draws(la.likelihood, draws)
+    link = la.link or links.default_link(la.likelihood, mean.shape)
+    needs_all = is_small and not links.variances_suffice(la.likelihood, link)
+    given = covariance if needs_all else variances
+    predictive: Any = links.predictive(la.likelihood, link, mean, given)
     of_labels = getattr(predictive, "base_dist", predictive)
-    return Predicted(
-        of_labels.logits.reshape(mean.shape).double().cpu(),
-        aleatoric,
-        information,
-        variances.double().mean(1).cpu(),
-        outputs=mean.double().cpu(),
-    )
+    return {"log_probs": of_labels.logits.reshape(mean.shape).double().cpu(), **table}
 
 
-def _of_draws(
-    mean: Tensor, covariance: Tensor, task: str, seed: int
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Aleatoric uncertainty and mutual information, nats, from draws of the logits."""
+def _draws(mean: Tensor, covariance: Tensor) -> Float[Tensor, "samples n outputs"]:
+    """Samples of the logits, at the Sobol points that links take, the same for every example."""
     values, vectors = eigh(covariance.double().cpu(), "the functional covariance")
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    generator = torch.Generator().manual_seed(seed)
-    half = torch.randn(NUM_DRAWS // 2, mean.shape[1], generator=generator, dtype=torch.float64)
-    # In pairs of opposite sign, whose mean is the logits' mean.
-    noise = torch.cat([half, -half])
-    steps = torch.einsum("bij,sj->sbi", root, noise)
-    logits = mean.double().cpu() + steps
-    probs = logits.softmax(-1) if task == "classification" else logits.sigmoid()
-    if task == "binary":
-        probs = torch.cat([1 - probs, probs], -1)
-    aleatoric = entropy(probs, task).mean(0)
-    # The entropy is concave: what is below zero is rounding.
-    return aleatoric, (entropy(probs.mean(0), task) - aleatoric).clamp_min(0)
+    points = links.normal_points(mean.shape[1])
+    return mean.double().cpu() + torch.einsum("bij,sj->sbi", root, points)
+
+
+def predict_set(
+    loaded: Loaded,
+    batches: Batches,
+    la: Laplace | None,
+    positions: Tensor | None,
+    sigma: float | None,
+) -> tuple[Table, float]:
+    """Predict a set with a posterior, or with the network itself.
+
+    Args:
+        loaded: The network.
+        batches: The set.
+        la: The posterior; None for the network itself.
+        positions: Which examples; None for all.
+        sigma: Noise of a regression's network.
+
+    Returns:
+        The table, of all processes; and the seconds that its predictions took, without reading
+        data, of the slowest process.
+
+    Raises:
+        ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
+    """
+    columns: dict[str, list[Tensor]] = {}
+    seconds = 0.0
+    for place, x, y in Chosen(loaded.model, batches, positions).placed():
+        start = time.perf_counter()
+        if la is None:
+            table = of_network(network_outputs(loaded.model, x), loaded.task, sigma)
+        else:
+            table = of_laplace(la, x, loaded.task)
+        seconds += time.perf_counter() - start
+        table |= {"targets": y.detach().cpu(), "index": torch.arange(place, place + len(y))}
+        for name, column in table.items():
+            columns.setdefault(name, []).append(column)
+    own = {name: torch.cat(parts) for name, parts in columns.items()}
+    of_ranks = [of_rank for of_rank in current().exchange(own) if of_rank]
+    if not of_ranks:
+        raise ValueError("a set holds no example: give it some, or leave it out")
+    found = {name: torch.cat([of_rank[name] for of_rank in of_ranks]) for name in of_ranks[0]}
+    order = found["index"].argsort()
+    found = {name: column[order] for name, column in found.items()}
+    if positions is not None:
+        found["index"] = positions
+    return found, max(current().exchange(seconds))
+
+
+def with_temperature(table: Table, temperature: float, task: str) -> Table:
+    """The same divided by a temperature; what is known of the posterior is not of these."""
+    log_probs = tempered(table["log_probs"], temperature, kind_of(task))
+    return table | {"log_probs": log_probs} | _unknown(len(log_probs))
+
+
+def written(table: Table, task: str, has_labels: bool) -> Table:
+    """The columns of `predictions/METHOD/SET.parquet`.
+
+    Args:
+        table: As `predict_set` returns it.
+        task: As in `Loaded`.
+        has_labels: Whether the targets mean something.
+    """
+    table = dict(table)
+    targets = table.pop("targets")
+    columns = {"index": table.pop("index")}
+    if task == "regression":
+        if has_labels:
+            columns["target"] = targets.double().reshape(table["mean"].shape)
+        return {name: _narrow(column) for name, column in {**columns, **table}.items()}
+    if has_labels:
+        columns["label"] = _narrow(targets.long())
+    probs = probs_of(table.pop("log_probs"), task)
+    return {**columns, "probs": probs, "entropy": entropy(probs, task), **table}
+
+
+def probs_of(log_probs: Float[Tensor, "n outputs"], task: str) -> Float[Tensor, "n classes"]:
+    """Probabilities `[n, C]`; of a binary task of both classes, `[n, 2]`."""
+    if task == "classification":
+        return log_probs.exp()
+    return (torch.cat([-log_probs, log_probs], 1) if task == "binary" else log_probs).sigmoid()
+
+
+def entropy(probs: Float[Tensor, "*some classes"], task: str) -> Float[Tensor, "*some"]:
+    """Entropy in nats; of several labels the sum over them."""
+    total = torch.special.entr(probs)
+    if task == "multilabel":
+        total = total + torch.special.entr(1 - probs)
+    return total.sum(-1)
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """`[n]` of what has one column."""
+    return values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values

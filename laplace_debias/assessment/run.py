@@ -1,124 +1,220 @@
-"""A network's uncertainty assessed: methods fitted, tuned, predicted with and compared."""
+"""A run under way: network, data, methods, and `run.json`, which is written after each stage."""
 
-import dataclasses
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from laplace_debias.assessment.fit_stage import FitStage
-from laplace_debias.assessment.measure_stage import measure
-from laplace_debias.assessment.methods import Method, check_methods, default_methods
-from laplace_debias.assessment.predict_stage import PredictStage
-from laplace_debias.assessment.run_folder import RunFolder, telling_how_to_go_on, write_bytes
-from laplace_debias.assessment.run_state import Run
-from laplace_debias.assessment.sets import sets_of
+import torch
+
+from laplace_debias.assessment.methods import Family, Method, families_of
+from laplace_debias.assessment.run_folder import FORMAT, RunFolder, digest, table_says, write_json
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprint import fingerprint
-from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
-from laplace_debias.system.ranks import alone, current
+from laplace_debias.system.ranks import current
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")
+_KEPT = ("created", "sets", "methods", "sigma", "training", "notes", "seconds")
+"""What a run that goes on keeps of `run.json`."""
 
 
-def assess(
-    loaded: Loaded,
-    output: str | Path,
-    methods: Sequence[Method] | None = None,
-    *,
-    title: str = "",
-    settings: Mapping[str, Any] | None = None,
-    config: str | None = None,
-    seed: int = 0,
-    seconds: Mapping[str, float] | None = None,
-    num_resamples: int = 500,
-    overwrite: bool = False,
-    console: Printer | None = None,
-) -> RunFolder:
-    """Compare methods on a network's data and write what was found into a run folder.
+@dataclass(frozen=True)
+class DataSet:
+    """A set that methods are judged on, as `sets` of `run.json` has it, with its batches."""
 
-    In a process group the processes share the work: all of them call it with the same arguments and
-    whole data, and see the folder, to which the first one writes.
+    name: str
+    role: str
+    batches: Batches
+    severity: int | None = None
+    kind: str | None = None
 
-    Every posterior is fitted to the training examples and tuned on the validation examples; without
-    these by the marginal likelihood. A run that was broken off goes on with what is complete and
-    ends with the same predictions.
+    @property
+    def described(self) -> dict[str, Any]:
+        """Its entry in `run.json`."""
+        entry = {"name": self.name, "role": self.role, "severity": self.severity, "kind": self.kind}
+        return {name: value for name, value in entry.items() if value is not None}
+
+
+def sets_of(loaded: Loaded) -> list[DataSet]:
+    """The test set, its corrupted versions, the OOD sets.
+
+    Raises:
+        ValueError: If an OOD set is called as one of the others, or has no name for a file.
+    """
+    sets = [DataSet("test", "test", loaded.test)]
+    for severity, batches in sorted(loaded.shifts.items()):
+        sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
+    taken = {part.name for part in sets}
+    for name, data in loaded.ood.items():
+        if name in taken or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"an OOD set is called {name!r}; its name names files: give it one of letters, "
+                "digits, '.', '_' and '-' that is neither test nor shift-1 …"
+            )
+        sets.append(DataSet(name, "ood", data.batches, kind=data.kind))
+    return sets
+
+
+class Run:
+    """A run's network, data, methods and folder, and what `run.json` says of it so far.
 
     Args:
         loaded: The network and its data.
-        output: The folder, a new one or that of the same run.
-        methods: What is compared, the network first; `default_methods` if None.
-        title: What the page is called.
-        settings: What else makes two runs the same, as plain data: where the network and its data
-            come from, say.
-        config: The text of `config.yaml`; the settings in YAML if None.
+        folder: Where the run is written.
+        methods: What is compared, the network first.
+        sets: The sets that are predicted.
+        identity: What makes two runs the same.
         seed: Of everything that is drawn.
-        seconds: What was done before and how long it took, for `seconds` of `run.json`.
-        num_resamples: Draws for the intervals of metrics that have no closed form.
-        overwrite: Whether an earlier run in the folder is removed first.
-        console: Where it prints what it does; nowhere if None.
+        console: Where the stages print what they do; nowhere if None.
 
-    Returns:
-        The folder.
-
-    Raises:
-        FileExistsError: If the folder holds other files, or a run of other settings.
-        ValueError: If methods or data do not fit each other; as `Laplace`.
-        OSError: If the folder cannot be written; after a full disk the same call goes on.
+    Attributes:
+        said: What `run.json` says, as plain data.
+        families: The methods by the posterior that they share.
+        digest: Of the identity.
     """
-    has_validation = loaded.validation is not None
-    methods = default_methods(loaded.task, has_validation) if methods is None else tuple(methods)
-    check_methods(methods, loaded.task, has_validation)
-    sets = sets_of(loaded)
-    settings = dict(settings or {})
-    identity = {
-        "task": loaded.task,
-        "seed": seed,
-        "settings": settings,
-        "methods": {method.key: dataclasses.asdict(method) for method in methods},
-        "model": _digest_of_model(loaded),
-        "data": {part.name: _digest_of_batch(part.batches) for part in sets},
-        "num_train": loaded.num_train,
-        "num_resamples": num_resamples,
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        folder: RunFolder,
+        methods: Sequence[Method],
+        sets: Sequence[DataSet],
+        identity: dict[str, Any],
+        seed: int,
+        console: Printer | None,
+    ) -> None:
+        self.loaded, self.folder, self.methods, self.sets = loaded, folder, methods, sets
+        self.identity, self.seed, self.console = identity, seed, console
+        self.digest = digest(identity)
+        self.families = families_of(methods)
+        self.said: dict[str, Any] = {}
+
+    def begin(
+        self, earlier: dict[str, Any] | None, title: str, seconds: Mapping[str, float]
+    ) -> None:
+        """Make `run.json`, or take that of a run that was broken off."""
+        loaded = self.loaded
+        self.said = {
+            "format": FORMAT,
+            "status": "running",
+            "title": title or f"{type(loaded.model).__name__}",
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "task": loaded.task,
+            "input_name": loaded.input_name,
+            "classes": None if loaded.classes is None else list(loaded.classes),
+            "num_train": loaded.num_train,
+            "num_parameters": sum(p.numel() for p in loaded.model.parameters()),
+            "sets": [part.described | {"num_examples": None} for part in self.sets],
+            "methods": [_entry(m, family) for family in self.families for m in family.methods],
+            "sigma": None,
+            "training": None,
+            "notes": list(loaded.notes),
+            "conclusion": [],
+            "versions": _versions(),
+            "seed": self.seed,
+            "device": str(next(loaded.model.parameters()).device),
+            "threads": torch.get_num_threads(),
+            "seconds": dict(seconds),
+            "peak_bytes": None,
+            "identity": json.loads(json.dumps(self.identity, default=str)),
+        }
+        in_order = [method.key for method in self.methods]
+        self.said["methods"].sort(key=lambda entry: in_order.index(entry["key"]))
+        self.said |= {key: (earlier or {})[key] for key in _KEPT if key in (earlier or {})}
+        self.write()
+
+    def write(self) -> None:
+        """Write `run.json`."""
+        self.said["peak_bytes"] = max(_peak_bytes(), self.said["peak_bytes"] or 0) or None
+        write_json(self.folder.path / "run.json", self.said)
+
+    def entry(self, key: str) -> dict[str, Any]:
+        """A method's entry in `run.json`."""
+        return next(entry for entry in self.said["methods"] if entry["key"] == key)
+
+    def examples(self, family: Family) -> int | None:
+        """How many examples of each set a family predicts; None for all."""
+        return self.entry(family.key)["examples"]
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of a stage to what earlier calls took for it."""
+        start = time.perf_counter()
+        yield
+        seconds = self.said["seconds"]
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        self.write()
+
+    def path(self, method: Method, part: DataSet) -> Path:
+        """Where a method's predictions for a set are written."""
+        return self.folder.predictions(method.key, part.name)
+
+    def told(self, method: Method, part: DataSet) -> dict[str, Any]:
+        """What a table of predictions that is complete says of itself; empty if there is none."""
+        ranks = current()
+        found = table_says(self.path(method, part)) if ranks.rank == 0 else None
+        return ranks.from_rank(found, 0) or {}
+
+    def say(self, what: str) -> None:
+        """Print a line for the person who waits."""
+        if self.console is not None:
+            self.console.print(what)
+
+    def note(self, what: str) -> None:
+        """Add a line to the notes of the page, once."""
+        if what not in self.said["notes"]:
+            self.said["notes"].append(what)
+
+
+def _entry(method: Method, family: Family) -> dict[str, Any]:
+    return {
+        "key": method.key,
+        "label": method.label,
+        "describes": method.describes,
+        "is_laplace": method.is_laplace,
+        "temperature": None,
+        "prior_precision": None,
+        "link": None,
+        "prior_precision_at_limit": False,
+        "posterior": family.key if method.is_laplace else None,
+        "examples": method.examples,
+        "seconds": {},
+        "seconds_per_example": None,
+        "bytes": None,
     }
-    folder, ranks = RunFolder(Path(output)), current()
-    with telling_how_to_go_on():
-        # Of several processes the first one looks at the folder, and writes to it.
-        earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
-        earlier = ranks.from_rank(earlier, 0)
-        run = Run(loaded, folder, methods, sets, identity, seed, console)
-        # `run.json` comes first and goes last: a folder with it is known for a run's.
-        run.begin(earlier, title, seconds or {})
-        write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
-        PredictStage(run, FitStage(run).fit()).predict()
-        if ranks.rank == 0:
-            with alone():
-                measure(run)
-        ranks.exchange(None)
-    return folder
 
 
-def _digest_of_model(loaded: Loaded) -> str:
-    found = fingerprint(loaded.model, ())
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+def _versions() -> dict[str, str]:
+    """Versions of Python and of the packages that the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
-def _digest_of_batch(batches: Batches) -> str:
-    """Of the first batch's tensors: other data under the same path are found."""
-    for batch in batches:
-        parts = batch.values() if isinstance(batch, Mapping) else batch
-        tensors = [tensor for part in parts for tensor in tensors_of(part)]
-        hashed = hashlib.sha256()
-        for tensor in tensors:
-            hashed.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return hashed.hexdigest()[:16]
-    return "empty"
-
-
-def _yaml(settings: Mapping[str, Any], config: str | None) -> str:
-    if config is not None:
-        return config
-    import yaml
-
-    return yaml.safe_dump(json.loads(json.dumps(settings, default=str)), sort_keys=False)
+def _peak_bytes() -> int:
+    """The most memory that this process has had, bytes; of a GPU where one was used."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    if resource is None:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -6,7 +6,7 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.ranks import current
+from laplace_debias.system.same_run import differences
 
 FORMAT = 1
 _METADATA = b"laplace_debias"
@@ -107,16 +108,10 @@ class RunFolder:
                     f"{', …' if len(others) > 3 else ''}); name an empty folder as --output"
                 )
             return None
-        there, here = _leaves(run.get("identity", {})), _leaves(_plain(identity))
-        differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        if differing:
-            listed = "; ".join(
-                f"{key} was {there.get(key)}, is {here.get(key)}" for key in differing[:5]
-            )
-            more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        if different := differences(run.get("identity", {}), _plain(identity)):
             raise FileExistsError(
-                f"{self.path} holds a run of other settings ({listed}{more}); give another "
-                "--output, or --overwrite to begin anew there"
+                f"{self.path} holds a run of other settings ({different}); give another --output, "
+                "or --overwrite to begin anew there"
             )
         return run
 
@@ -139,16 +134,6 @@ def digest(identity: Mapping[str, Any]) -> str:
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
     return json.loads(json.dumps(values, default=str))
-
-
-def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings within settings by their names, e.g. `methods.laplace.examples`."""
-    if not isinstance(values, dict):
-        return {prefix: values}
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _leaves(value, f"{prefix}.{key}" if prefix else key)
-    return found
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -281,8 +266,3 @@ def telling_how_to_go_on() -> Iterator[None]:
         )
         told.errno = error.errno
         raise told from error
-
-
-def rows_of(table: Mapping[str, Tensor], positions: Sequence[int] | Tensor) -> dict[str, Tensor]:
-    """Some rows of a table."""
-    return {name: column[positions] for name, column in table.items()}

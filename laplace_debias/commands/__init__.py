@@ -1,21 +1,15 @@
 """The commands, one file each, with `Settings` and a function `run` that takes them.
 
-`run(settings, console)` prints on the console, or on the standard output if it is None. A command
-whose settings have `json` has a function `as_json(settings, result)`, which gives the object that
-`--json` prints instead.
+`run(settings, console)` prints on the console, or on the standard output if it is None.
+`as_json(settings, result)` gives the object that `--json` prints instead.
 """
 
 COMMANDS = {
-    "demo": "Train a small network on digits and make it Bayesian four ways.",
     "fit": "Fit the posterior of a trained network and save it.",
     "tune": "Tune a saved posterior's prior precision.",
     "predict": "Predict with a saved posterior, into a table.",
     "evaluate": "Compare saved posteriors with the network and its temperature, as a table.",
     "report": "Judge a network's uncertainty: methods compared, in one page.",
     "spectrum": "Measure leading eigenpairs, trace and density of a network's curvature.",
-    "train": "Train a test problem's network.",
 }
 """What each of them does, in one line; none is imported before it is chosen."""
-
-OF_ONE_PROCESS = ("demo", "train", "experiment")
-"""Those that do not share their work with other processes."""

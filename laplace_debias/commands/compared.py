@@ -16,7 +16,7 @@ from laplace_debias.system.console import Printer
 
 _PLACES = {
     *("output", "from_run", "overwrite", "title", "json", "progress"),
-    *("device", "workers", "cache", "download", "checkpoint"),
+    *("device", "workers", "checkpoint"),
 }
 """Settings that do not change what is found. Of a checkpoint the content counts, not the path."""
 

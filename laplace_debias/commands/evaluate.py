@@ -28,9 +28,8 @@ class Settings(SourceSettings):
         posterior: A file or a folder of `laplace-debias fit` or `tune`, as often as wanted, each
             of which is used as it is; methods are called as these.
         with_temperature: Whether each of these is there a second time with a temperature on top.
-        examples: How many examples of each set the posteriors predict, chosen at random; all if
-            None.
-        num_resamples: Draws for the intervals of metrics that have no closed form.
+        examples: How many examples of each set, chosen at random, the posteriors predict where all
+            would take more than a minute. All if None.
         spelled: An option that is given again adds to what was given.
 
     Raises:
@@ -42,11 +41,10 @@ class Settings(SourceSettings):
     posterior: list[Path] = field(default_factory=list)
     with_temperature: bool = False
     examples: int | None = None
-    num_resamples: int = 500
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 2, "examples", "num_resamples")
+        check_at_least(self, 2, "examples")
         names = [path.stem for path in self.posterior]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -94,7 +92,6 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
             methods,
             settings=identity_of(settings),
             seed=settings.seed,
-            num_resamples=settings.num_resamples,
             console=console,
         )
         if current().rank == 0:

@@ -13,8 +13,8 @@ from laplace_debias.commands.network import (
     print_notes,
     save,
 )
+from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.laplace import Laplace, Plan
-from laplace_debias.laplace.files.fit_state import check_folder
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.shares import share
 from laplace_debias.system.console import Lines, Printer
@@ -25,9 +25,7 @@ class Settings(SourceSettings):
     """What is fitted.
 
     Attributes:
-        output: The posterior, a `.safetensors` file; with `parts` a folder.
-        parts: Whether it is written in parts, a folder of files, which other commands read as
-            they need them. On the CPU they are written as they are fitted, and never all held.
+        output: The posterior, a `.safetensors` file.
         mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training examples; `mini`,
             one batch of them; `debiased`, two; `crossfit`, one in folds.
         curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
@@ -41,10 +39,8 @@ class Settings(SourceSettings):
             not with `mode=full`.
         folds: How many folds `mode=crossfit` cuts its batch into, 2 if None.
         overwrite: Whether an existing file is replaced.
-        resume: A folder in which the fit saves what it has summed, every minute and at Ctrl-C; the
-            same command goes on from there. It is emptied when the fit ends.
-        memory_bound: Bytes that the fit may hold, beyond the network and the data: it goes through
-            the blocks in groups, with passes of their own over the data; one group if None.
+        resume: A folder in which the fit saves what it has summed, once a minute; the same command
+            goes on from there. It is emptied when the fit ends.
         plan: Print what the fit would take of memory and time, and fit nothing.
 
     Raises:
@@ -52,7 +48,6 @@ class Settings(SourceSettings):
     """
 
     output: Path
-    parts: bool = False
     mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
     params: Literal["all", "weights", "supported", "last_layer"] = "all"
@@ -65,7 +60,6 @@ class Settings(SourceSettings):
     folds: int | None = None
     overwrite: bool = False
     resume: Path | None = None
-    memory_bound: int | None = None
     plan: bool = False
 
     def __post_init__(self) -> None:
@@ -77,10 +71,6 @@ class Settings(SourceSettings):
         if self.scale and self.mode == "full":
             raise ValueError(
                 "scale is true with mode=full, which sees all examples: leave scale out"
-            )
-        if self.memory_bound is not None and self.memory_bound < 1:
-            raise ValueError(
-                f"memory_bound is {self.memory_bound}, expected a positive number of bytes"
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -110,7 +100,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     console = console or Lines()
     output = settings.output
     if not settings.plan:
-        check_output(output, settings.overwrite, settings.parts)
+        check_output(output, settings.overwrite)
     if settings.resume is not None:
         check_folder(settings.resume)
     loaded = load(settings.without_comparison())
@@ -129,16 +119,8 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         sigma=settings.sigma,
     )
     train = share(loaded.train, loaded.model)
-    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
-    is_stored = settings.parts and on_cpu
     if settings.plan:
-        plan = la.plan(
-            *(train, settings.mode),
-            folds=settings.folds,
-            timed=True,
-            memory_bound=settings.memory_bound,
-            store=is_stored,
-        )
+        plan = la.plan(train, settings.mode, folds=settings.folds)
         console.print(str(plan), soft_wrap=True)
         plan.check()
         return plan
@@ -148,11 +130,8 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         scale=settings.scale,
         folds=settings.folds,
         resume=settings.resume,
-        memory_bound=settings.memory_bound,
-        store=output if is_stored else None,
     )
-    if not is_stored:
-        save(la, output, settings.parts)
+    save(la, output)
     console.print(
         f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
         f"{len(la.block_names)} blocks, N = {la.num_data:,}, prior precision "

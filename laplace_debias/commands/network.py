@@ -5,12 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.files import posterior_file
-from laplace_debias.laplace.files.folder import check_folder
-from laplace_debias.laplace.files.folder_reader import is_folder, load_folder
+from laplace_debias.laplace import Laplace, file
 from laplace_debias.sources import Loaded
 from laplace_debias.sources.settings import OF_COMPARISONS
 from laplace_debias.system.atomic import check_target
@@ -18,22 +15,18 @@ from laplace_debias.system.console import Printer
 from laplace_debias.system.ranks import current
 
 
-def check_output(path: Path, overwrite: bool, parts: bool = False) -> None:
+def check_output(path: Path, overwrite: bool) -> None:
     """Refuse an output that cannot be written or must not be replaced, before any work.
 
     Args:
-        path: The file, or with `parts` the folder.
+        path: The file.
         overwrite: Whether it may be replaced.
-        parts: Whether it is a folder of parts.
 
     Raises:
         FileExistsError: If it exists and `overwrite` is false.
         OSError: If it cannot be written.
     """
-    if parts:
-        check_folder(path)
-    else:
-        check_target(path, make_folders=True)
+    check_target(path, make_folders=True)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; choose another --output, or give --overwrite")
 
@@ -61,28 +54,14 @@ def check_posterior(path: Path) -> None:
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no posterior {path}; make it with `laplace-debias fit`")
-    read = load_folder if is_folder(path) else posterior_file.load
-    read(path, mapped=True)
+    file.load(path)
 
 
-def posterior_of(path: Path, model: nn.Module) -> Laplace:
-    """A saved posterior; one in parts is used as it lies on disk, by a network on the CPU.
-
-    Of several processes each has all of it, since each has examples of its own.
-
-    Raises:
-        ValueError: As `Laplace.load`.
-        OSError: As `Laplace.load`.
-    """
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return Laplace.load(path, model, mmap=on_cpu and is_folder(path), replicate=True)
-
-
-def save(la: Laplace, output: Path, parts: bool = False) -> None:
-    """Save a posterior, in one file or in parts; of several processes the first one does."""
+def save(la: Laplace, output: Path) -> None:
+    """Save a posterior; of several processes the first one does."""
     if current().rank == 0:
         output.parent.mkdir(parents=True, exist_ok=True)
-    la.save(output, parts=parts)
+    la.save(output)
 
 
 def print_notes(loaded: Loaded, console: Printer) -> None:

@@ -14,12 +14,12 @@ from laplace_debias.commands.network import (
     check_output,
     check_posterior,
     not_for,
-    posterior_of,
     print_notes,
 )
 from laplace_debias.curvature.network.batches import Batches, with_progress
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.reader import BatchReader
+from laplace_debias.laplace import Laplace
 from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
 from laplace_debias.sources.parts import batches_of
 from laplace_debias.sources.shares import dealt, in_order
@@ -36,7 +36,7 @@ class Settings(SourceSettings):
     """What is predicted.
 
     Attributes:
-        posterior: The file, or the folder of parts, of `laplace-debias fit` or `tune`.
+        posterior: The file of `laplace-debias fit` or `tune`.
         inputs: What to predict: a folder of images, a `.npz` file with `x`, a table or an import
             path; the test data if None.
         output: The predictions, a `.parquet` or `.csv` file with a row for each input, in the order
@@ -97,7 +97,7 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     loaded, reader = load_with_reader(settings.without_comparison())
     print_notes(loaded, console)
     batches, names = _inputs(settings, loaded, reader, console)
-    la = posterior_of(settings.posterior, loaded.model)
+    la = Laplace.load(settings.posterior, loaded.model)
     generator = torch.Generator(la.mean.device).manual_seed(settings.seed)
 
     def predictive(x: Any) -> Distribution:

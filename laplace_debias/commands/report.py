@@ -30,9 +30,8 @@ class Settings(SourceSettings):
             "ekfac", "mode": "debiased", "fit_examples": 256}'`, or in a YAML file. They take the
             place of `laplace` where `methods` is not given.
         with_temperature: Whether each of these is there a second time with a temperature on top.
-        examples: How many examples of each set posteriors over more than the last layer predict,
-            chosen at random; such predictions take some forty times as long. All if None.
-        num_resamples: Draws for the intervals of metrics that have no closed form.
+        examples: How many examples of each set, chosen at random, posteriors over more than the
+            last layer predict where all would take more than a minute. All if None.
         overwrite: Whether an earlier run in the folder is replaced.
         spelled: How options are written that Python has other words for.
         goes_on: The same command goes on with a run that was broken off.
@@ -51,13 +50,12 @@ class Settings(SourceSettings):
     posteriors: dict[str, PosteriorChoice] = field(default_factory=dict)
     with_temperature: bool = False
     examples: int | None = 300
-    num_resamples: int = 500
     overwrite: bool = False
 
     def __post_init__(self) -> None:
         if self.from_run is None:
             super().__post_init__()
-        check_at_least(self, 2, "examples", "num_resamples")
+        check_at_least(self, 2, "examples")
 
     def without_effect(self) -> dict[str, str]:
         """As `SourceSettings.without_effect`."""
@@ -127,7 +125,6 @@ def _assessed(settings: Settings, console: Printer) -> RunFolder:
         config=config_of(settings),
         seed=settings.seed,
         seconds={"load": seconds},
-        num_resamples=settings.num_resamples,
         overwrite=settings.overwrite,
         console=console,
     )
@@ -135,4 +132,4 @@ def _assessed(settings: Settings, console: Printer) -> RunFolder:
 
 def _named(settings: SourceSettings) -> str:
     """How the options name the network."""
-    return settings.problem or settings.timm or settings.torchvision or settings.model or ""
+    return settings.timm or settings.torchvision or settings.model or ""

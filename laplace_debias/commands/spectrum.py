@@ -1,32 +1,37 @@
 """`laplace-debias spectrum`: the spectrum of a trained network's curvature."""
 
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from laplace_debias.commands.network import not_for, plain, print_notes
-from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.experiments.bias.curvature_spectrum import (
-    SpectrumBudget,
-    SpectrumResult,
-    decompose,
-    draw,
-    measure,
+from laplace_debias.curvature import GGN, Hessian, ggn_spectrum
+from laplace_debias.linalg import (
+    EigenPairs,
+    Estimate,
+    SpectralDensity,
+    Status,
+    eigsh,
+    spectral_density,
+    trace,
 )
-from laplace_debias.experiments.shared.checks import check_at_least
-from laplace_debias.experiments.shared.setup import plain_console
-from laplace_debias.problems import get_problem, train
-from laplace_debias.report.style import save
+from laplace_debias.operators import Diagonal, LinearOperator, LowRankPlusDiagonal
+from laplace_debias.report.spectrum_plot import plot_spectral_density
+from laplace_debias.report.style import OKABE_ITO, log_ticks, new_panels, save, style_axes
 from laplace_debias.report.tables import write_csv
-from laplace_debias.sources import SourceSettings, Task, load
+from laplace_debias.sources import Loaded, SourceSettings, Task, load
 from laplace_debias.sources.shares import share
 from laplace_debias.system.atomic import check_target
-from laplace_debias.system.device import device_from
+from laplace_debias.system.checks import check_at_least
+from laplace_debias.system.console import Lines, Printer
 from laplace_debias.system.ranks import current
 
 _OF_LANCZOS = ("tolerance", "max_matvecs", "trace_matvecs", "density_probes", "density_steps")
@@ -39,8 +44,8 @@ _LOSSES: dict[Task, tuple[str, nn.Module]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(SpectrumBudget, SourceSettings):
-    """Which spectrum is measured, and how.
+class Settings(SourceSettings):
+    """Which spectrum is measured, and how many products each part of it may cost.
 
     Attributes:
         matrix: `ggn` or `hessian`, of the mean loss: cross-entropy, binary cross-entropy or squared
@@ -49,6 +54,20 @@ class Settings(SpectrumBudget, SourceSettings):
             hundred examples: all eigenvalues through the products of its rows, without estimates.
         examples: How many of the training examples the loss is taken over, chosen by the seed.
         batch_size: Examples per batch. Results do not depend on it.
+        eigenpairs: How many eigenpairs, the largest.
+        left_out: For `rows`: share of the trace that may be left out with the smallest rows. No
+            eigenvalue is too small by more.
+        tolerance: For `lanczos`, as the next four: greatest residual norm of a pair, relative to
+            the largest eigenvalue.
+        max_matvecs: Greatest number of products for the eigenpairs.
+        trace_matvecs: Products for the rest of the trace, which the eigenpairs do not explain.
+        density_probes: Probes of the spectral density of that rest.
+        density_steps: Lanczos steps, and products, per probe.
+        density_width: Width of the density's smoothing, in decades.
+        density_floor: Eigenvalues count as zero up to this multiple of the largest one. A few
+            Lanczos steps do not tell smaller ones apart.
+        memory_bound: Bytes that linearised batches or rows may take. What does not fit is computed
+            again.
         output: Folder of the tables and the picture.
 
     Raises:
@@ -59,12 +78,29 @@ class Settings(SpectrumBudget, SourceSettings):
     method: Literal["lanczos", "rows"] = "lanczos"
     examples: int = 500
     batch_size: int | None = 50
+    eigenpairs: int = 50
+    left_out: float = 1e-4
+    tolerance: float = 1e-3
+    max_matvecs: int = 150
+    trace_matvecs: int = 10
+    density_probes: int = 2
+    density_steps: int = 10
+    density_width: float = 0.1
+    density_floor: float = 1e-5
+    memory_bound: int = 4 * 2**30
     output: Path = Path("results/spectrum")
 
     def __post_init__(self) -> None:
-        SpectrumBudget.__post_init__(self)
-        SourceSettings.__post_init__(self)
-        check_at_least(self, 1, "examples")
+        super().__post_init__()
+        check_at_least(self, 1, "examples", "eigenpairs", "density_probes", "density_steps")
+        check_at_least(self, self.eigenpairs, "max_matvecs")
+        check_at_least(self, 2, "trace_matvecs")
+        check_at_least(self, 0, "memory_bound")
+        if not 0 <= self.left_out < 1:
+            raise ValueError(f"left_out is {self.left_out}; expected at least 0 and less than 1")
+        for name in ("tolerance", "density_width", "density_floor"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
         if self.method == "rows" and self.matrix != "ggn":
             raise ValueError(f"method rows is for the GGN, not for {self.matrix}: use lanczos")
 
@@ -77,7 +113,36 @@ class Settings(SpectrumBudget, SourceSettings):
         }
 
 
-def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
+@dataclass(frozen=True, eq=False)
+class SpectrumResult:
+    """What was measured.
+
+    Attributes:
+        eigenpairs: The leading eigenpairs.
+        rest: The trace that the eigenpairs leave.
+        density: Density of the spectrum that is left without the eigenpairs.
+        num_parameters: D.
+        seconds: What it took.
+    """
+
+    eigenpairs: EigenPairs
+    rest: Estimate
+    density: SpectralDensity
+    num_parameters: int
+    seconds: float
+
+    @property
+    def trace(self) -> Estimate:
+        """The whole trace: the eigenvalues, exactly, and the estimate of what they leave."""
+        return Estimate(
+            self.eigenpairs.values.sum() + self.rest.value,
+            self.rest.standard_error,
+            self.eigenpairs.num_matvecs + self.rest.num_matvecs,
+            degrees_of_freedom=self.rest.degrees_of_freedom,
+        )
+
+
+def run(settings: Settings, console: Printer | None = None) -> SpectrumResult:
     """Load, multiply, print what was found and write tables and the picture.
 
     Returns:
@@ -87,8 +152,7 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
         ValueError: As `load`; if there are fewer examples than asked for.
         OSError: If the results cannot be written.
     """
-    console = console or plain_console()
-    began = time.perf_counter()
+    console = console or Lines()
     ranks = current()
     if settings.method == "rows" and ranks.size > 1:
         raise ValueError(
@@ -96,38 +160,24 @@ def run(settings: Settings, console: Console | None = None) -> SpectrumResult:
             "--method=lanczos, or start the command without torchrun"
         )
     check_target(settings.output / "eigenvalues.csv", make_folders=True)
-    model, batches, task = _trained(settings, console)
-    device = next(model.parameters()).device
-    name, loss = _LOSSES[task]
-    if task == "binary":
-        batches = [(x, y.reshape(-1, 1)) for x, y in batches]
-    if task in ("binary", "multilabel"):
-        batches = [(x, y.float()) for x, y in batches]
-    batches = [(x.to(device), y.to(device)) for x, y in batches]
-    if settings.problem is not None:
-        # Convolutions are a fifth faster with the channels of a pixel side by side; not every
-        # network's products can be batched then.
-        last = torch.channels_last
-        model.to(memory_format=last)
-        batches = [(x.to(memory_format=last), y) for x, y in batches]
-    kind = GGN if settings.matrix == "ggn" else Hessian
-    network = settings.problem or settings.model or settings.timm or settings.torchvision
-    examples = "images" if batches[0][0].ndim == 4 else "examples"
+    loaded = load(settings.without_comparison())
+    print_notes(loaded, console)
+    batches = _batches(loaded, settings)
+    name, loss = _LOSSES[loaded.task]
+    model, kind = loaded.model, GGN if settings.matrix == "ggn" else Hessian
     console.print(
-        f"{kind.__name__} of the {name} of {settings.examples:,} training {examples}, {network}, "
+        f"{kind.__name__} of the {name} of {settings.examples:,} training {loaded.input_name}s, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters"
     )
-    loading = {"loading": time.perf_counter() - began}
     if settings.method == "rows":
-        result = decompose(model, batches, settings, loading, loss)
+        result = decompose(model, batches, settings, loss)
     else:
         batches = list(share(batches, model))
-        A = kind(model, loss, batches, memory_bound=settings.memory_bound)
-        result = measure(A, settings, loading)
+        result = measure(kind(model, loss, batches, memory_bound=settings.memory_bound), settings)
     _print(result, console)
     if ranks.rank > 0:
         return result
-    _write(result, settings)
+    _write(result, settings.output)
     picture = settings.output / "spectrum.png"
     save(draw(result, kind.__name__), picture)
     console.print(f"Picture: {picture}", soft_wrap=True)
@@ -147,45 +197,157 @@ def as_json(settings: Settings, result: SpectrumResult) -> dict[str, Any]:
     }
 
 
-def _trained(
-    settings: Settings, console: Console
-) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Task]:
-    """The trained network on its device, some of what it was trained on, and the task."""
-    problem = None if settings.problem is None else get_problem(settings.problem)
-    if problem is not None and settings.checkpoint is None and "digits" in problem.name:
-        data = problem.data(seed=settings.seed).train
-        _check_number(settings, len(data))
-        model = problem.initial_model(settings.seed)
-        ranks = current()
-        if ranks.rank == 0:
-            generator = torch.Generator().manual_seed(settings.seed)
-            train(model, data, problem.recipe, generator=generator, progress=settings.progress)
-        model.load_state_dict(ranks.from_rank(model.state_dict(), 0))
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(settings.seed))
-        chosen = order[: settings.examples].split(settings.batch_size or settings.examples)
-        model = model.eval().to(device_from(settings.device))
-        return model, [data.batch(some) for some in chosen], "classification"
-    loaded = load(settings.without_comparison())
-    print_notes(loaded, console)
+def _batches(loaded: Loaded, settings: Settings) -> list[tuple[Tensor, Tensor]]:
+    """The first training examples, on the network's device, as the loss takes them."""
+    device = next(loaded.model.parameters()).device
     batches: list[tuple[Tensor, Tensor]] = []
     left = settings.examples
     for x, y in loaded.train:
-        batches.append((x[:left], y[:left]))
+        if loaded.task in ("binary", "multilabel"):
+            y = y.reshape(len(y), -1).float()
+        batches.append((x[:left].to(device), y[:left].to(device)))
         left -= len(batches[-1][1])
         if not left:
-            break
-    _check_number(settings, settings.examples - left)
-    return loaded.model, batches, loaded.task
+            return batches
+    raise ValueError(
+        f"examples is {settings.examples}; expected at most {settings.examples - left}, the "
+        "training examples"
+    )
 
 
-def _check_number(settings: Settings, there: int) -> None:
-    if settings.examples > there:
-        raise ValueError(
-            f"examples is {settings.examples}; expected at most {there}, the training examples"
+def measure(A: LinearOperator, settings: Settings) -> SpectrumResult:
+    r"""Leading eigenpairs of a symmetric operator, its trace, and the density of the rest.
+
+    With the eigenpairs $V\Lambda V^\top$ taken out, $A - V\Lambda V^\top$ has a trace and a density
+    without outliers, which few products estimate well. This is the deflation of Hutch++, with the
+    eigenvectors in place of a sketch.
+
+    Args:
+        A: Symmetric operator, `[D, D]`.
+        settings: Numbers of eigenpairs, products, probes and steps; the seed.
+
+    Reference:
+        Gambhir, Stathopoulos, Orginos. Deflation as a method of variance reduction for estimating
+        the trace of a matrix inverse. SISC, 2017.
+    """
+    began = time.perf_counter()
+    generator = torch.Generator(A.device).manual_seed(settings.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the status is printed
+        pairs = eigsh(
+            A,
+            k=settings.eigenpairs,
+            tol=settings.tolerance,
+            max_matvecs=settings.max_matvecs,
+            generator=generator,
+            progress=settings.progress,
         )
+    rest = A - LowRankPlusDiagonal(pairs.vectors, pairs.values, 0.0)
+    rest_trace = trace(
+        rest,
+        num_matvecs=settings.trace_matvecs,
+        generator=generator,
+        progress=settings.progress,
+    )
+    density = spectral_density(
+        rest,
+        scale="log",
+        num_probes=settings.density_probes,
+        num_steps=settings.density_steps,
+        width=settings.density_width,
+        floor=settings.density_floor * float(pairs.values.abs().max()),
+        generator=generator,
+        progress=settings.progress,
+    )
+    seconds = time.perf_counter() - began
+    return SpectrumResult(pairs, rest_trace, density, A.shape[0], seconds)
 
 
-def _print(result: SpectrumResult, console: Console) -> None:
+def decompose(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    settings: Settings,
+    loss: nn.Module,
+) -> SpectrumResult:
+    """The spectrum of the GGN of few examples, exactly, from the products of its rows.
+
+    Returns:
+        What was measured. Residuals are their bound by what was left out.
+    """
+    began = time.perf_counter()
+    spectrum = ggn_spectrum(
+        model,
+        loss,
+        batches,
+        settings.eigenpairs,
+        tol=settings.left_out,
+        memory_bound=settings.memory_bound,
+    )
+    size, k = spectrum.vectors.shape
+    # Where there are more rows than parameters, the values behind the last one are rounding.
+    leading, others = spectrum.values[:k], spectrum.values[k:size]
+    pairs = EigenPairs(
+        leading,
+        spectrum.vectors,
+        torch.full_like(leading, spectrum.left_out),
+        num_matvecs=0,
+        status=Status.CONVERGED,
+        message=f"from {len(spectrum.values):,} rows of the Jacobian, exact but for the trace of "
+        f"{spectrum.left_out:.2g} of those left out",
+    )
+    total = torch.tensor(spectrum.trace, dtype=leading.dtype, device=leading.device)
+    density = spectral_density(
+        Diagonal(torch.cat([others, others.new_zeros(size - len(others))])),
+        scale="log",
+        width=settings.density_width,
+        floor=settings.density_floor * float(leading.max()),
+    )
+    rest = Estimate.exact(total - leading.sum())
+    return SpectrumResult(pairs, rest, density, size, time.perf_counter() - began)
+
+
+def draw(result: SpectrumResult, matrix: str) -> Figure:
+    """The eigenvalues one by one, and the density of all.
+
+    Args:
+        result: What was measured.
+        matrix: Name of the matrix.
+    """
+    figure, ((by_rank, by_value),) = new_panels(1, 2, (9.6, 3.8))
+    values = result.eigenpairs.values.cpu()
+    by_rank.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=OKABE_ITO["blue"])
+    if bool((values > 0).all()):
+        by_rank.set_yscale("log")
+        log_ticks(by_rank.yaxis)
+    by_rank.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_rank.set_xlabel("Rank")
+    by_rank.set_ylabel("Eigenvalue")
+    total, error = float(result.trace.value), float(result.trace.standard_error)
+    told = f"{total:.4g} ± {error:.2g}" if error else f"{total:.4g}"
+    by_rank.set_title(
+        f"trace of the {matrix}: {told}, of which the leading {len(values)} "
+        f"are {float(values.sum()) / total:.0%}",
+        fontsize=9,
+        loc="left",
+    )
+    style_axes(by_rank)
+    plot_spectral_density(result.density, by_value)
+    # The eigenvalues that were taken out before the density was estimated.
+    marks = values[values > 0]
+    by_value.plot(
+        marks,
+        torch.full_like(marks, by_value.get_ylim()[0] * 1.5),
+        "|",
+        color=OKABE_ITO["vermillion"],
+        markersize=9,
+        label=f"leading {len(values)}, one by one",
+    )
+    by_value.plot([], [], color=OKABE_ITO["blue"], label="density of the others")
+    by_value.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _print(result: SpectrumResult, console: Printer) -> None:
     pairs, total = result.eigenpairs, result.trace
     values = pairs.values.tolist()
     shown = ", ".join(f"{value:.4g}" for value in values[:12])
@@ -205,11 +367,10 @@ def _print(result: SpectrumResult, console: Console) -> None:
         f"{result.density.null_fraction:.2%} of its eigenvalues are within "
         f"±{result.density.floor:.1g}"
     )
-    parts = ", ".join(f"{name} {value:.0f} s" for name, value in result.seconds.items())
-    console.print(f"Time: {sum(result.seconds.values()):.0f} s ({parts})")
+    console.print(f"Time: {result.seconds:.0f} s")
 
 
-def _write(result: SpectrumResult, settings: Settings) -> None:
+def _write(result: SpectrumResult, output: Path) -> None:
     pairs, total, density = result.eigenpairs, result.trace, result.density
     rows = zip(pairs.values.tolist(), pairs.residuals.tolist(), strict=True)
     write_csv(
@@ -217,7 +378,7 @@ def _write(result: SpectrumResult, settings: Settings) -> None:
             {"rank": rank, "eigenvalue": value, "residual": residual}
             for rank, (value, residual) in enumerate(rows, 1)
         ],
-        settings.output / "eigenvalues.csv",
+        output / "eigenvalues.csv",
     )
     write_csv(
         [
@@ -228,7 +389,7 @@ def _write(result: SpectrumResult, settings: Settings) -> None:
                 "num_parameters": result.num_parameters,
             }
         ],
-        settings.output / "trace.csv",
+        output / "trace.csv",
     )
     columns: dict[str, Tensor] = {
         "eigenvalue": density.grid,
@@ -236,6 +397,4 @@ def _write(result: SpectrumResult, settings: Settings) -> None:
         "standard_error": density.standard_error,
     }
     listed = zip(*(column.tolist() for column in columns.values()), strict=True)
-    write_csv(
-        [dict(zip(columns, row, strict=True)) for row in listed], settings.output / "density.csv"
-    )
+    write_csv([dict(zip(columns, row, strict=True)) for row in listed], output / "density.csv")

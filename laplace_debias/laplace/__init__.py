@@ -1,7 +1,8 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
-from laplace_debias.laplace.laplace import Laplace, predict_grids
+from laplace_debias.laplace.laplace import Laplace
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.plan import Plan
 from laplace_debias.laplace.schemes import CrossFit, Full, Split
 
-__all__ = ["CrossFit", "Full", "Laplace", "Plan", "Split", "predict_grids"]
+__all__ = ["CrossFit", "Full", "Laplace", "Link", "Plan", "Split"]

@@ -1,4 +1,4 @@
-"""What a `Laplace` prints as."""
+"""The text that a `Laplace` prints as."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prior import PriorMean
 
 _FEW = 4
@@ -14,7 +15,7 @@ _FEW = 4
 
 @dataclass(frozen=True)
 class Described:
-    """What is said of an approximation.
+    """The facts that are said of an approximation.
 
     Attributes:
         model: The model, of which the class and the number of parameters are told.
@@ -25,9 +26,9 @@ class Described:
         prior_precision: δ.
         prior_mean: The prior's mean, told unless it is zero (or None).
         temperature: T, told unless it is 1.
+        link: What logits become probabilities by, told where one was chosen.
         mode: How it was fitted; None before a fit, or if it is not known.
         num_data: N; None before a fit.
-        num_ranks: How many processes share out the posterior's blocks; 1 of a whole one.
     """
 
     model: nn.Module
@@ -38,9 +39,9 @@ class Described:
     prior_precision: Tensor
     prior_mean: PriorMean | None
     temperature: float
+    link: Link | None
     mode: str | None
     num_data: int | None
-    num_ranks: int = 1
 
     def __str__(self) -> str:
         """A few lines, none of which holds a weight or grows with the model."""
@@ -53,6 +54,7 @@ class Described:
             "prior precision": _delta(self.prior_precision),
             "prior mean": _mean(self.prior_mean),
             "temperature": "" if self.temperature == 1 else f"{self.temperature:g}",
+            "link": "" if self.link is None else str(self.link),
             "fit": self._fit(),
         }
         lines = {key: value for key, value in lines.items() if value}
@@ -69,8 +71,7 @@ class Described:
         if self.num_data is None:
             return "none yet"
         mode = "" if self.mode is None else f", {self.mode}"
-        sharded = f", sharded over {self.num_ranks} processes" if self.num_ranks > 1 else ""
-        return f"N = {self.num_data:,}{mode}{sharded}"
+        return f"N = {self.num_data:,}{mode}"
 
 
 def _likelihood(likelihood: Likelihood) -> str:

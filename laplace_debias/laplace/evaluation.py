@@ -14,18 +14,16 @@ from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace.sharded_calls import predicted
-from laplace_debias.metrics.evaluation import nll_of_log_probs
-from laplace_debias.metrics.regression_evaluation import rmse_statistic
+from laplace_debias.metrics.checks import check_level
+from laplace_debias.metrics.definitions import of_log_probs, of_rmse
 from laplace_debias.metrics.report import report_of
-from laplace_debias.metrics.statistics import Sampling
 from laplace_debias.system.ranks import current
 
 Predict = Callable[[Inputs], Distribution]
 
 
 class Scored(NamedTuple):
-    """What a predictive says of the targets that count, one row for each.
+    """The scores that a predictive gives to the targets that count, one row for each.
 
     Attributes:
         values: Class probabilities, `[n, C]` or for a single logit `[n]`; of several labels their
@@ -85,8 +83,6 @@ def evaluate_predictions(
     *,
     intervals: bool = True,
     level: float = 0.95,
-    num_resamples: int = 500,
-    in_turn: bool = False,
 ) -> metrics.Report:
     """Metrics of a predictive on labelled data, and of its uncertainty on OOD data.
 
@@ -98,8 +94,6 @@ def evaluate_predictions(
         class_dim: As `score`.
         intervals: As `metrics.evaluate`.
         level: As `metrics.evaluate`.
-        num_resamples: As `metrics.evaluate`.
-        in_turn: As `predicted` takes it.
 
     Returns:
         For class probabilities what `metrics.evaluate` gives; for several labels what
@@ -111,9 +105,10 @@ def evaluate_predictions(
             regression whose predictive is not normal, or bad options of intervals.
     """
     # Before the predictions, which may take long.
-    how = Sampling(level, num_resamples)
+    check_level(level)
     parts, has_probabilities, is_multilabel = [], False, False
-    for predictive, y in predicted(batches, predict, in_turn):
+    for x, y in batches:
+        predictive = predict(x)
         is_multilabel = _is_multilabel(predictive)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         parts.append(score(likelihood, predictive, y, class_dim))
@@ -123,9 +118,9 @@ def evaluate_predictions(
     kinds = ranks.exchange([is_multilabel, has_probabilities])
     is_multilabel, has_probabilities = (any(of) for of in zip(*kinds, strict=True))
     if not has_probabilities:
-        return _of_regression(scored, predict, ood, how, intervals, in_turn)
+        return _of_regression(scored, predict, ood, level, intervals)
     of_inputs = _probs_of(predict)
-    ood_probs = {name: _over(data, name, of_inputs, in_turn) for name, data in ood.items()}
+    ood_probs = {name: _over(data, name, of_inputs) for name, data in ood.items()}
     # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
     log_probs = scored.log_probs if is_multilabel or scored.values.ndim == 1 else None
     make, classified = metrics.evaluate, scored.classified
@@ -137,7 +132,6 @@ def evaluate_predictions(
         log_probs=log_probs,
         intervals=intervals,
         level=level,
-        num_resamples=num_resamples,
     )
 
 
@@ -145,9 +139,8 @@ def _of_regression(
     scored: Scored,
     predict: Predict,
     ood: Mapping[str, Batches],
-    how: Sampling,
+    level: float,
     intervals: bool,
-    in_turn: bool,
 ) -> metrics.Report:
     targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
     if scored.deviations is None:
@@ -156,28 +149,26 @@ def _of_regression(
                 "OOD detection of a regression is by the variance of a normal predictive, which "
                 "this likelihood does not give: leave out `ood`."
             )
-        log_probs = scored.log_probs
         statistics = {
-            "nll": nll_of_log_probs(log_probs, len(log_probs)),
-            "rmse": rmse_statistic(scored.values, targets),
+            "nll": of_log_probs(scored.log_probs),
+            "rmse": of_rmse(scored.values, targets),
         }
-        return report_of(statistics, targets, how if intervals else None)
+        return report_of(statistics, targets, level, intervals)
     of_inputs = _deviations_of(predict)
     return metrics.evaluate_regression(
         scored.values,
         scored.deviations,
         targets,
-        {name: _over(data, name, of_inputs, in_turn) for name, data in ood.items()},
+        {name: _over(data, name, of_inputs) for name, data in ood.items()},
         log_probs=scored.log_probs,
         intervals=intervals,
-        level=how.level,
-        num_resamples=how.num_resamples,
+        level=level,
     )
 
 
-def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor], in_turn: bool) -> Tensor:
-    """What is predicted on an OOD set, of all processes."""
-    found = [of_batch for of_batch, _ in predicted(data, of_inputs, in_turn)]
+def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:
+    """The predictions on an OOD set, of all processes."""
+    found = [of_inputs(x) for x, _ in data]
     of_all = current().on_all([torch.cat(found)] if found else None)
     if of_all is None:
         raise ValueError(f"The OOD loader {name!r} holds no batch.")

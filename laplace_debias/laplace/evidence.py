@@ -14,14 +14,85 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.sharded_blocks import Elsewhere
-from laplace_debias.laplace.block_groups import Group, groups_of, spread
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
+
+PER = ("kind", "block")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks with one prior precision.
+
+    Attributes:
+        name: The kind of their layers, or the block's name.
+        blocks: Their numbers.
+    """
+
+    name: str
+    blocks: tuple[int, ...]
+
+
+def groups_of(fitted: Fitted, per: str | None) -> list[Group]:
+    """The groups of a fit's blocks, in the order of their first ones.
+
+    Args:
+        fitted: The fit.
+        per: `"kind"`: those of one kind of layer; `"block"`: each block by itself; None: all.
+
+    Raises:
+        ValueError: If `per` is none of these, or if the curvature is one block of all parameters.
+    """
+    names = fitted.parameters.block_names
+    if per is None:
+        return [Group("all", tuple(range(len(names))))]
+    if per not in PER:
+        raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
+    if fitted.settings.kind.is_dense:
+        raise ValueError(
+            f"curvature={fitted.settings.kind.name!r} is one block of all parameters, which has "
+            f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
+        )
+    if per == "block":
+        return [Group(name, (index,)) for index, name in enumerate(names)]
+    kinds: dict[str, list[int]] = {}
+    for index, block in enumerate(fitted.parameters.blocks):
+        kinds.setdefault(kind_of(unwrapped(fitted.model), block), []).append(index)
+    return [Group(kind, tuple(members)) for kind, members in kinds.items()]
+
+
+def kind_of(model: nn.Module, block: Block) -> str:
+    """The kind of a block's parameters.
+
+    `"linear"` and `"convolution"` weights (with their biases where they make one block),
+    `"embedding"` tables, `"normalisation"` scales and shifts, `"bias"`, or `"other"`.
+    """
+    if block.role == "entries":
+        return "other"
+    layer = model.get_submodule(block.parameters[0].rpartition(".")[0])
+    if isinstance(layer, NORMS):
+        return "normalisation"
+    if block.role == "table":
+        return "embedding"
+    if block.role == "bias":
+        return "bias"
+    return "convolution" if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else "linear"
+
+
+def spread(groups: Sequence[Group], values: Sequence[float]) -> list[float]:
+    """The groups' values, one for each block."""
+    of_blocks = {
+        index: value for group, value in zip(groups, values, strict=True) for index in group.blocks
+    }
+    return [of_blocks[index] for index in range(len(of_blocks))]
+
 
 BOUNDS = (1e-8, 1e8)
 """The range of δ that is searched."""
@@ -74,19 +145,17 @@ def maximise_marginal_likelihood(
 
 @dataclass(frozen=True, eq=False)
 class GroupEvidence:
-    """What the marginal likelihood sees of a group of blocks.
+    """The numbers that the marginal likelihood sees of a group of blocks.
 
     Attributes:
         precisions: h = N Λ along the directions that have curvature, float64.
         num_parameters: D; along those without a precision h is zero.
         square: S, the squared distance of the parameters from the prior's mean.
-        posterior: The posterior; of a sharded one the precisions are those of this process.
     """
 
     precisions: Float[Tensor, " directions"]
     num_parameters: int
     square: float
-    posterior: GaussianPosterior
 
     @classmethod
     def of(cls, posterior: GaussianPosterior, group: Group) -> "GroupEvidence":
@@ -96,17 +165,14 @@ class GroupEvidence:
         for index in group.blocks:
             block = blocks[index]
             size += block.shape[0]
-            if isinstance(block, Elsewhere):
-                continue
             assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
             found.append(posterior.data_weight * block.magnitudes.double().flatten())
         squares = posterior.squared_distances()[list(group.blocks)]
-        return cls(torch.cat(found), size, float(squares.sum()), posterior)
+        return cls(torch.cat(found), size, float(squares.sum()))
 
     def num_determined(self, delta: float) -> float:
         """γ = Σ h / (h + δ), how many parameters the data determine."""
-        of_process = (self.precisions / (self.precisions + delta)).sum()
-        return float(self.posterior.summed(of_process))
+        return float((self.precisions / (self.precisions + delta)).sum())
 
     def best(self, low: float, high: float, share: float = 1.0) -> float:
         """The root of Σ h / (h + δ) − share · δ S, or the end of the range that it lies beyond.
@@ -190,7 +256,7 @@ def table_of(
 
 
 def notes_of(groups: Sequence[Group], deltas: Sequence[float], together: float) -> tuple[str, ...]:
-    """What to say of groups whose optimum lies beyond the range."""
+    """Notes on groups whose optimum lies beyond the range."""
     notes = []
     if low := [g.name for g, delta in zip(groups, deltas, strict=True) if delta == BOUNDS[0]]:
         notes.append(

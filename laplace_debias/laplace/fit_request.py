@@ -1,4 +1,4 @@
-"""What a fit is asked for: on which data, in which way, with what N, carried out how."""
+"""The request for a fit: on which data, in which way, with what N, carried out how."""
 
 import itertools
 import os
@@ -15,12 +15,11 @@ from laplace_debias.laplace.data_size import (
     expected_of_given,
     expected_of_some,
 )
-from laplace_debias.laplace.grouping import Room
-from laplace_debias.laplace.posterior_range import check_num_data
 from laplace_debias.laplace.resume import check_resumable
 from laplace_debias.laplace.scale import check_scale
 from laplace_debias.laplace.schemes import MODES, OF_FIRST_BATCHES, CrossFit, Full, Scheme
 from laplace_debias.laplace.subject import Subject
+from laplace_debias.system.checks import check_generator, whole
 from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current
 
@@ -30,14 +29,15 @@ class Execution:
     """How a fit is carried out, whatever its data; as `Laplace.fit` takes it.
 
     Attributes:
-        room: Where its posterior and all that it works with shall find room.
         generator: Seeds what is drawn; torch's global one if None.
         resume: A folder for its state; None for a fit that is not gone on with.
     """
 
-    room: Room
     generator: torch.Generator | None
     resume: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        check_generator(self.generator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +124,14 @@ class FitRequest:
             check_scale(loader)
         _check_resumable(subject, execution, loader)
         is_shared = check_shared(current(), loader)
-        given = None if num_data is None else check_num_data(num_data)
+        given = None if num_data is None else whole(num_data, "num_data")
         if mode == "full":
             Full(loader).check(subject.settings.kind)
             expected = expected_of_all(loader, given)
             all_data = Full(with_progress(loader, progress, "fit"))
             return cls(all_data, mode, expected, execution, None, is_shared)
         num_batches = OF_FIRST_BATCHES[mode].num_batches
-        expected = expected_of_some(loader, given, mode, num_batches)
+        expected = expected_of_some(loader, given, mode)
         batches = list(itertools.islice(seeded(loader, execution.generator), num_batches))
         most = max(current().exchange(len(batches)))
         if most < num_batches:

@@ -11,18 +11,19 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.class_dim import classes_last
+from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.precision import widened
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shadow import check_no_autocast
-from laplace_debias.curvature.network.watch import Watch
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace.files.mapped import Mapped
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.posterior_range import check_prior_precision
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.system.checks import real
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Fitted:
         mode: How it was fitted, for `repr`; None if that is not known.
         noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
         watch: What finds changes of the others.
-        mapped: The files that the posterior is mapped from; None if it is in memory.
+        link: What logits become probabilities by, where one was chosen.
 
     Raises:
         ValueError: If the negative log-likelihood is not finite.
@@ -69,7 +70,7 @@ class Fitted:
     mode: str | None
     noise: Noise | None = None
     watch: Watch = field(default_factory=Watch, repr=False)
-    mapped: Mapped | None = None
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):
@@ -81,7 +82,7 @@ class Fitted:
 
     @property
     def network(self) -> nn.Module:
-        """What is differentiated, see `network_of`."""
+        """The module that is differentiated, see `network_of`."""
         return network_of(self.model, self.parameters.names, self.settings)
 
     def with_posterior(self, posterior: GaussianPosterior) -> "Fitted":
@@ -89,7 +90,7 @@ class Fitted:
         return replace(self, posterior=posterior)
 
     def under(self, prior: Prior) -> "Fitted":
-        """The same fit under a prior and at a temperature, of which what is new is checked.
+        """The same fit under a prior, at a temperature and with a link; what is new is checked.
 
         Raises:
             ValueError: As `GaussianPosterior.check_prior_precision`.
@@ -101,7 +102,7 @@ class Fitted:
             posterior = posterior.with_prior_mean(prior.mean)
         if prior.temperature != posterior.temperature:
             posterior = posterior.with_temperature(prior.temperature)
-        return self.with_posterior(posterior)
+        return replace(self, posterior=posterior, link=prior.link)
 
     def moved(self, x: Any) -> Inputs:
         """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""
@@ -115,11 +116,8 @@ class Fitted:
         last layer has far more, are looked after as `Watch` says.
 
         Raises:
-            RuntimeError: If anything that its checkpoint holds has changed, or under autocast; if
-                somebody has written to a file that the posterior is mapped from.
+            RuntimeError: If anything that its checkpoint holds has changed, or under autocast.
         """
-        if self.mapped is not None:
-            self.mapped.check()
         mean = self.posterior.mean
         check_no_autocast(mean.device)
         plain = unwrapped(self.model)
@@ -146,7 +144,7 @@ class Fitted:
         """As `Laplace.log_marginal_likelihood`."""
         posterior = self.posterior
         delta = posterior.prior_precision if prior_precision is None else prior_precision
-        delta = torch.as_tensor(delta, dtype=torch.float64, device=posterior.mean.device)
+        delta = real(delta, "prior_precision", posterior.mean.device)
         check_prior_precision(delta.detach(), len(self.parameters.block_names))
         normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
         return (
@@ -158,7 +156,7 @@ class Fitted:
 
 
 def network_of(model: nn.Module, names: Sequence[str], settings: FitSettings) -> nn.Module:
-    """What is differentiated: the model without wrappers, with its outputs `[B, ..., C]`.
+    """The differentiated module: the model without wrappers, with its outputs `[B, ..., C]`.
 
     Where Bayesian parameters are in half precision, it computes in single precision.
 

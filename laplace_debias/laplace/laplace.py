@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -18,27 +17,25 @@ from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches, with_progress
 from laplace_debias.curvature.network.chosen_positions import Positions
-from laplace_debias.curvature.network.gathered import gathered
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace import fitting, grids, predicting, shards, tune, tuning
-from laplace_debias.laplace.asked import OutputChoice
+from laplace_debias.laplace import file, fitting, predictive, shards, tune, tuning
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
-from laplace_debias.laplace.export.export import export
-from laplace_debias.laplace.files import loading, stored
-from laplace_debias.laplace.files.likelihood_json import likelihood_from_json
+from laplace_debias.laplace.export import export
+from laplace_debias.laplace.file import likelihood_from_json
 from laplace_debias.laplace.fit_request import Execution, FitRequest
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.grids import Grid
-from laplace_debias.laplace.grouping import Room
+from laplace_debias.laplace.functional import linearised
+from laplace_debias.laplace.functional.linearised import OutputChoice
+from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.parameters import BayesianParameters
-from laplace_debias.laplace.plan import Plan
+from laplace_debias.laplace.plan import Plan, plan_of
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.posterior_range import check_temperature
-from laplace_debias.laplace.predicting import Prediction
+from laplace_debias.laplace.predictive import Grid, Prediction
 from laplace_debias.laplace.prior import (
     Prior,
     PriorMean,
@@ -48,9 +45,10 @@ from laplace_debias.laplace.prior import (
 )
 from laplace_debias.laplace.schemes import Scheme, scheme_of
 from laplace_debias.laplace.settings import FitSettings
-from laplace_debias.laplace.sharded_calls import collective, together_if_sharded
 from laplace_debias.laplace.subject import Subject, usable
 from laplace_debias.metrics import Report, Uncertainty
+from laplace_debias.system.checks import check_is
+from laplace_debias.system.ranks import current, together
 from laplace_debias.system.threads import Lock
 
 # Held for the moment in which a fit or a prior takes the place of another.
@@ -60,83 +58,51 @@ _EXCHANGE = Lock()
 class Laplace:
     r"""A Laplace approximation of a trained network's posterior.
 
-    The posterior is $N(\theta^*, P^{-1})$ with $P = N C + \mathrm{diag}(\delta)$: θ* the trained
-    parameters, C the curvature of the mean loss, N the number of training examples and δ the prior
-    precision (Eq. 4 and 17 of Tatzel et al., 2025, "Debiasing mini-batch quadratics for
-    applications in deep learning"). The model itself is never changed.
+    The posterior is $N(\theta^*, P^{-1})$ with $P = \tfrac NT C + \mathrm{diag}(\delta)$: θ* the
+    trained parameters, C the curvature of the mean loss, N the number of training examples, δ the
+    prior precision and T the likelihood's temperature (Eq. 4 and 17 of Tatzel et al., 2025,
+    "Debiasing mini-batch quadratics for applications in deep learning"). The model is not changed.
 
-    Any number of threads may predict, sample, evaluate and save with one object, and fit objects of
-    one model or of several. Where a thread fits or tunes an object that others use, a call of
-    theirs sees it as it was before or as it is after, `evaluate` batch by batch.
-
-    In a process group of `torch.distributed` the processes fit together: each reads its part of the
-    data (`ShardedBatches`). `fit`, `fit_batches`, `tune`, `evaluate` and `save` are called on all
-    of them, in the same order; see `alone` for one process on its own. The posterior of `"kfac"`,
-    `"ekfac"` and `"diag"` is sharded: each process holds some of the blocks. So `predict`,
-    `functional`, `sample`, `log_marginal_likelihood` and the like are called on all of them, too,
-    with the same arguments, and all get the same result. With `replicate=True` at the fit, or
-    after `gather`, each process has the whole posterior, and these work on each alone. A model
-    that `fully_shard` has split over them is made whole on each while a method computes with it,
-    which is then called on all of them, the constructor too; see `gathered`.
-
-    Randomness is torch's global one, or the `generator`'s of a call. With a generator the call is
-    a function of it and of the data, the order of a shuffling loader included, and torch's global
-    generator on the CPU is left as it was.
+    Any number of threads may use one object. One that is tuned meanwhile is seen as it was before
+    or as it is after. In a process group `fit`, `fit_batches`, `tune`, `evaluate` and `save` are
+    called on all processes. Each reads its part of the data (`ShardedBatches`) and ends with the
+    whole posterior; see `alone` for one process on its own. With a `generator` a call is a function
+    of it and of the data, and leaves torch's global generator alone.
 
     Args:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
             `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
-            `"multilabel"` (one logit a label, several of which may apply; targets 0 or 1,
-            `[B, C]`), or a `Likelihood`: `Categorical(class_weights=, label_smoothing=)`, say.
-        curvature: `"kfac"` (Kronecker-factored), `"ekfac"` (the same directions, exact curvature
-            along each of them), `"diag"` (the exact diagonal), `"lowrank"` (the leading
-            eigenvectors of the whole matrix) or `"full"` (the whole matrix, for small networks).
+            `"multilabel"` (targets 0 or 1, `[B, C]`), or a `Likelihood`.
+        curvature: `"kfac"`, `"ekfac"` (its directions, exact curvature along each), `"diag"`,
+            `"lowrank"` (leading eigenvectors of the whole matrix) or `"full"`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
-            (those of one known layer that act through it alone), `"last_layer"`, names, or a
-            predicate `(name, parameter) -> bool`. Frozen ones never are; of `"all"`,
-            `"weights"` and `"supported"` a fit leaves out, with a warning, those that the outputs
-            do not depend on. A parameter of no known layer, or of several, or that acts in another
-            way, has an exact block from gradients of each example: dense up to 1,024 entries,
-            diagonal above. A fit finds these by running two examples. The last layer
-            is the one that the outputs come from, whatever was registered last. Unless the model is
-            an `nn.Sequential` that ends in one of torch's layers, the first `fit` finds it by
-            running an example, and `param_names` and `block_names` are not known before.
+            (those of known layers), `"last_layer"` (what the outputs come from, found by the first
+            `fit` unless the structure tells it), names, or a predicate `(name, parameter) -> bool`.
+            Frozen ones never are. A parameter of no known layer has an exact block: dense up to
+            1,024 entries, diagonal above.
         prior_precision: δ, one number or one per block (see `block_names`).
-        backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can, hooks elsewhere. Both
-            give the same factors.
+        backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can. Both give the same.
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
             `"empirical"` (the true labels).
         factor_dtype: In what curvature is summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
             a fit assumes 1.0 and warns of it; `tune` finds it.
         mc_samples: Labels an example for `fisher="mc"`.
-        joint: Whether a layer's weight and bias make one block instead of two. Not of `"lowrank"`
-            and `"full"`, which have one block of all parameters.
-        sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
-            `"reduce"`: one for all, or a mapping from layers' paths. Of `"kfac"` and `"ekfac"`.
+        joint: Whether a layer's weight and bias make one block. Not of `"lowrank"` and `"full"`.
+        sharing: How positions share a weight, `"expand"` or `"reduce"`: one for all, or a mapping
+            from layers' paths. Of `"kfac"` and `"ekfac"`.
         rank: Directions of `"lowrank"`, 20 if None.
-        memory_bound: Bytes of working memory for output gradients, in `fit` and `predict`. Batches
-            are cut to it; results do not depend on it. None for 128 MiB, and more where one example
-            needs it.
+        memory_bound: Bytes of working memory for output gradients. Results do not depend on it.
+            None for 128 MiB, and more where one example needs it.
         class_dim: Which dimension of the outputs has the classes: None or -1 for `[B, ..., C]`, 1
-            for `[B, C, ...]` as `F.cross_entropy` has them. With 1 everything is as if the model
-            gave `outputs.movedim(1, -1)`: predictives, functional means and covariances come out
-            as `[B, ..., C]`. Targets with an entry for every output (regression, `[B, C, ...]`)
-            are moved with them. With None a fit asks where its first batch's shapes fit both.
-        batch: A function from what loaders yield to `(inputs, targets)`, for batches of another
-            form: `batch=lambda batch: (batch[0], batch[1])` for `(x, y, index)`. It serves every
-            method that takes batches. None reads pairs `(x, y)`, and mappings and dataclasses that
-            hold the targets under `labels`, `label`, `label_ids`, `targets`, `target` or `y`.
-            Targets are not passed to the model. Labels of tokens go with the outputs that the
-            model's own loss compares them with: those of one position earlier for a Hugging Face
-            model that shifts them, as causal language models do.
-        temperature: T of the likelihood: the posterior is that of $p(D \mid \theta)^{1/T}$, with
-            $P = \tfrac NT C + \mathrm{diag}(\delta)$. Less than 1 is more certain.
-        prior_mean: Mean of the Gaussian prior: one number, one per Bayesian parameter `[D]` in the
-            model's order, or a mapping that has each of them by its name (the `state_dict` that a
-            fine-tuning began with). It is part of the marginal likelihood and of nothing else: the
-            posterior's mean is θ* whatever the prior's.
+            for `[B, C, ...]`, which are then moved to the end.
+        batch: A function from what loaders yield to `(inputs, targets)`. None reads pairs, and
+            mappings and dataclasses with the targets under `labels`, `label`, `label_ids`,
+            `targets`, `target` or `y`.
+        temperature: T of the likelihood $p(D \mid \theta)^{1/T}$. Less than 1 is more certain.
+        prior_mean: Mean of the prior: one number, one per parameter `[D]`, or a mapping by name.
+            It enters the marginal likelihood alone.
 
     Raises:
         ValueError: For an unknown name, `sharing` or `joint` with a curvature that has no use for
@@ -220,9 +186,9 @@ class Laplace:
                 prior.precision,
                 prior.given_mean if parameters is None else prior.mean,
                 prior.temperature,
+                prior.link,
                 None if fitted is None else fitted.mode,
                 None if fitted is None else fitted.posterior.num_data,
-                1 if fitted is None else fitted.posterior.num_ranks,
             )
         )
 
@@ -266,7 +232,7 @@ class Laplace:
 
     # ---------------------------------------------------------------- fitting
 
-    @collective(always=True)
+    @together("fit")
     def fit(
         self,
         train_loader: Batches | Scheme,
@@ -278,86 +244,47 @@ class Laplace:
         scale: bool = False,
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
-        replicate: bool = False,
-        memory_bound: SupportsIndex | None = None,
-        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit the posterior's curvature.
 
         Args:
-            train_loader: Batches `(x, y)` of training data. `"ekfac"` in full mode reads them
-                twice. Or a way to fit with its data, such as `Split(directions, magnitudes)`; the
-                other arguments are then those of `fit_batches`.
+            train_loader: Batches `(x, y)` of training data. Or a way to fit with its data, such as
+                `Split(directions, magnitudes)`.
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold. Of several processes the first batch is
-                the union of their first batches.
-                They are short for `Full`, `Split` and `CrossFit` of `schemes`.
-            num_data: N, the number of training examples, which the curvature is scaled to whatever
-                the fit sees (a subset, say, that stands for all). If None, N is the number of
-                examples that the loader's sampler reads, or for `"full"` of data that does
-                not tell its size the number of examples seen. A sampler that repeats examples or
-                splits them over processes does not tell N.
-            generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation,
-                and leaves torch's global generator alone; that one if None.
-            progress: Show a progress bar over the batches of a full fit, or of the scale.
+                whole first batch, magnitudes out of fold.
+            num_data: N, which the curvature is scaled to whatever the fit sees. If None, what a
+                plain loader's sampler tells, or for `"full"` the number of examples seen.
+            generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation;
+                torch's global one if None.
+            progress: Show a progress bar over the batches.
             scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
                 the outputs, which takes a forward pass over it (see `fit_batches`).
-            folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None. `"diag"`
-                has the axes for directions, in every fold: its fit is that of the whole batch.
-            resume: A folder of its own, in which every minute, and at Ctrl-C, the fit saves what it
-                has summed. The same call in another process goes on from there: it reads the
-                batches again that are in the sums, computes with the rest alone, and ends bit for
-                bit as a fit that was never broken off. The model, the options, the data and the
-                generator's state must be the same. A fit that ends removes its state. In a process
-                group each process saves its own sums there. Another number of processes goes on,
-                too, and ends with the same up to rounding; `ShardedBatches` give it the same data.
-            replicate: Whether each process of a process group ends with the whole posterior. If
-                not, it is sharded: each process keeps the blocks that it has decomposed, and all
-                make each call on the posterior together (see the class). `"lowrank"` and `"full"`
-                have one block of all parameters, which every process keeps either way. One process
-                alone keeps all blocks.
-            memory_bound: Bytes that the fit may hold, beyond the model and the data: sums,
-                eigenbases, the posterior, and the working memory of a chunk of a batch (which the
-                constructor's `memory_bound` bounds by itself). Blocks are put into groups that fit,
-                and each group takes passes of its own over the data, which must be re-iterable. The
-                curvature is that of a fit in one go: bit for bit, or to rounding where chunks must
-                be smaller. Bytes are planned, as `plan` does for batches like the first one, with a
-                margin of a fifth. None for one group.
-            store: A folder that the posterior is written to, group by group as it is fitted, and
-                that it is read from block by block ever after: what `save(store, parts=True)` and
-                `load(store, model, mmap=True)` would do. For a model on the CPU. In a process group
-                each process writes the blocks that it keeps, and all must see the folder. None to
-                hold it in memory.
+            folds: For `"crossfit"`: how many folds the first batch is cut into, 2 if None.
+            resume: A folder of its own, in which the fit saves its sums once a minute. The same
+                call goes on from there, and ends bit for bit as a fit that was never broken off.
+                Model, options, data, the generator's state and the number of processes must be the
+                same.
 
         Returns:
             The object itself.
 
         Raises:
-            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, a
-                posterior that takes more memory than is available (see `plan`), an empty loader,
-                fewer than two batches for `"debiased"`, targets or outputs that do not fit the
-                likelihood, NaN in the outputs; if the model draws random numbers or mixes the
-                examples of a batch; if every target is ignored; for `num_data` below 1 or above
-                2**53, and without it if the loader does not tell N, or if a full fit sees another
-                number of examples than the loader told. In a process group, on all processes with
-                the number of the one it comes from; also if two of them read the same data, or if
-                their models differ. With `resume` also without a generator where the loader
-                shuffles or labels are drawn, and if the folder holds the state of another fit or of
-                other data, with what differs.
-                With `memory_bound` if a block by itself does not fit, with what would do. With
-                `store` for a model on an accelerator, with less space left, or if a process does
-                not see the folder.
-            TypeError: For targets or inputs of the wrong dtype, `num_data` that is not an integer;
-                for data that can be read only once where there are several groups.
+            ValueError: For an unknown mode, too few batches, a posterior that takes more memory
+                than is available, targets or outputs that do not fit the likelihood, NaN in them, a
+                model that draws random numbers or mixes examples, an N that is out of range, not
+                told, or not what the fit saw; in a process group also if processes read the same
+                data or have different models; with `resume` if its folder holds another fit's
+                state, or the loader's order cannot be told again.
+            TypeError: For targets or inputs of the wrong dtype, `num_data` that is no integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.
             RuntimeError: Under autocast.
-            OSError: If the folder of `resume` or `store` cannot be written to, or somebody else is
-                writing to that of `store`.
+            OSError: If the folder of `resume` cannot be written to.
         """
-        execution = Execution(Room.of(memory_bound, store, replicate), generator, resume)
+        self._agree(mode=mode, scale=scale, folds=folds, resume=resume)
+        execution = Execution(generator, resume)
         if not isinstance(train_loader, Scheme):
             request = FitRequest.of_loader(
                 self._subject,
@@ -379,42 +306,30 @@ class Laplace:
         self._adopt(fitting.fit(self._subject, self._prior, request))
         return self
 
-    @collective(always=True)
     def plan(
         self,
         train_loader: Batches,
         mode: str = "full",
         *,
         folds: int | None = None,
-        replicate: bool = False,
-        timed: bool = False,
-        available: SupportsIndex | None = None,
-        memory_bound: SupportsIndex | None = None,
-        store: bool | str | os.PathLike[str] | None = None,
     ) -> Plan:
-        """What `fit` would take: memory, passes, operations, messages, and if asked for seconds.
+        """Plans what `fit` takes of memory and time, within a factor of 1.5.
 
-        Bytes of what a fit sums and keeps are counted from shapes. Those of a chunk that goes
-        forward and back come from one example and two. Nothing is fitted.
+        Bytes of what a fit sums and keeps are counted from shapes; what a batch takes beside them,
+        and its seconds, are those of the first batch, which is run. Nothing is fitted. In a process
+        group each process plans by itself.
 
         Args:
             train_loader: As `fit` takes it. Its first batch is read, so it must be re-iterable.
             mode: As `fit` takes it.
             folds: As `fit` takes it.
-            replicate: As `fit` takes it.
-            timed: Estimate seconds, too: the time of the first batch, times the number of batches,
-                and that of eigendecompositions of random matrices, scaled by d³ above 1,024.
-            available: Bytes that the fit may take; None for those that the device has left.
-            memory_bound: As `fit` takes it: the plan is that of a fit in groups.
-            store: As `fit` takes it, or whether it is given. Nothing is written.
 
         Returns:
             The plan; `print` shows it as a table, `plan.check()` refuses what does not fit.
 
         Raises:
-            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, fewer than
-                one byte, no batch; as `fit` for the first batch, for what one example needs, and
-                for `memory_bound`.
+            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, no batch;
+                as `fit` for the first batch.
             TypeError: For an iterator, which would lose its first batch.
 
         Example:
@@ -428,20 +343,9 @@ class Laplace:
             [23200, 20000, 20072, 72]
             >>> plan.check()
         """
-        return fitting.plan(
-            self._subject,
-            self._prior,
-            train_loader,
-            mode,
-            folds,
-            replicate=replicate,
-            timed=timed,
-            available=available,
-            memory_bound=memory_bound,
-            is_stored=store not in (None, False),
-        )
+        return plan_of(self._subject, self._prior, train_loader, mode, folds)
 
-    @collective(always=True)
+    @together("fit_batches")
     def fit_batches(
         self,
         directions: Batches,
@@ -452,9 +356,6 @@ class Laplace:
         generator: torch.Generator | None = None,
         scale: Batches | None = None,
         resume: str | os.PathLike[str] | None = None,
-        replicate: bool = False,
-        memory_bound: SupportsIndex | None = None,
-        store: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit with explicit data: directions from some batches, magnitudes from others.
 
@@ -466,16 +367,11 @@ class Laplace:
             folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
                 folds; no `magnitudes` then.
             generator: Seeds the labels of `fisher="mc"` and what loaders draw, as in `fit`.
-            scale: Batches `(x, y)`, say all training data, that take a forward pass each: the
-                magnitudes are multiplied by the ratio of the loss's mean curvature in the outputs
-                (tr ∇²_f ℓ; 1 − Σ p² for a softmax; of `fisher="empirical"` ‖∇_f ℓ‖²) over these
-                to that over the examples that the magnitudes were measured on. A few examples
-                rarely hold their share of the hard ones that curve the loss of a confident
-                network. None for no scaling.
-            resume: As `fit` takes it; so are the next three.
-            replicate: Whether each process ends with the whole posterior.
-            memory_bound: Bytes that the fit may hold.
-            store: A folder that the posterior is written to.
+            scale: Batches that take a forward pass each: magnitudes are multiplied by the ratio of
+                the loss's mean curvature in the outputs (tr ∇²_f ℓ; of `fisher="empirical"`
+                ‖∇_f ℓ‖²) over these to that over the examples measured. A few examples rarely hold
+                their share of the hard ones that curve the loss of a confident network.
+            resume: As `fit` takes it.
 
         Returns:
             The object itself.
@@ -486,7 +382,8 @@ class Laplace:
             TypeError: As `fit`; also for data that can be read only once where it is needed twice.
             OSError: As `fit`.
         """
-        execution = Execution(Room.of(memory_bound, store, replicate), generator, resume)
+        self._agree(folds=folds, resume=resume)
+        execution = Execution(generator, resume)
         scheme = scheme_of(directions, magnitudes, folds)
         request = FitRequest.of_scheme(self._subject, scheme, num_data, scale, execution)
         self._adopt(fitting.fit(self._subject, self._prior, request))
@@ -531,27 +428,9 @@ class Laplace:
         state.check_model()
         return state
 
-    @property
-    def _posteriors(self) -> Sequence[GaussianPosterior]:
-        """The fitted posterior, in a list that is empty before a fit."""
-        return [] if self._fitted is None else [self._fitted.posterior]
-
-    @collective(with_model=False)
-    def gather(self) -> "Laplace":
-        """Make a sharded posterior whole on every process, which may then work on its own.
-
-        All processes call it. A whole posterior stays as it is.
-
-        Returns:
-            The object itself.
-
-        Raises:
-            RuntimeError: Before a fit; if not all processes that share the blocks take part.
-        """
-        posterior = self._state.posterior.gathered()
-        with _EXCHANGE:
-            self._fitted = self._state.with_posterior(posterior)
-        return self
+    def _agree(self, **arguments: Any) -> None:
+        """Require the processes that make a call together to make it alike."""
+        current().require_same(made=self, settings=self._settings, **arguments)
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
@@ -582,6 +461,18 @@ class Laplace:
         self._set_prior(temperature=check_temperature(value))
 
     @property
+    def link(self) -> Link | None:
+        """The link by which `predict` makes probabilities of logits; None for the default.
+
+        `tune` sets it, and so may you, with a name or a `Link`; that needs no refit.
+        """
+        return self._prior.link
+
+    @link.setter
+    def link(self, value: str | Link | None) -> None:
+        self._set_prior(link=link_from(value, self.likelihood))
+
+    @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
         """The prior's mean, one number or `[D]`, float64; setting it needs no refit.
 
@@ -610,16 +501,12 @@ class Laplace:
                 self._fitted = self._fitted.under(prior)
             self._prior = prior
 
-    @collective(with_model=False)
     def sample(
         self, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
         """Draw Bayesian parameters, `[n, D]`, in the model's order."""
-        if n < 1:
-            raise ValueError(f"The number of samples must be at least 1, got {n}.")
         return self.posterior.sample(n, generator)
 
-    @collective(with_model=False)
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:
@@ -637,7 +524,6 @@ class Laplace:
 
     # ------------------------------------------------------------- predicting
 
-    @collective()
     def functional(
         self,
         x: Inputs | Record,
@@ -655,17 +541,12 @@ class Laplace:
         Args:
             x: Inputs, `[B, ...]`.
             diagonal: Give the variances alone, of the mean's shape, for much less work.
-            outputs: Look at some outputs only: indices `[B, k]` into the (flattened) outputs of
-                each example, or a number k for the k largest; in their order, mean `[B, k]` and
-                covariance `[B, k, k]`. Many classes cost no more than few then.
-            joint: Give the covariance between inputs, too, as a Gaussian process has it:
-                `[B, C, B, C]` (`[B, T·C, B, T·C]`, `[B, k, B, k]`), entry `[n, i, m, j]` that of
-                output i at input n with output j at input m. Inputs that do not fit into the
-                memory bound together take a pass for every two groups of them.
-            positions: Look at some positions of outputs `[B, T, C]` only, as `predict`. The mean is
-                `[B, p, C]` (`[B, C]` for one position), the covariance as of a network with these
-                outputs. `outputs` are those at each position then: a number k for the k largest,
-                `[B, p, k]`, or indices `[B, p, k]` below C.
+            outputs: Some outputs only: indices `[B, k]` into the flattened outputs of each example,
+                or a number k for the k largest; mean `[B, k]`, covariance `[B, k, k]`.
+            joint: Give the covariance between inputs, too, `[B, C, B, C]`: entry `[n, i, m, j]` is
+                that of output i at input n with output j at input m.
+            positions: Some positions of outputs `[B, T, C]` only, as `predict`: the mean is
+                `[B, p, C]` (`[B, C]` for one). `outputs` are those at each position then.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
@@ -681,15 +562,15 @@ class Laplace:
             )
         state = self._unchanged_state
         if joint:
-            return grids.joint(state, x, outputs, positions)
-        return predicting.moments(state, x, diagonal, outputs, positions)
+            return linearised.joint(state, x, outputs, positions)
+        mean, covariances = linearised.moments(state, x, None, diagonal, outputs, positions)
+        return mean, covariances[0]
 
-    @collective()
     def predict_grid(
         self,
         x: Inputs | Record,
         prior_precisions: Grid,
-        link: str = "probit",
+        link: str | Link | None = None,
         *,
         positions: Positions | None = None,
     ) -> list[Distribution]:
@@ -710,9 +591,9 @@ class Laplace:
             RuntimeError: As `predict`.
         """
         state = self._unchanged_state
-        return grids.predictives([state], x, [prior_precisions], link, positions)[0]
+        chosen = link_from(link, state.likelihood)
+        return predictive.predict_grid(state, x, prior_precisions, chosen, positions)
 
-    @collective()
     def predict(
         self,
         x: Inputs | Record,
@@ -720,7 +601,7 @@ class Laplace:
         samples: int | None = None,
         generator: torch.Generator | None = None,
         *,
-        link: str = "probit",
+        link: str | Link | None = None,
         positions: Positions | None = None,
     ) -> Distribution:
         """The predictive distribution p(y | x), batch shape `[B]`.
@@ -736,17 +617,15 @@ class Laplace:
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
             generator: For the draws; torch's global one if None. The closed form and `"map"` draw
                 nothing.
-            link: How the closed form of `"glm"` comes from Gaussian logits to class probabilities.
-                `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
-                `"bridge"`, for `"classification"`: the mean of the Dirichlet distribution that the
-                Laplace bridge makes of them (Hobbhahn et al., 2022). It needs the logits' full
-                covariance, and approximates best where their variances are of order 1.
+            link: How the closed form of `"glm"` comes from Gaussian logits to probabilities. None:
+                what `tune` found (`la.link`), else `"pairwise"` for up to 100 classes and
+                `"probit"` for more, for further positions and for single labels. `"pairwise"`: the
+                mean-field softmax of the whole covariance (Lu et al., 2020). `"probit"`: the
+                softmax of the logits, each shrunk by its variance (MacKay, 1992). `"exact"`: the
+                expected softmax, by 128 Sobol points. A `Link` has a temperature besides.
             positions: Which positions of outputs `[B, T, C]`, all if None: one, for batch shape
-                `[B]` (a language model's last token is -1), or several, `[p]` for all examples or
-                `[B, p]`, for batch shape `[B, p]`. They count along T from 0. Negative ones count
-                from the end: where the inputs hold an `attention_mask` `[B, T]`, from the last
-                position that is not padding, on whichever side padding is. A head that is an
-                `nn.Linear` sees these positions alone: nothing of size T·C is made.
+                `[B]`, or several, `[p]` or `[B, p]`, for batch shape `[B, p]`. Negative ones count
+                from the last position that an `attention_mask` does not call padding.
 
         Returns:
             `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
@@ -761,10 +640,9 @@ class Laplace:
                 since, or under autocast.
         """
         how = Prediction(method, samples, generator, positions)
-        how.check_link(link, self.likelihood)
-        return predicting.predict(self._unchanged_state, x, how, link)
+        chosen = how.link(link, self.likelihood)
+        return predictive.predict(self._unchanged_state, x, how, chosen)
 
-    @collective()
     def marginals(
         self,
         x: Inputs | Record,
@@ -780,11 +658,8 @@ class Laplace:
         `.variance` and `.log_prob(y)`: `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and
         a tensor of Q probabilities `[Q, 1, 1]` gives `[Q, B, C]`.
 
-        In closed form it is a `Normal`: exact for `Gaussian`; for `HeteroscedasticGaussian` the
-        normal with the predictive's exact mean and variance. With samples (`"glm-mc"`, `"nn"`,
-        `"glm"` with `samples=`) it is the equal mixture of the S normals p(y | f_s), noise
-        included, and a quantile is the point where the mean of their distribution functions has the
-        value, not a quantile of S numbers. `predict` gives the normal with that mixture's moments.
+        In closed form it is a `Normal`; with samples the equal mixture of the S normals p(y | f_s),
+        noise included.
 
         Args:
             x: Inputs, `[B, ...]`.
@@ -799,11 +674,11 @@ class Laplace:
             RuntimeError: As `predict`.
         """
         how = Prediction(method, samples, generator, positions)
-        return predicting.marginals(self._unchanged_state, x, how)
+        return predictive.marginals(self._unchanged_state, x, how)
 
     # ------------------------------------------------- tuning and evaluation
 
-    @collective(always=True)
+    @together("tune")
     def tune(
         self,
         loader: Batches | None = None,
@@ -814,82 +689,114 @@ class Laplace:
         generator: torch.Generator | None = None,
         *,
         sigma: bool | None = None,
-        link: str = "probit",
+        link: str | Link | None = None,
         extend: bool | None = None,
         per: str | None = None,
-        resume: str | os.PathLike[str] | None = None,
     ) -> tuning.Tuning:
-        """Find the best prior precision, set it and return it.
+        """Find the prior precision, link and temperature that are best on held-out data; set them.
 
-        On held-out data the first pass is over a wide grid, 1e-4 to 1e8. Where the best lies at its
-        end and the metric has not levelled off, further passes go on, to 1e-8 and 1e12 at most.
-        Where the neighbours of the best are worse by more than a standard error of the difference
-        (paired over the examples), a last pass divides the intervals to them by 8: a resolution of
-        a factor of 1.12. Of values that are equally good the middle one is taken. `.flat`,
-        `.notes` and `.message` tell how sharp the optimum is, and where the search ended.
+        The first pass is over a wide grid, 1e-4 to 1e8, by all links and temperatures. Another link
+        than the default, or a temperature other than 1, is taken only from 100 examples on, and if
+        it is better by more than a standard error of the difference, paired over the examples.
+        Where the best lies at the grid's end and the metric has not levelled off, further passes go
+        on, to 1e-8 and 1e12 at most. Where its neighbours are worse by more than a standard error,
+        a last pass divides the intervals to them by 8. `.flat`, `.notes` and `.message` tell how
+        sharp the optimum is, and where the search ended; `.compared` how far the network,
+        temperature scaling and other links are from it.
 
         Args:
-            loader: Held-out batches `(x, y)`; for `method="grid"`. One pass serves a whole grid. A
-                loader that shuffles should do so by torch's global generator or `generator`, so
-                that a further pass has the order of the first.
+            loader: Held-out batches `(x, y)`. One pass serves a whole grid. A loader that shuffles
+                should do so by torch's global generator or `generator`, so that a further pass has
+                the order of the first.
             metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive; of
                 several labels the NLL is summed over those of an example, the others are over all.
-            grid: Prior precisions to try, these alone unless `extend=True`; None for 31 from 1e-4
-                to 1e8, where the search begins.
-            method: `"grid"`, or `"marglik"`: maximise the marginal likelihood, no data needed.
+            grid: Prior precisions to try, these alone unless `extend=True`.
+            method: `"marglik"` is an older name of `tune_evidence(sigma=, per=)`.
             progress: Show a progress bar over the loader.
-            generator: Seeds the loader's order and augmentation, and leaves torch's global
-                generator alone; that one if None. The `"glm"` predictive draws nothing.
-            sigma: Tune the noise of a regression, too, and set it: the `likelihood` is then a
-                `Gaussian` of the best sigma, and posterior and evidence are those of a fit with it.
-                If None, a sigma that was never given is tuned, unless a `grid` is given; one that
-                was given stays. On held-out data the best sigma for each prior precision has a
-                closed form (`metric="nll"`, no `grid`, not with `fisher="empirical"`). One sigma
-                per output is multiplied by a common factor, the `sigma_factor` of the table.
-            link: As `predict`, for `method="grid"`.
-            extend: Whether to go on from the grid and to refine it, as above. None: from the
-                default grid, not from one that is given.
-            per: With `method="marglik"`, one prior precision for each `"kind"` of layer (linear,
-                convolution, embedding, normalisation, bias, other) or for each `"block"`; None for
-                one. A group without curvature takes what is best for all together.
-            resume: A folder of its own, for `method="grid"`, in which every minute, and at Ctrl-C,
-                the scores of the examples so far are saved. The same call in another process goes
-                on from there, as `fit` does, and ends bit for bit as one that was never broken
-                off. Fit, data, options and the number of processes must be the same.
+            generator: Seeds the loader's order and augmentation; torch's global one if None.
+            sigma: Tune the noise of a regression, too, and set it. If None, a sigma that was never
+                given is tuned, unless a `grid` is given. For each prior precision the best one has
+                a closed form (`metric="nll"`, no `grid`, not with `fisher="empirical"`); one per
+                output is multiplied by a common factor.
+            link: A formula to look at alone, at all temperatures, or a `Link`; None for the default
+                and the probit.
+            extend: Whether to go on from the grid and to refine it. None: from the default grid.
+            per: As `tune_evidence`, for that method.
 
         Returns:
-            The best value, the metric there, and `.table` with every value tried; `.sigma` if it
-            was tuned.
+            The best value, the metric there, and `.table` with every value tried by the link that
+            was chosen, `.link`; `.sigma` if it was tuned.
 
         Raises:
-            ValueError: For an unknown method or metric, a grid that is empty or not positive, an
-                empty loader or one whose targets are all ignored; if the marginal likelihood has no
-                optimum; for `sigma` with another likelihood, or residuals of zero; for an argument
-                that the method does not use; for `per` with a curvature that is one block; for
-                `resume` as `fit`.
+            ValueError: For an unknown method, metric or link, a grid that is empty or not positive,
+                an empty loader or one whose targets are all ignored; for `sigma` with another
+                likelihood, or residuals of zero; for an argument that the method does not use.
             RuntimeError: Before a fit.
-            OSError: If the folder of `resume` cannot be written to.
         """
-        found, fitted = tune.best(
-            self._subject,
-            self._state,
-            partial(self.predict_grid, link=link),
-            loader,
-            tune.Wanted(metric, grid, extend, sigma, isinstance(loader, Iterator)),
-            method=method,
-            link=link,
-            per=per,
-            generator=generator,
-            progress=progress,
-            resume=resume,
+        self._agree(
+            metric=metric, grid=grid, method=method, sigma=sigma, link=link, extend=extend, per=per
         )
+        if method == "marglik":
+            of_data = (loader, grid, generator, extend, link)
+            if progress or metric != "nll" or any(given is not None for given in of_data):
+                raise ValueError(
+                    'method="marglik" uses neither a loader, a generator, a grid, extend, '
+                    "progress, a link nor a metric."
+                )
+            return self._tune_evidence(sigma, per)
+        if method != "grid":
+            raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
+        if loader is None:
+            raise ValueError("tune needs held-out data: pass a loader, or use tune_evidence().")
+        if per is not None:
+            raise ValueError(
+                f"per={per!r} tunes by the marginal likelihood: use tune_evidence(per={per!r})."
+            )
+        wanted = tune.Wanted(metric, grid, extend, sigma, link, isinstance(loader, Iterator))
+        found, fitted = tune.on_data(
+            self._subject, self._state, loader, wanted, generator, progress
+        )
+        self._set_tuned(found, fitted)
+        if found.link is not None:
+            self.link = found.link
+        return found
+
+    @together("tune_evidence")
+    def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> tuning.Tuning:
+        """Find the prior precision with the largest marginal likelihood, set it and return it.
+
+        No data is read. The link stays.
+
+        Args:
+            sigma: Tune the noise of a regression, too, and set it, as `tune` does. If None, a sigma
+                that was never given is tuned.
+            per: One prior precision for each `"kind"` of layer (linear, convolution, embedding,
+                normalisation, bias, other) or for each `"block"`; None for one. A group without
+                curvature takes what is best for all together.
+
+        Returns:
+            The best value, the evidence there, and `.table` with every value tried.
+
+        Raises:
+            ValueError: If there is no optimum; for `sigma` with another likelihood, or residuals of
+                zero; for `per` with a curvature that is one block.
+            RuntimeError: Before a fit.
+        """
+        self._agree(sigma=sigma, per=per)
+        return self._tune_evidence(sigma, per)
+
+    def _tune_evidence(self, sigma: bool | None, per: str | None) -> tuning.Tuning:
+        found, fitted = tune.by_evidence(self._state, sigma, per)
+        self._set_tuned(found, fitted)
+        return found
+
+    def _set_tuned(self, found: tuning.Tuning, fitted: Fitted | None) -> None:
         if fitted is None:
             self.prior_precision = torch.tensor(found.prior_precision, dtype=torch.float64)
         else:
             self._adopt(fitted, precision=fitted.posterior.prior_precision)
-        return found
 
-    @collective(always=True)
+    @together("evaluate")
     def evaluate(
         self,
         loader: Batches,
@@ -899,15 +806,13 @@ class Laplace:
         generator: torch.Generator | None = None,
         progress: bool = False,
         *,
-        link: str = "probit",
+        link: str | Link | None = None,
         intervals: bool = True,
         level: float = 0.95,
-        num_resamples: int = 500,
     ) -> Report:
         """Accuracy, NLL and calibration on labelled data; OOD detection by the uncertainty.
 
-        Each metric has a confidence interval over the targets that count, taken as independent:
-        those of one text or picture are not quite, and their intervals too narrow.
+        Each metric has a confidence interval over the targets that count, taken as independent.
 
         Args:
             loader: Labelled batches `(x, y)`.
@@ -921,8 +826,6 @@ class Laplace:
             intervals: Whether to make confidence intervals.
             level: Coverage that they aim at; for regression also the probability of the
                 predictive's own intervals, whose coverage and width are measured.
-            num_resamples: Draws of the examples, for the metrics whose interval needs them. They
-                have a generator of their own.
 
         Returns:
             The metrics by name, each a float with `.low` and `.high`, as `metrics.evaluate` has
@@ -933,8 +836,10 @@ class Laplace:
         Raises:
             ValueError: As `predict`; for an empty loader or one whose targets are all ignored; for
                 `ood` with a regression whose predictive is not normal; for a level that is not
-                between 0 and 1, or fewer than two draws.
+                between 0 and 1.
         """
+        check_is(ood, "ood", Mapping, type(None))
+        self._agree(ood=list(ood or ()), method=method, samples=samples, link=link, level=level)
         self._state.check_model()
         shards.check_held_out(loader, *(ood or {}).values())
 
@@ -952,11 +857,8 @@ class Laplace:
             self._settings.class_dim,
             intervals=intervals,
             level=level,
-            num_resamples=num_resamples,
-            in_turn=self._state.posterior.is_sharded,
         )
 
-    @collective()
     def uncertainty(
         self,
         x: Inputs | Record,
@@ -995,12 +897,12 @@ class Laplace:
         """
         how = Prediction(method, samples, generator, positions)
         how.check_uncertain()
-        return predicting.uncertainty(self._unchanged_state, x, how)
+        return predictive.uncertainty(self._unchanged_state, x, how)
 
     # -------------------------------------------------------------- on disk
 
-    @collective(always=True)
-    def save(self, path: str | Path, *, own_likelihood: bool = False, parts: bool = False) -> None:
+    @together("save")
+    def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
         Of several processes the first one writes, and the others wait for it.
@@ -1013,23 +915,17 @@ class Laplace:
             own_likelihood: Whether a likelihood of your own class may be saved by its import path
                 and its `options`. The file holds no code, and `load` imports none: it must be given
                 an instance.
-            parts: Write a folder of that name instead, with files of blocks and an index of them,
-                for `load(..., mmap=True)` and for large sharded posteriors: each process writes
-                the blocks that it holds, into one file, and all must see the folder. Blocks that
-                are mapped from the same folder are not written again. What was there before is
-                removed once the index is complete.
 
         Raises:
             RuntimeError: Before a fit.
             ValueError: If the likelihood is an instance of a user's class, unless
                 `own_likelihood`; if its `options` are not plain data, or the negative
-                log-likelihood is not finite; if a process does not see the folder.
+                log-likelihood is not finite.
             FileNotFoundError: If the folder does not exist.
-            OSError: If the path is a folder (with `parts` a file), a device or may not be written;
-                if the disk is full; if somebody else is writing to the folder. What was there
-                before is still there.
+            OSError: If the path is a folder or a device or may not be written; if the disk is full.
+                What was there before is still there.
         """
-        stored.save(Path(path), self._unchanged_state, own_likelihood, parts)
+        file.save(Path(path), self._unchanged_state, own_likelihood)
 
     def export(
         self,
@@ -1039,27 +935,26 @@ class Laplace:
         samples: int | None = None,
         generator: torch.Generator | None = None,
         *,
-        link: str = "probit",
+        link: str | Link | None = None,
     ) -> None:
         """Write the predictive as a program that runs without this package, atomically.
 
-        The program holds the network. It is called as the model is, with any number of examples
-        (inputs that are no tensors are left out: they are fixed to what they are in `example`), and
-        gives tensors by their names, with positions `[B, T, ...]` where the model has them:
+        The program holds the network. It is called as the model is, with any number of examples,
+        and gives tensors by their names, with positions `[B, T, ...]` where the model has them:
 
         - `"probs"`: of `"classification"` and `"multilabel"` `[B, C]`, of `"binary"` `[B]`; with
           them `"logits"` and their `"variance"`, `[B, C]`;
         - of `"regression"` `"mean"` and `"variance"` `[B, C]` and `"covariance"` `[B, C, C]` of y,
           which include σ².
 
-        `torch.export.load(path).module()(x)["probs"]` reads and calls a `.pt2`; a `.onnx` has
-        inputs named as the model's arguments, or `input` where they have no names.
+        `torch.export.load(path).module()(x)["probs"]` reads and calls it.
 
         Args:
-            path: The file, `.pt2` for `torch.export` or `.onnx`, in a folder that exists.
+            path: The file, `.pt2`, in a folder that exists.
             example: Inputs as `predict` takes them, one example or more. Their sizes but for the
                 number of examples are those that the program takes.
-            method: `"glm"`: the closed form, of a posterior over the last layer, an `nn.Linear`.
+            method: `"glm"`: the closed form, of a posterior over the last layer, an `nn.Linear`,
+                with curvature `"kfac"`, `"ekfac"` or `"diag"`.
                 `"nn"`: samples of the parameters through the network, of any posterior; the file
                 holds them all, and the program gives the same numbers every time. Logits and mean
                 are averages over the samples then.
@@ -1069,23 +964,16 @@ class Laplace:
 
         Raises:
             NotImplementedError: If torch cannot trace the model for any number of examples, for
-                `"glm"` with a posterior over other layers, for a likelihood of a user's class, or
-                for a sharded posterior.
+                `"glm"` with another posterior, for inputs that are no tensors, or for a likelihood
+                of a user's class.
             ValueError: For another suffix, an unknown method or link, or an argument that the
                 method does not use; as `predict`.
-            ImportError: For `.onnx` without the packages `onnx` and `onnxscript`.
             RuntimeError: If the program does not give for the example what `predict` gives; as
                 `predict`.
             OSError: As `save`.
         """
-        with gathered(self.model):
-            state = self._unchanged_state
-            if state.posterior.is_sharded:
-                raise NotImplementedError(
-                    "A sharded posterior cannot be exported, as each process holds some of its "
-                    "blocks: call `la.gather()` on all of them before."
-                )
-            export(state, Path(path), example, method, samples, generator, link)
+        state = self._unchanged_state
+        export(state, Path(path), example, method, samples, generator, link)
 
     @classmethod
     def load(
@@ -1100,17 +988,14 @@ class Laplace:
         mc_samples: int = 1,
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
-        mmap: bool = False,
-        replicate: bool | None = None,
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
-        A file that was changed in any byte is refused, by its checksum. Files of the format before
-        (3) have none; of them all else is checked. That directions are orthonormal is checked to
-        single precision with random vectors, at the cost of a few products with each.
+        A file that was changed in any byte is refused, by its checksum. Of several processes each
+        reads all of it.
 
         Args:
-            path: The file, or the folder that `save(..., parts=True)` wrote.
+            path: The file.
             model: The model, with the parameters that it had at the fit.
             likelihood: An instance of the class of your own that the file names, with the `options`
                 that the file has; None if the likelihood is one of this package.
@@ -1120,72 +1005,34 @@ class Laplace:
             mc_samples: For another fit.
             memory_bound: As the constructor takes it; likewise the next one.
             batch: How batches are read.
-            mmap: Use the directions and magnitudes as they lie on disk, for a model on the CPU:
-                what computes with a block reads its part of the file, and the system lets go of it
-                when memory is short. Any number of processes share one copy. All is read once here,
-                for the checksum. The file must not be written to; predictions refuse it then.
-            replicate: In a process group, whether each process gets the whole posterior, which it
-                reads by itself. False: the posterior is sharded, as after a fit: all processes
-                call this, each holds some of the blocks, and of a folder it reads those alone. Any
-                number of processes reads what any other number has written. None: of a folder as
-                False, of a single file as True. `"lowrank"` and `"full"` are whole either way.
 
         Raises:
-            ValueError: If the file is damaged, of another format, or does not fit the model; if a
-                part of a folder is damaged, missing or of another save; if `likelihood` is missing,
-                superfluous or not that of the fit; for `mmap` with a model on an accelerator; if
-                of several processes that read together one does not see what rank 0 sees.
+            ValueError: If the file is damaged, of another format, or does not fit the model; if
+                `likelihood` is missing, superfluous or not that of the fit.
             FileNotFoundError: If there is no such file.
-            IsADirectoryError: If it is a folder without a posterior in parts.
+            IsADirectoryError: If it is a folder.
             OSError: If it cannot be read.
         """
-        if mmap:
-            stored.check_mappable(next(model.parameters()).device, "mmap=True")
-        with gathered(model), loading.together_if_shared_out(Path(path), replicate):
-            saved = loading.Saved.read(Path(path), mmap, usable(model), replicate)
-            la = cls(
-                model,
-                likelihood=likelihood_from_json(saved.header.likelihood, likelihood),
-                **saved.choices(),
-                backend=backend,
-                fisher=fisher,
-                factor_dtype=factor_dtype,
-                mc_samples=mc_samples,
-                memory_bound=memory_bound,
-                batch=batch,
-            )
-            fitted = saved.fitted(la._subject)
-            posterior = fitted.posterior
-            la._adopt(
-                fitted,
-                precision=posterior.prior_precision,
-                temperature=posterior.temperature,
-                given_mean=0.0 if posterior.prior_mean is None else posterior.prior_mean,
-            )
+        saved = file.load(Path(path))
+        saved.check_parameters(usable(model))
+        la = cls(
+            model,
+            likelihood=likelihood_from_json(saved.header.likelihood, likelihood),
+            **saved.choices(),
+            backend=backend,
+            fisher=fisher,
+            factor_dtype=factor_dtype,
+            mc_samples=mc_samples,
+            memory_bound=memory_bound,
+            batch=batch,
+        )
+        fitted = saved.fitted(la._subject)
+        posterior = fitted.posterior
+        la._adopt(
+            fitted,
+            precision=posterior.prior_precision,
+            temperature=posterior.temperature,
+            given_mean=0.0 if posterior.prior_mean is None else posterior.prior_mean,
+            link=fitted.link,
+        )
         return la
-
-
-def predict_grids(
-    posteriors: Sequence[Laplace],
-    x: Inputs | Record,
-    prior_precisions: Sequence[Grid],
-) -> list[list[Distribution]]:
-    """`Laplace.predict_grid` for several fits of one model, which share the backward passes.
-
-    Args:
-        posteriors: Fitted approximations of the same model and Bayesian parameters.
-        x: Inputs, `[B, ...]`.
-        prior_precisions: For each of them a grid as `Laplace.predict_grid` takes it, all of one
-            length.
-
-    Returns:
-        For each of the posteriors its predictives.
-
-    Raises:
-        ValueError: If they are not of one model; as `Laplace.predict_grid`.
-        RuntimeError: As `Laplace.predict`.
-    """
-    with gathered(posteriors[0].model):
-        states = [la._unchanged_state for la in posteriors]
-        with together_if_sharded("predict_grids", [state.posterior for state in states]):
-            return grids.predictives(states, x, prior_precisions)

@@ -11,8 +11,14 @@ from dataclasses import replace
 import torch
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.laplace.block_groups import groups_of, spread
-from laplace_debias.laplace.evidence import BOUNDS, GroupEvidence, notes_of, table_of
+from laplace_debias.laplace.evidence import (
+    BOUNDS,
+    GroupEvidence,
+    groups_of,
+    notes_of,
+    spread,
+    table_of,
+)
 from laplace_debias.laplace.fitted import Fitted, Noise
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Tuning

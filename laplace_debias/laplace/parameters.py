@@ -26,7 +26,7 @@ from laplace_debias.system.warn import warn
 
 @dataclass(frozen=True, eq=False)
 class BayesianParameters:
-    """Which parameters are Bayesian, and how their curvature is measured.
+    """The Bayesian parameters, and how their curvature is measured.
 
     Attributes:
         names: Their names, in the model's order.
@@ -53,7 +53,7 @@ class BayesianParameters:
         example: Inputs | None,
         calls: Mapping[str, Sequence[str]] | None = None,
     ) -> "BayesianParameters":
-        """Those that a user selects.
+        """The parameters that a user selects.
 
         Args:
             model: The model.

@@ -1,38 +1,66 @@
-"""A plan of a fit: what it takes of memory, time and messages, before it starts."""
+"""A plan of a fit: bytes counted from shapes, one batch measured. Within a factor of 1.5."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from laplace_debias.curvature.fits.costs import BlockCosts
-from laplace_debias.curvature.fits.working import Working
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from laplace_debias.curvature.fits.dense import KEPT_ROWS
+from laplace_debias.curvature.fits.directions import ekfac_magnitudes
+from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
+from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.over_ranks import shape_of_A, shape_of_G, shape_of_table
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.rows import sweep_rows
+from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.last_layer import last_layer_parameters
+from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.laplace.fit_request import check_mode
+from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.schemes import FOLDS
+from laplace_debias.laplace.subject import Subject
+from laplace_debias.system.available import available_memory
+from laplace_debias.system.ranks import alone
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+# Matrices of a factor's size while it is decomposed, it included.
+_OF_EIGH = 5
+_LOOK = "a look at two examples"
+
 
 @dataclass(frozen=True)
-class Pass:
-    """One pass over data.
+class BlockBytes:
+    """Bytes of one block: G and A, which sums and then eigenbases take; magnitudes; what is kept.
 
     Attributes:
-        what: What is computed in it.
-        num_batches: Batches of it, on this process; None if not known.
-        num_examples: Examples of it, on all processes; None if not known.
-        flops: Operations for one example.
-        seconds: Estimated seconds of this process; None if not timed or not known.
+        name: The block.
+        factors: G and A, in `factor_dtype`.
+        magnitudes: The curvature along every direction, in `factor_dtype`.
+        posterior: What is kept of both after the fit, in the model's dtype.
     """
 
-    what: str
-    num_batches: int | None
-    num_examples: int | None
-    flops: int
-    seconds: float | None = None
+    name: str
+    factors: int
+    magnitudes: int
+    posterior: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fit takes; `print(plan)` is a table.
+    """The costs of a fit, within a factor of 1.5; `print(plan)` is a table.
 
     Bytes are those beyond the model and the data, on one process. A dense curvature (`"full"`,
     `"lowrank"`) is not made of blocks, and has none here.
@@ -41,83 +69,45 @@ class Plan:
         curvature: As `Laplace` takes it.
         mode: As `Laplace.fit` takes it.
         num_parameters: D.
-        blocks: What every block costs.
-        working: Working memory of a chunk in the pass that needs most.
+        blocks: The bytes of every block.
         stages: Bytes at most in each stage of the fit, in their order.
-        posterior: Bytes of the posterior that is kept, its mean included; of a sharded one those
-            of the process with most.
-        passes: The passes over data.
-        eigh_flops: Operations of all eigendecompositions.
-        eigh_seconds: Estimated seconds of those of the rank with most to do; None if not timed.
-        num_ranks: How many processes share the fit.
-        messages: Bytes that are sent, by collective; empty for one process.
-        available: Bytes that the fit may take; None if not known.
-        alternatives: What would fit where this does not: arguments of `Laplace` to bytes at most.
-        memory_bound: Bytes that the fit may take, as `Laplace.fit` takes it; None for no bound.
-        groups: The blocks of each group that is fitted by itself, in passes of its own; one group
-            where there is no bound.
+        posterior: Bytes of the posterior that is kept, its mean included.
+        seconds: Of the passes over the data, from one batch, without eigendecompositions; None
+            where the number of batches is not known, or nothing was run as the blocks do not fit.
+        available: Bytes that the device has left; None where the system does not tell.
+        alternatives: Smaller posteriors: arguments of `Laplace`, and the bytes of each.
     """
 
     curvature: str
     mode: str
     num_parameters: int
-    blocks: tuple[BlockCosts, ...]
-    working: Working
+    blocks: tuple[BlockBytes, ...]
     stages: Mapping[str, int]
     posterior: int
-    passes: tuple[Pass, ...]
-    eigh_flops: int
-    eigh_seconds: float | None
-    num_ranks: int
-    messages: Mapping[str, int]
+    seconds: float | None
     available: int | None
     alternatives: Mapping[str, int]
-    memory_bound: int | None = None
-    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def peak(self) -> int:
         """Bytes at most: those of the stage that holds most."""
         return max(self.stages.values())
 
-    @property
-    def seconds(self) -> float | None:
-        """Estimated seconds in all; None if not timed, or a pass' batches are not known."""
-        found = [of.seconds for of in self.passes] + [self.eigh_seconds]
-        known = [seconds for seconds in found if seconds is not None]
-        return sum(known) if len(known) == len(found) else None
-
     def check(self) -> None:
         """Refuse a fit that does not fit.
 
         Raises:
-            ValueError: If more bytes are needed than are available; it names what would do, with
-                bytes.
+            ValueError: If more bytes are needed than are available; it names smaller posteriors.
         """
         if self.available is not None and self.peak > self.available:
             what = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
-            raise ValueError(refusal(what, self.peak, self.available, self.alternatives))
+            raise ValueError(_refusal(what, self.peak, self.available, self.alternatives))
 
     def summary(self) -> dict[str, Any]:
-        """What the plan says of the whole fit, for JSON."""
-        return {
-            "curvature": self.curvature,
-            "mode": self.mode,
-            "num_parameters": self.num_parameters,
-            "num_blocks": len(self.blocks),
-            "peak_bytes": self.peak,
-            "posterior_bytes": self.posterior,
-            "stages": dict(self.stages),
-            "passes": [asdict(of) for of in self.passes],
-            "eigh_flops": self.eigh_flops,
-            "seconds": self.seconds,
-            "num_ranks": self.num_ranks,
-            "messages": dict(self.messages),
-            "available_bytes": self.available,
-            "alternatives": dict(self.alternatives),
-            "memory_bound": self.memory_bound,
-            "groups": [list(group) for group in self.groups],
-        }
+        """The plan of the whole fit, for JSON."""
+        said = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
+        del said["blocks"]
+        return said
 
     def to_frame(self) -> "DataFrame":
         """A pandas table with a row for each block.
@@ -130,97 +120,340 @@ class Plan:
         return DataFrame([asdict(block) for block in self.blocks])
 
     def __str__(self) -> str:
-        return "\n".join([*self._of_blocks(), *self._of_memory(), *self._of_work()])
-
-    def _of_blocks(self) -> list[str]:
-        title = f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters"
-        if not self.blocks:
-            return [f"{title} in one block"]
-        rows: list[tuple[str, ...]] = [_HEADER]
-        for block in self.blocks:
-            rows.append(
-                (
-                    *(block.name, f"{block.positions:,}"),
-                    *(size(block.factors), size(block.magnitudes), size(block.posterior)),
-                    count(block.factor_flops + block.rotation_flops),
-                    *(count(block.eigh_flops), str(block.owner)),
-                )
-            )
-        rows.append(
-            (
-                *("total", ""),
-                *(size(sum(getattr(b, key) for b in self.blocks)) for key in _BYTES),
-                count(sum(b.factor_flops + b.rotation_flops for b in self.blocks)),
-                *(count(self.eigh_flops), ""),
-            )
-        )
-        if self.num_ranks == 1:
-            rows = [row[:-1] for row in rows]
-        return [f"{title} in {len(self.blocks)} blocks", "", *aligned(rows), ""]
-
-    def _of_memory(self) -> list[str]:
-        working = self.working
-        rows = [("memory at most", size(self.peak))]
-        rows += [(f"  {name}", size(value)) for name, value in self.stages.items()]
+        rows = [("block", "factors", "magnitudes", "posterior")]
         rows += [
-            ("posterior", size(self.posterior)),
-            (
-                f"a chunk: {working.examples} example(s), {working.at_once} of {working.columns} "
-                "cotangent(s) at once",
-                size(working.chunk),
-            ),
-            ("  gradients at layers' outputs", size(working.output_gradients)),
-            ("  activations", size(working.activations)),
-            ("layers' inputs kept of a batch", size(working.kept)),
+            (b.name, _size(b.factors), _size(b.magnitudes), _size(b.posterior)) for b in self.blocks
         ]
+        number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
+        lines = [f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {number}"]
+        if self.blocks:
+            lines += ["", *_aligned(rows)]
+        whole = [("memory at most", _size(self.peak))]
+        whole += [(f"  {name}", _size(number)) for name, number in self.stages.items()]
+        whole.append(("posterior", _size(self.posterior)))
         if self.available is not None:
-            rows.append(("available", size(self.available)))
-        return aligned(rows)
-
-    def _of_work(self) -> list[str]:
-        rows = [("pass over data", "batches", "examples", "FLOPs/example", "seconds")]
-        for of in self.passes:
-            numbers = (_known(of.num_batches), _known(of.num_examples))
-            rows.append((of.what, *numbers, count(of.flops), _seconds(of.seconds)))
-        decomposing = ("eigendecompositions", "", "", "", _seconds(self.eigh_seconds))
-        lines = ["", *aligned([*rows, decomposing] if self.eigh_flops else rows)]
-        if self.memory_bound is not None:
-            lines += ["", f"groups of blocks under {size(self.memory_bound)}: {len(self.groups)}"]
-            for number, group in enumerate(self.groups, start=1):
-                some = group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}"
-                lines.append(f"  {number}: {some} ({len(group)})")
-        if self.num_ranks > 1:
-            loads = [0] * self.num_ranks
-            for block in self.blocks:
-                loads[block.owner] += block.eigh_flops
-            lines += ["", f"{self.num_ranks} processes; eigendecompositions of each, FLOPs:"]
-            lines.append("  " + ", ".join(f"{rank}: {count(n)}" for rank, n in enumerate(loads)))
-            lines += [f"  sent by {name}: {size(n)}" for name, n in self.messages.items()]
-        return lines
+            whole.append(("available", _size(self.available)))
+        if self.seconds is not None:
+            whole.append(("passes over the data", f"{self.seconds:.3g} s"))
+        return "\n".join([*lines, "", *_aligned(whole)])
 
 
-_BYTES = ("factors", "magnitudes", "posterior")
-_HEADER = ("block", "T", *_BYTES, "FLOPs/example", "eigh FLOPs", "rank")
-
-
-def refusal(what: str, needed: int, available: int, alternatives: Mapping[str, int]) -> str:
-    """The message for what does not fit: what it takes, what there is, what would do.
+def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: int | None) -> Plan:
+    """The plan of a fit of this process alone; nothing is fitted.
 
     Args:
-        what: What takes the bytes, with its verb.
-        needed: How many.
-        available: Bytes that there are.
-        alternatives: Arguments of `Laplace` to the bytes that they take.
+        subject: What would be fitted.
+        prior: As a fit takes it.
+        loader: As `Laplace.plan` takes it; so are the others.
+        mode: The mode.
+        folds: Of `"crossfit"`.
+
+    Raises:
+        ValueError: As `Laplace.plan`.
+        TypeError: For an iterator.
     """
-    fitting = {name: n for name, n in alternatives.items() if n <= available}
-    start = f"{what} {size(needed)} ({needed:,} bytes), and {size(available)} are available."
+    check_mode(mode, folds)
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            "A plan reads the first batch, which this iterator would lose for the fit: pass a "
+            "DataLoader or a list of batches."
+        )
+    num_batches = 1 if mode != "full" else len(loader) if isinstance(loader, Sized) else None
+    # The loader's order, and labels that a fit draws, are drawn anew by the fit.
+    with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        with Tracked() as look:
+            problem, _, known = subject.problem(loader, None, prior)
+        batch = next(iter(subject.on_device(known.first)))
+        return _planned(subject, problem, mode, folds or FOLDS, num_batches, batch, look.peak)
+
+
+def _planned(
+    subject: Subject,
+    problem: Problem,
+    mode: str,
+    folds: int,
+    num_batches: int | None,
+    batch: tuple[Inputs, Tensor],
+    look: int,
+) -> Plan:
+    kind = subject.settings.kind
+    blocks = () if kind.is_dense else tuple(_bytes_of(b, problem, kind) for b in problem.blocks)
+    posterior, available = posterior_bytes(problem, kind), available_memory(problem.device)
+    # A batch is run where there is room for it beside the blocks.
+    held = posterior + sum(block.factors + block.magnitudes for block in blocks)
+    chunk, num_folds = _Chunk(0, 0, 0, None), folds if mode == "crossfit" else 1
+    if available is None or held <= available:
+        # A pass goes through one fold.
+        x, y = batch
+        part = slice(0, -(-len(y) // num_folds))
+        chunk = _run(problem, kind, (take(x, part), y[part]))
+    seconds = None
+    if chunk.seconds is not None and num_batches is not None:
+        is_measured_anew = mode == "debiased" and kind.name not in ("diag", "ekfac")
+        seconds = chunk.seconds * num_batches * (1 + is_measured_anew) * num_folds
+    return Plan(
+        kind.name,
+        mode,
+        sum(block.size for block in problem.blocks),
+        blocks,
+        {_LOOK: look, **_stages(problem, kind, mode, folds, chunk, num_batches)},
+        posterior,
+        seconds,
+        available,
+        _alternatives(unwrapped(subject.model), problem, kind, batch[0]),
+    )
+
+
+def posterior_bytes(problem: Problem, kind: CurvatureKind) -> int:
+    """Bytes of a fitted posterior, its curvature and its mean."""
+    size = sum(block.size for block in problem.blocks)
+    if kind.name == "full":
+        numbers = size * size + size
+    elif kind.num_directions is not None:
+        numbers = min(kind.num_directions, size) * (size + 1)
+    else:
+        numbers = sum(_kept_numbers(block, kind) for block in problem.blocks)
+    return problem.dtype.itemsize * (numbers + size)
+
+
+def check_room(model: nn.Module, problem: Problem, kind: CurvatureKind, x: Inputs | None) -> None:
+    """Require memory for the posterior.
+
+    Args:
+        model: The user's model, unwrapped.
+        problem: The network and its blocks.
+        kind: The curvature.
+        x: Inputs of the first batch; None where this process has none.
+
+    Raises:
+        ValueError: Naming smaller posteriors, with their bytes.
+    """
+    available, needed = available_memory(problem.device), posterior_bytes(problem, kind)
+    if available is not None and needed > available:
+        what = f"The posterior of curvature={kind.name!r} takes"
+        others = _alternatives(model, problem, kind, x)
+        raise ValueError(f"{_refusal(what, needed, available, others)} Nothing was fitted.")
+
+
+def _alternatives(
+    model: nn.Module, problem: Problem, kind: CurvatureKind, x: Inputs | None
+) -> dict[str, int]:
+    """Smaller posteriors by the arguments of `Laplace` that make them, and the bytes of each."""
+    found = {}
+    for other in (CurvatureKind("diag"), CurvatureKind("lowrank")):
+        found[f'curvature="{other.name}"'] = posterior_bytes(problem, other)
+    weights = [block for block in problem.blocks if block.role in ("weight", "table")]
+    try:
+        last = set(last_layer_parameters(model, x))
+    except (ValueError, NotImplementedError):  # A model without one last layer.
+        last = set()
+    of_last = [block for block in problem.blocks if last.issuperset(block.parameters)]
+    for name, blocks in (("weights", weights), ("last_layer", of_last)):
+        if blocks:
+            found[f'params="{name}"'] = posterior_bytes(replace(problem, blocks=blocks), kind)
+    own = posterior_bytes(problem, kind)
+    return {name: number for name, number in found.items() if number < own}
+
+
+def _numbers(shape: tuple[int, ...] | None) -> int:
+    return 0 if shape is None else prod(shape)
+
+
+def _kept_numbers(block: Block, kind: CurvatureKind) -> int:
+    """Numbers of a block's posterior: of a diagonal factor no directions are stored."""
+    if kind.name == "diag":
+        return block.size
+    G = 0 if block.has_diagonal_G else _numbers(shape_of_G(block))
+    A = 0 if block.has_diagonal_A else _numbers(shape_of_A(block))
+    return block.size + G + (block.num_groups if block.is_exact else A)
+
+
+def _largest(block: Block) -> int:
+    """The size of the largest factor that is decomposed."""
+    d, e = block.shape
+    of_G = 0 if block.has_diagonal_G else d
+    return of_G if block.is_exact or block.has_diagonal_A else max(of_G, e)
+
+
+def _bytes_of(block: Block, problem: Problem, kind: CurvatureKind) -> BlockBytes:
+    factors = 0
+    if kind.name != "diag":
+        factors = _numbers(shape_of_G(block)) + _numbers(shape_of_A(block))
+    wide = problem.factor_dtype.itemsize
+    kept = _kept_numbers(block, kind) * problem.dtype.itemsize
+    return BlockBytes(block.name, wide * factors, wide * _numbers(shape_of_table(block)), kept)
+
+
+def _stages(
+    problem: Problem,
+    kind: CurvatureKind,
+    mode: str,
+    folds: int,
+    chunk: "_Chunk",
+    num_batches: int | None,
+) -> dict[str, int]:
+    """Bytes at most in each stage: what is held in it, and what is worked with beside it."""
+    wide = problem.factor_dtype.itemsize
+    is_crossfit = mode == "crossfit"
+    if kind.is_dense:
+        size = sum(block.size for block in problem.blocks)
+        rows = KEPT_ROWS
+        if num_batches is not None:
+            rows = min(rows, num_batches * chunk.rows * (folds if is_crossfit else 1))
+        if kind.num_directions is None:
+            matrix, kept = wide * size**2, rows if is_crossfit else 0
+            return {
+                "curvature": max(kept, matrix) + chunk.factors,
+                "eigendecomposition": kept + (_OF_EIGH + 2 * is_crossfit) * matrix,
+            }
+        # Rows of several batches are joined; the directions are there twice while they are found,
+        # in crossfitting beside those of all data.
+        directions = min(wide * size * kind.num_directions, rows)
+        # The rows of a single batch are in what it takes already.
+        is_single = num_batches == 1 and not is_crossfit
+        beside = max(0, chunk.factors - chunk.rows) if is_single else max(chunk.factors, rows)
+        return {
+            "Jacobian rows": rows + beside,
+            "directions": rows * (1 + is_crossfit) + directions * (2 + is_crossfit),
+        }
+    of_blocks = [_bytes_of(block, problem, kind) for block in problem.blocks]
+    factors, table = (
+        sum(getattr(block, name) for block in of_blocks) for name in ("factors", "magnitudes")
+    )
+    if kind.name == "diag":
+        return {"curvature along the axes": table + chunk.exact}
+    sums = folds * factors if is_crossfit else factors
+    decomposing = max(
+        of.factors + wide * (_OF_EIGH - 1) * block.num_groups * _largest(block) ** 2
+        for of, block in zip(of_blocks, problem.blocks, strict=True)
+    )
+    found = {"factors": sums + chunk.factors, "eigendecompositions": sums + decomposing}
+    if kind.name == "ekfac":
+        bases = sums + 2 * factors if is_crossfit else factors
+        # Directions are turned with in the model's dtype.
+        copies = 0 if problem.dtype == problem.factor_dtype else factors * problem.dtype.itemsize
+        found["magnitudes"] = bases + copies // wide + table + chunk.exact
+    elif mode == "debiased":
+        found["magnitudes"] = factors + chunk.factors
+    return found
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Bytes and seconds of a pass over the first batch, beside what it sums.
+
+    Attributes:
+        factors: Bytes at most of a pass for factors or Jacobian rows.
+        exact: Bytes at most of a pass for exact curvature along directions.
+        rows: Bytes of all Jacobian rows of the batch, of a dense curvature.
+        seconds: Seconds of the passes that the curvature takes.
+    """
+
+    factors: int
+    exact: int
+    rows: int
+    seconds: float | None
+
+
+def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
+    """Run the passes over one batch, and let go of what they give."""
+    rows = 0
+
+    def count(of_chunk: Tensor) -> None:
+        nonlocal rows
+        rows += of_chunk.nbytes
+
+    def along_axes(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
+        return ekfac_magnitudes(layer, block, uses, None, None)
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    def of_inputs(*arguments: Any) -> None:
+        input_factor(*arguments)
+
+    def of_rows() -> object:
+        return sweep_rows(problem, [batch], count)
+
+    def of_factors() -> object:
+        return Sweep(problem, gradient_factor, nothing, of_inputs, additive=True).over([batch])
+
+    def of_exact() -> object:
+        return Sweep(problem, along_axes, nothing).over([batch])
+
+    factors, seconds, exact, more = 0, 0.0, 0, 0.0
+    if kind.name != "diag":
+        factors, seconds = _measured(of_rows if kind.is_dense else of_factors, problem.device)
+    if kind.name in ("diag", "ekfac"):
+        exact, more = _measured(of_exact, problem.device)
+    return _Chunk(factors, exact, rows // 2, seconds + more)
+
+
+def _measured(run: Callable[[], object], device: torch.device) -> tuple[int, float]:
+    """Bytes at most and seconds of something that is run twice."""
+    with Tracked() as memory:
+        run()
+    start = perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return memory.peak, perf_counter() - start
+
+
+class Tracked(TorchDispatchMode):
+    """Counts bytes of the tensors that are made within, on any device.
+
+    What an operation uses for itself and gives back is not seen.
+
+    Attributes:
+        live: Bytes held now.
+        peak: Most bytes held at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and count what it made."""
+        for given in tree_leaves((args, kwargs)):
+            self._know(given, 0)
+        made = func(*args, **(kwargs or {}))
+        for new in tree_leaves(made):
+            self._know(new, 1)
+        self.peak = max(self.peak, self.live)
+        return made
+
+    def _know(self, value: Any, counts: int) -> None:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return
+        storage = value.untyped_storage()
+        key, size = id(storage), counts * storage.nbytes()
+        if key in self._known:
+            return
+
+        def free(_: Any) -> None:
+            self.live -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, free)
+        self.live += size
+
+
+def _refusal(what: str, needed: int, available: int, alternatives: Mapping[str, int]) -> str:
+    """The message for what does not fit: what it takes, what there is, what would do."""
+    start = f"{what} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available."
+    fitting = {name: number for name, number in alternatives.items() if number <= available}
     if not fitting:
         return f"{start} Fewer parameters (params=) or a smaller model are needed."
-    listed = "; ".join(f"{name} ({size(n)})" for name, n in fitting.items())
-    return f"{start} These would fit: {listed}."
+    listed = "; ".join(f"{name} ({_size(number)})" for name, number in fitting.items())
+    return f"{start} Smaller posteriors: {listed}."
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows with columns of one width; the first to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -232,27 +465,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def size(num_bytes: float) -> str:
+def _size(num_bytes: float) -> str:
     """A number of bytes with a unit, `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:,.1f} TiB"
-
-
-def count(number: float) -> str:
-    """A number with a prefix, `1.5 G`."""
-    for unit in ("", " k", " M", " G", " T"):
-        if number < 1000:
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:,.1f} P"
-
-
-def _known(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
-
-
-def _seconds(number: float | None) -> str:
-    return "-" if number is None else f"{number:.3g}"

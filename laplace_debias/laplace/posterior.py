@@ -9,15 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.fits.sharded_blocks import Elsewhere, ShardedBlocks
 from laplace_debias.laplace.posterior_range import (
-    check_num_data,
     check_precisions,
     check_temperature,
     largest_curvatures,
     squared_norm,
 )
-from laplace_debias.laplace.sharded_log_det import ShardedLogDet
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -26,7 +23,7 @@ from laplace_debias.operators import (
     Permutation,
     Spectrum,
 )
-from laplace_debias.system.randomness import alike
+from laplace_debias.system.checks import check_generator, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +43,6 @@ class GaussianPosterior:
         prior_mean: Mean of the prior, one number or one per parameter, float64; None for zero.
         temperature: T.
 
-    A curvature of `ShardedBlocks` makes a sharded posterior: each process holds its blocks, and all
-    call `sample`, `log_det_precision` and products together. All get the same results.
-
     Raises:
         ValueError: Naming the block, if a number is not finite, a magnitude is negative, or a
             precision or variance is out of the range of the dtype; if N is not a whole number; if
@@ -66,7 +60,7 @@ class GaussianPosterior:
     _square: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_data", check_num_data(self.num_data))
+        object.__setattr__(self, "num_data", whole(self.num_data, "num_data"))
         check_temperature(self.temperature)
         object.__setattr__(self, "_square", squared_norm(self.from_prior_mean))
         largest = largest_curvatures(self.curvature)
@@ -85,32 +79,6 @@ class GaussianPosterior:
         check_precisions(
             self._largest, self.data_weight, prior_precision, self._square, self.curvature.dtype
         )
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether several processes share out the blocks."""
-        return isinstance(self.curvature, ShardedBlocks)
-
-    @property
-    def num_ranks(self) -> int:
-        """How many processes share out the blocks; 1 of a whole posterior."""
-        return self.curvature.num_ranks if isinstance(self.curvature, ShardedBlocks) else 1
-
-    def summed(self, tensor: Tensor) -> Tensor:
-        """What the blocks of all processes give, in place; of a whole posterior as it is.
-
-        Raises:
-            RuntimeError: If not all processes that share the blocks take part.
-        """
-        return (
-            self.curvature.summed(tensor) if isinstance(self.curvature, ShardedBlocks) else tensor
-        )
-
-    def gathered(self) -> "GaussianPosterior":
-        """The same with all blocks on every process; raises as `summed`."""
-        if not isinstance(self.curvature, ShardedBlocks):
-            return self
-        return self._with(curvature=self.curvature.gathered())
 
     @property
     def data_weight(self) -> float:
@@ -201,10 +169,9 @@ class GaussianPosterior:
         Per block $W^* + U_G[(N\Lambda + \delta)^{-1/2} \odot Z]U_A^\top$ with standard normal Z
         (Appendix A.3.2).
         """
-        if isinstance(self.curvature, ShardedBlocks):
-            generator = alike(self.curvature.ranks(), generator, self.mean.device)
+        check_generator(generator)
         noise = torch.randn(
-            num_samples,
+            whole(num_samples, "the number of samples"),
             len(self.mean),
             generator=generator,
             dtype=self.mean.dtype,
@@ -215,9 +182,6 @@ class GaussianPosterior:
         for curvature, delta, part in zip(
             self.curvature.blocks.values(), self._deltas(), parts, strict=True
         ):
-            if isinstance(curvature, Elsewhere):
-                draws.append(torch.zeros_like(part))
-                continue
             # One block after the other: they may lie on disk.
             block = self._spectral_block(curvature, delta, torch.rsqrt)
             if not isinstance(block, EigenKronecker):
@@ -226,7 +190,7 @@ class GaussianPosterior:
             # Noise looks the same in every orthonormal basis: it is drawn in the eigenbasis.
             Z = part.unflatten(1, block.magnitudes.shape)
             draws.append(block.from_eigenbasis(block.magnitudes * Z).flatten(1))
-        steps = self.summed(torch.cat(draws, dim=1))
+        steps = torch.cat(draws, dim=1)
         if self.order is not None:
             steps = torch.empty_like(steps).index_copy_(1, self.order, steps)
         return self.mean + steps
@@ -239,8 +203,6 @@ class GaussianPosterior:
         """
         deltas = self._deltas() if prior_precision is None else prior_precision
         deltas = deltas.double().expand(len(self.curvature.blocks))
-        if self.is_sharded:
-            return ShardedLogDet.apply(deltas, self.curvature, self.data_weight)
         terms = []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
             assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))

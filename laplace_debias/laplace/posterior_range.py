@@ -1,11 +1,10 @@
-r"""What a posterior must be to be computed with: finite, and within the range of its dtype.
+r"""Checks that a posterior can be computed with: finite, and within the range of its dtype.
 
 All of a posterior's numbers are functions of the precisions along its directions,
 $N\Lambda + \delta$. They are checked once, where a posterior is made.
 """
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,64 +12,31 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.fits.sharded_blocks import Elsewhere, ShardedBlocks
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
     LinearOperator,
     LowRankPlusDiagonal,
 )
-
-MAX_NUM_DATA = 2**53
-"""The largest N: double precision holds every whole number up to here."""
-
-
-def check_num_data(num_data: Any) -> int:
-    """N as an `int`.
-
-    Args:
-        num_data: A whole number from 1 to 2**53, of any integer type.
-
-    Raises:
-        TypeError: If it is not of an integer type; for True and False too.
-        ValueError: If it lies outside of that range.
-    """
-    is_bool = isinstance(num_data, bool) or getattr(num_data, "dtype", None) is torch.bool
-    try:
-        number = None if is_bool else operator.index(num_data)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(
-            f"num_data must be a whole number, the number of training examples, got {num_data!r} "
-            f"of type {type(num_data).__name__}: pass an int."
-        )
-    if not 1 <= number <= MAX_NUM_DATA:
-        raise ValueError(
-            f"num_data must be at least 1 and at most 2**53 (larger whole numbers are not exact in "
-            f"float64), got {number}: pass the number of training examples."
-        )
-    return number
+from laplace_debias.system.checks import real
 
 
 def check_temperature(temperature: Any) -> float:
     """T as a `float`.
 
     Raises:
-        TypeError: If it is not a number.
+        TypeError: If it is not one number.
         ValueError: If it is not positive and finite.
     """
-    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    if not is_number:
-        raise TypeError(
-            f"temperature must be a number, got {type(temperature).__name__}: pass a float."
-        )
-    if not (temperature > 0 and math.isfinite(temperature)):
+    value = real(temperature, "temperature")
+    if value.ndim:
+        raise TypeError(f"temperature must be one number, got {temperature!r}.")
+    if not 0 < float(value) < math.inf:
         raise ValueError(
-            f"temperature must be positive and finite, got {temperature}: 1 for the posterior "
+            f"temperature must be positive and finite, got {float(value)}: 1 for the posterior "
             "itself, less for one that is more certain."
         )
-    return float(temperature)
+    return float(value)
 
 
 def checked_at_once(num_parameters: int) -> int:
@@ -98,8 +64,7 @@ def squared_norm(mean: Float[Tensor, " parameters"]) -> float:
 def largest_curvatures(curvature: BlockDiagonal) -> list[float]:
     """The largest curvature of every block, whose parts must all be finite.
 
-    Every number is read once, and the host waits for the device once. Of blocks that several
-    processes share out each reads its own, and all have all results.
+    Every number is read once, and the host waits for the device once.
 
     Args:
         curvature: Blocks of directions and magnitudes.
@@ -124,15 +89,12 @@ def largest_curvatures(curvature: BlockDiagonal) -> list[float]:
                 )
             highest = max(highest, high) if is_magnitude else highest
         largest.append(highest)
-    if isinstance(curvature, ShardedBlocks):
-        of_all = torch.tensor(largest, dtype=torch.float64, device=curvature.device)
-        return curvature.summed(of_all).tolist()
     return largest
 
 
 def _parts(block: LinearOperator) -> dict[str, Tensor]:
     """A block's tensors that hold a number, by their fields."""
-    assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal, Elsewhere))
+    assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
     fields = ("U_G", "U_A", "U", "diagonal", "magnitudes")
     found = {field: getattr(block, field, None) for field in fields}
     return {field: part for field, part in found.items() if part is not None and part.numel()}

@@ -1,60 +1,262 @@
-"""Predictives: from a Gaussian over parameters to samples of the outputs."""
+"""Predictives of a fit, by each method: from moments or samples of the outputs to distributions."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-from torch.func import jvp, vmap
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent
 
-from laplace_debias.curvature.network.inputs import Inputs, call, call_with
-from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.operators.eigh import eigh
-from laplace_debias.system.threads import FORWARD_MODE
+from laplace_debias.curvature.losses.likelihoods import Categorical as CategoricalLikelihood
+from laplace_debias.curvature.losses.likelihoods import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+)
+from laplace_debias.curvature.network.chosen_positions import Positions
+from laplace_debias.curvature.network.inputs import Inputs, Record, take
+from laplace_debias.curvature.network.outputs import explaining_unbatched
+from laplace_debias.laplace import links, sampling
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.functional import linearised
+from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.metrics import Uncertainty
+from laplace_debias.metrics import uncertainty as of_probabilities
+from laplace_debias.system.checks import check_generator, whole
 
-# Weight samples that are pushed through the network at once.
-SAMPLES_AT_ONCE = 8
+# Logits that several links give together, at most.
+_AT_ONCE = 2**22
+
+# One δ per grid point, [P], or one for each block, [P, blocks].
+Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
+
+METHODS = ("glm", "glm-mc", "nn", "map")
+DEFAULT_SAMPLES = 100
 
 
-def map_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
-    """The trained network's outputs, `[B, C]`."""
-    with torch.no_grad():
-        outputs = call(shadow(model), x)
-    check_outputs(outputs)
-    return outputs
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """How to predict; as `Laplace.predict` takes it.
 
-
-def chosen_outputs(
-    outputs: Float[Tensor, "batch *outputs"], choice: Tensor | Sequence[Sequence[int]] | int
-) -> Int[Tensor, "batch k"]:
-    """Indices of outputs: those given, checked, or those of the largest ones.
-
-    Args:
-        outputs: `[B, ..., C]`; indices are into the flattened outputs of an example.
-        choice: Indices `[B, k]`, or a number k.
+    Attributes:
+        method: The method.
+        samples: Draws; None for the closed form, or the default number.
+        generator: For the draws; torch's global one if None.
+        positions: Which positions; None for all.
 
     Raises:
-        ValueError: If there are no such outputs.
+        ValueError: For an unknown method, or samples that it cannot take.
     """
-    flat = outputs.flatten(1)
-    batch, size = flat.shape
-    if isinstance(choice, int):
-        if not 1 <= choice <= size:
-            raise ValueError(f"outputs={choice}: the model has {size} outputs per example.")
-        return flat.topk(choice, dim=1).indices
-    choice = torch.as_tensor(choice)
-    is_index = not choice.is_floating_point() and choice.ndim == 2 and len(choice) == batch
-    if not is_index or choice.numel() == 0 or choice.min() < 0 or choice.max() >= size:
-        raise ValueError(
-            f"outputs must be indices of shape ({batch}, k) in 0 … {size - 1}, or a number; got "
-            f"{choice.dtype} of shape {tuple(choice.shape)}."
+
+    method: str = "glm"
+    samples: int | None = None
+    generator: torch.Generator | None = None
+    positions: Positions | None = None
+
+    def __post_init__(self) -> None:
+        method, samples = self.method, self.samples
+        if method not in METHODS:
+            raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
+        check_generator(self.generator)
+        if samples is not None and whole(samples, "samples") and method == "map":
+            raise ValueError(
+                f'samples={samples}: give them to "glm", "glm-mc" or "nn", none to "map".'
+            )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the predictive has a closed form."""
+        return self.method == "glm" and self.samples is None
+
+    def link(self, link: str | Link | None, likelihood: Likelihood) -> Link | None:
+        """The link that is asked for, one that there is for the likelihood and the method.
+
+        Raises:
+            ValueError: Otherwise.
+        """
+        found = link_from(link, likelihood)
+        if found is not None and not self.is_closed:
+            raise ValueError(
+                f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
+                "link out, or method and samples."
+            )
+        return found
+
+    def check_uncertain(self) -> None:
+        """Require a method that knows of more than one setting of the parameters.
+
+        Raises:
+            ValueError: Otherwise.
+        """
+        if self.method == "map":
+            raise ValueError(
+                'method="map" has one setting of the parameters and no uncertainty about them: use '
+                "'glm', 'glm-mc' or 'nn'."
+            )
+
+    def moments(
+        self, fitted: Fitted, x: Inputs | Record, diagonal: bool
+    ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
+        """Mean and covariance (or variances) of the linearised network's outputs.
+
+        Args:
+            fitted: The fit.
+            x: Inputs, `[B, ...]`.
+            diagonal: Whether variances will do.
+        """
+        mean, covariances = linearised.moments(
+            fitted, x, diagonal=diagonal, positions=self.positions
         )
-    return choice.to(flat.device, torch.long)
+        return mean, covariances[0]
+
+    def outputs(self, fitted: Fitted, x: Inputs | Record) -> Float[Tensor, "batch *outputs"]:
+        """The outputs that the network itself gives, `[B, ..., C]`."""
+        x, network = fitted.moved(x), fitted.network
+        with explaining_unbatched(network, x):
+            asked = linearised.Asked.of(network, x, self.positions, lambda _: True)
+            return asked.shaped(linearised.map_outputs(asked.network, asked.x), None)
+
+    def draws(self, fitted: Fitted, x: Inputs | Record) -> Float[Tensor, "samples batch *outputs"]:
+        """Samples of the outputs, `[S, B, ..., C]`."""
+        num_samples = DEFAULT_SAMPLES if self.samples is None else self.samples
+        if self.method == "glm":
+            mean, covariance = self.moments(fitted, x, diagonal=False)
+            outputs = sampling.sample_outputs(
+                mean.flatten(1), covariance, num_samples, self.generator
+            )
+            return outputs.unflatten(2, mean.shape[1:])
+        x, network = fitted.moved(x), fitted.network
+        with explaining_unbatched(network, x):
+            parameters = fitted.posterior.sample(num_samples, self.generator)
+            is_linear = self.method == "glm-mc"
+            push = sampling.linearised_outputs if is_linear else sampling.sampled_outputs
+            asked = linearised.Asked.of(network, x, self.positions, lambda _: True)
+            found = push(asked.network, fitted.parameters.names, asked.x, parameters)
+            return asked.shaped(found, None)
 
 
-def within_positions(
+def predict(fitted: Fitted, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
+    """The predictive distribution; as `Laplace.predict`.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        how: The method.
+        link: Of the closed form, as `predict_grid` takes it.
+    """
+    if how.is_closed:
+        return predict_grid(fitted, x, None, link, how.positions)[0]
+    with torch.inference_mode(False):
+        if how.method == "map":
+            return fitted.likelihood.predictive(how.outputs(fitted, x), None)
+        return fitted.likelihood.mixture(how.draws(fitted, x))
+
+
+def marginals(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Distribution:
+    """The predictive of each target of a regression; as `Laplace.marginals`, arguments as above."""
+    if how.is_closed:
+        return fitted.likelihood.marginals(*how.moments(fitted, x, diagonal=True))
+    with torch.inference_mode(False):
+        if how.method == "map":
+            mean = how.outputs(fitted, x)
+            return fitted.likelihood.marginals(mean, torch.zeros_like(mean))
+        return fitted.likelihood.marginal_mixture(how.draws(fitted, x))
+
+
+def uncertainty(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Uncertainty:
+    """Total, aleatoric and epistemic; as `Laplace.uncertainty`, arguments as above."""
+    if how.is_closed and isinstance(fitted.likelihood, Gaussian | HeteroscedasticGaussian):
+        return _of_moments(fitted.likelihood, *how.moments(fitted, x, diagonal=True))
+    with torch.inference_mode(False):
+        return of_draws(fitted.likelihood, how.draws(fitted, x))
+
+
+def predict_grid(
+    fitted: Fitted,
+    x: Inputs | Record,
+    prior_precisions: Grid | None,
+    link: links.Link | None = None,
+    positions: Positions | None = None,
+) -> list[Distribution]:
+    """The closed-form `"glm"` predictives at the points of a grid, in one pass.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        prior_precisions: The grid; None for the fit's own prior precision alone.
+        link: From Gaussian logits to probabilities; if None the fit's, else the default.
+        positions: Which positions, as `Laplace.predict` takes them.
+
+    Raises:
+        ValueError: If the grid is empty; as `linearised.moments`.
+    """
+    link = link or fitted.link or default_link(fitted, x)
+    diagonal = links.variances_suffice(fitted.likelihood, link)
+    grid = None
+    if prior_precisions is not None:
+        grid = torch.as_tensor(prior_precisions, dtype=torch.float64)
+        if grid.ndim == 0 or len(grid) == 0:
+            raise ValueError("The grid holds no prior precision: pass at least one, [δ].")
+    mean, covariances = linearised.moments(fitted, x, grid, diagonal, positions=positions)
+    if mean.ndim > 2 and not diagonal:
+        covariances = _within_positions(covariances, mean.shape)
+    return [links.predictive(fitted.likelihood, link, mean, each) for each in covariances]
+
+
+def predictives_by_links(
+    fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[links.Link | None]
+) -> Iterator[tuple[int, Distribution]]:
+    """The closed-form `"glm"` predictives at every point of a grid, by every link, in one pass.
+
+    Args:
+        fitted: The fit.
+        x: Inputs | Record, `[B, ...]`.
+        grid: Prior precisions, `[P]`.
+        by: Links; None alone for a likelihood that has none.
+
+    Returns:
+        Numbers of the grid's points, each with a predictive of batch shape `[links, B]`, of some
+        of the links at a time where these take much memory, in their order. Of links there is one
+        point more, P, without any covariance.
+
+    Raises:
+        ValueError: As `moments`.
+    """
+    likelihood = fitted.likelihood
+    diagonal = all(links.variances_suffice(likelihood, link) for link in by)
+    mean, covariances = linearised.moments(fitted, x, grid, diagonal)
+    if mean.ndim > 2 and not diagonal:
+        covariances = _within_positions(covariances, mean.shape)
+    of_points = list(covariances)
+    if None in by:
+        return (
+            (number, likelihood.predictive(mean.unsqueeze(0), covariance.unsqueeze(0)))
+            for number, covariance in enumerate(of_points)
+        )
+    some = max(1, _AT_ONCE // mean.numel())
+    return (
+        (number, links.distribution(likelihood, torch.stack(logits)))
+        for number, covariance in enumerate([*of_points, torch.zeros_like(of_points[0])])
+        for first in range(0, len(by), some)
+        for logits in [
+            [link.logits(likelihood, mean, covariance) for link in by[first : first + some] if link]
+        ]
+    )
+
+
+def default_link(fitted: Fitted, x: Inputs | Record) -> links.Link | None:
+    """The link of a fit that none was chosen for, by the outputs of the first example."""
+    if type(fitted.likelihood) is not CategoricalLikelihood:
+        return links.default_link(fitted.likelihood, torch.Size())
+    with torch.inference_mode(False):
+        x = fitted.moved(x)
+        with explaining_unbatched(fitted.network, x):
+            outputs = linearised.map_outputs(fitted.network, take(x, slice(1)))
+    return links.default_link(fitted.likelihood, outputs.shape)
+
+
+def _within_positions(
     covariances: Float[Tensor, "*grid batch all all"], shape: torch.Size
 ) -> Float[Tensor, "..."]:
     """The covariance of each position's outputs, `[..., B, T, C, C]`, from that of all of them.
@@ -69,82 +271,44 @@ def within_positions(
     return blocks.unflatten(-3, shape[1:-1])
 
 
-def sample_outputs(
-    mean: Float[Tensor, "batch outputs"],
-    covariance: Float[Tensor, "batch outputs outputs"],
-    num_samples: int,
-    generator: torch.Generator | None,
-) -> Float[Tensor, "samples batch *outputs"]:
-    """Draw outputs from their Gaussian, `[S, B, C]`; singular covariances are fine."""
-    values, vectors = eigh(covariance, "the functional covariance")
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    noise = torch.randn(
-        num_samples, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device
-    )
-    return mean + torch.einsum("bij,sbj->sbi", root, noise)
-
-
-def linearised_outputs(
-    model: nn.Module,
-    names: Sequence[str],
-    x: Inputs,
-    parameters: Float[Tensor, "samples parameters"],
-) -> Float[Tensor, "samples batch *outputs"]:
-    r"""$f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), `[S, B, C]`.
-
-    By Jacobian-vector products, vectorised over the samples in chunks.
+def _of_moments(
+    likelihood: Likelihood,
+    mean: Float[Tensor, "*batch outputs"],
+    variances: Float[Tensor, "*batch outputs"],
+) -> Uncertainty:
+    """The variances of each target of a regression with Gaussian outputs, exact.
 
     Args:
-        model: The trained network at θ*.
-        names: The Bayesian parameters, in the order of the samples' columns.
-        x: Inputs, `[B, ...]`.
-        parameters: Samples θ_s, `[S, D]`.
+        likelihood: A `Gaussian` or `HeteroscedasticGaussian`.
+        mean: Of the outputs, `[B, C]`.
+        variances: Of the outputs, of the same shape.
     """
-    network = shadow(model)
-    at = {name: network.get_parameter(name).detach() for name in names}
-
-    def outputs_of(values: dict[str, Tensor]) -> Tensor:
-        return call_with(network, values, x)
-
-    def linearised(sample: dict[str, Tensor]) -> Tensor:
-        tangents = {name: sample[name] - at[name] for name in names}
-        outputs, product = jvp(outputs_of, (at,), (tangents,))  # type: ignore[misc]
-        return outputs + product
-
-    # One thread at a time. Reverse mode twice would need no lock, but for a convolutional network
-    # it takes twice as long on a CPU, and it holds the activations of a batch twice over.
-    return _over_samples(linearised, at, parameters, FORWARD_MODE)
+    total = likelihood.marginals(mean, variances).variance
+    # The outputs that are means of targets come first; there may be log-variances behind them.
+    epistemic = variances[..., : total.shape[-1]].to(total.dtype)
+    return Uncertainty(total, total - epistemic, epistemic)
 
 
-def sampled_outputs(
-    model: nn.Module,
-    names: Sequence[str],
-    x: Inputs,
-    parameters: Float[Tensor, "samples parameters"],
-) -> Float[Tensor, "samples batch *outputs"]:
-    """The network itself at sampled parameters, f(x, θ_s), `[S, B, C]`; arguments as above."""
-    network = shadow(model)
-    at = {name: network.get_parameter(name).detach() for name in names}
-    return _over_samples(lambda values: call_with(network, values, x), at, parameters)
+def of_draws(likelihood: Likelihood, draws: Float[Tensor, "samples *batch outputs"]) -> Uncertainty:
+    """The entropies, or variances, over samples of the outputs.
 
-
-def _over_samples(
-    function: Callable[[dict[str, Tensor]], Tensor],
-    at: dict[str, Tensor],
-    parameters: Tensor,
-    lock: AbstractContextManager = nullcontext(),  # noqa: B008
-) -> Tensor:
-    sizes = [value.numel() for value in at.values()]
-    results = []
-    for rows in parameters.split(SAMPLES_AT_ONCE):
-        columns = rows.split(sizes, dim=1)
-        samples = {
-            name: part.reshape(-1, *value.shape)
-            for (name, value), part in zip(at.items(), columns, strict=True)
-        }
-        # For some of the samples only, so that other threads take turns.
-        with torch.no_grad(), lock:
-            results.append(vmap(function)(samples))
-    outputs = torch.cat(results)
-    check_outputs(outputs.flatten(0, 1))
-    return outputs
+    Args:
+        likelihood: What outputs mean.
+        draws: Samples of the outputs, `[S, B, ..., C]`.
+    """
+    each = likelihood.predictive(draws, None)
+    if isinstance(each, Categorical):
+        shape = each.batch_shape[1:]
+        found = of_probabilities(each.probs.flatten(1, -2))
+        return Uncertainty(*(part.view(shape) for part in found))
+    if isinstance(each, Bernoulli):
+        shape = each.batch_shape[1:]
+        found = of_probabilities(each.probs.flatten(1))
+        return Uncertainty(*(part.view(shape) for part in found))
+    if isinstance(each, Independent) and isinstance(each.base_dist, Bernoulli):
+        shape = each.base_dist.batch_shape[1:]
+        found = of_probabilities(each.mean.flatten(1))
+        return Uncertainty(*(part.view(shape).sum(-1) for part in found))
+    aleatoric = each.variance.mean(0)
+    epistemic = torch.var(each.mean, dim=0, unbiased=False)
+    return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.precision import wide
-from laplace_debias.curvature.network.split_model import is_shard
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior_range import check_prior_precision
+from laplace_debias.system.checks import real
 
 # One number, or one per block.
 PriorPrecision = float | Tensor
@@ -21,7 +22,7 @@ PriorMean = float | Tensor | Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """The Gaussian prior, and the temperature of the likelihood.
+    """The settings that need no refit: the prior, the temperature of the likelihood, the link.
 
     Attributes:
         precision: δ, one number or one per block, float64.
@@ -29,6 +30,7 @@ class Prior:
         given_mean: The mean as the user gave it.
         mean: The same for the Bayesian parameters, as `prior_mean_from` gives it; None if it is
             zero, or as long as they are not known.
+        link: What logits become probabilities by; None for the default.
 
     Raises:
         TypeError: As `check_kind`.
@@ -38,6 +40,7 @@ class Prior:
     temperature: float
     given_mean: PriorMean
     mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         check_kind(self.given_mean)
@@ -71,7 +74,7 @@ def prior_precision_from(
     Raises:
         ValueError: As `check_prior_precision`.
     """
-    precision = torch.as_tensor(value, dtype=torch.float64, device=first.device).detach().clone()
+    precision = real(value, "prior_precision", first.device).detach().clone()
     check_prior_precision(
         precision, precision.numel() if num_blocks is None else num_blocks, wide(first.dtype)
     )
@@ -110,7 +113,7 @@ def prior_mean_from(
     parameters = [model.get_parameter(name) for name in names]
     if isinstance(value, Mapping):
         value = torch.cat([_named(value, n, p) for n, p in zip(names, parameters, strict=True)])
-    mean = torch.as_tensor(value, dtype=torch.float64, device=parameters[0].device).detach().clone()
+    mean = real(value, "prior_mean", parameters[0].device).detach().clone()
     size = sum(parameter.numel() for parameter in parameters)
     if mean.shape not in ((), (size,)):
         raise ValueError(
@@ -129,11 +132,10 @@ def _named(value: Mapping[str, Any], name: str, parameter: Tensor) -> Tensor:
             f"prior_mean lacks {name}: give a tensor for every Bayesian parameter (param_names), "
             "zeros for a new layer, say."
         )
-    if isinstance(found, Tensor) and is_shard(found):
+    if hasattr(found, "full_tensor"):
         raise ValueError(
-            f"prior_mean has {name} split over processes: give whole tensors, "
-            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True)), taken before the fine-tuning."
+            f"prior_mean has {name} split over processes: give whole tensors "
+            "(found.full_tensor()), taken before the fine-tuning."
         )
     if not isinstance(found, Tensor) or found.shape != parameter.shape:
         came = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__

@@ -1,4 +1,4 @@
-"""What a fit or a tuning must be to be gone on with, and how it is told from others."""
+"""Checks of a fit that is gone on with, and how it is told from others."""
 
 import hashlib
 import os
@@ -16,17 +16,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprint import fingerprint, sum_of_bits
-from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace.files.fit_state import FitStates, check_folder
-from laplace_debias.laplace.files.likelihood_json import likelihood_to_json
-from laplace_debias.laplace.files.posterior_file import tensors_of_fit
-from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.curvature.network.fingerprint import fingerprint
+from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.settings import FitSettings
-from laplace_debias.system.ranks import Ranks
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -37,7 +33,7 @@ def check_resumable(
     generator: torch.Generator | None,
     *data: Batches | None,
 ) -> None:
-    """Require, before any work, that a fit or a tuning can be gone on with.
+    """Require, before any work, that a fit can be gone on with: its order can be told again.
 
     Args:
         folder: Where its state shall be; None for a fit that is not gone on with.
@@ -46,59 +42,73 @@ def check_resumable(
         data: What it reads.
 
     Raises:
-        ValueError: Without a generator where something is drawn.
+        ValueError: Without a generator where something is drawn, or where a loader draws from
+            another one.
         OSError: If the folder cannot be written to.
     """
     if folder is None:
         return
-    check_folder(folder)
-    if generator is not None:
-        return
+    check_folder(Path(folder))
     seeded = "pass generator=torch.Generator().manual_seed(0), every time the same."
-    if fisher == "mc":
+    if generator is None and fisher == "mc":
         raise ValueError(f'resume= with fisher="mc" needs the same labels again: {seeded}')
-    if any(_is_unseeded(one) for one in data):
-        raise ValueError(
-            f"resume= needs the same batches again, and this loader shuffles with no seed: {seeded}"
-        )
+    for samplers in (_samplers(one) for one in data if isinstance(one, DataLoader)):
+        if generator is None and samplers:
+            raise ValueError(
+                "resume= needs the same batches again, and this loader shuffles with no seed: "
+                f"{seeded}"
+            )
+        if any(sampler.generator is not None for sampler in samplers):
+            raise ValueError(
+                "resume= needs the same batches again, and this loader shuffles by a generator of "
+                f"its own, which the fit cannot set back: leave it out of the loader, and {seeded}"
+            )
 
 
-def _is_unseeded(data: Batches | None) -> bool:
-    if not isinstance(data, DataLoader):
-        return False
-    samplers = [data.sampler, getattr(data.batch_sampler, "sampler", None)]
-    return any(isinstance(one, _RANDOM) and one.generator is None for one in samplers)
+def _samplers(loader: DataLoader) -> list[Any]:
+    """The samplers of a loader that draw the order."""
+    found = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+    return [sampler for sampler in found if isinstance(sampler, _RANDOM)]
 
 
-def states_of(
-    folder: str | os.PathLike[str],
+def identity_of(
     problem: Problem,
     settings: FitSettings,
     likelihood: Likelihood,
     model: nn.Module,
+    generator: torch.Generator | None,
     **of_data: Any,
-) -> FitStates:
-    """The states of one fit in a folder.
+) -> dict[str, Any]:
+    """The identity of a fit, which makes two the same, as plain data.
 
     Args:
-        folder: The folder.
         problem: What is fitted, with its blocks.
         settings: Likewise.
         likelihood: The model's.
         model: The model, without wrappers.
-        of_data: What is known of the data, as plain data.
-
-    Raises:
-        ValueError: If the folder holds the state of another fit, with what differs.
+        generator: The fit's, as it is when the fit begins.
+        of_data: What is known of the data.
     """
-    fisher = problem.cotangents.fisher
-    fit = {
-        **_of_model(model, likelihood),
+    try:
+        of_likelihood: Any = likelihood_to_json(likelihood, own=True)
+    except ValueError:
+        of_likelihood = type(likelihood).__qualname__
+    try:
+        own = version("laplace-debias")
+    except PackageNotFoundError:  # run from its source
+        own = "unknown"
+    state = b"" if generator is None else generator.get_state().numpy().tobytes()
+    # Objects without a text of their own show their address.
+    structure = re.sub(r" at 0x[0-9a-f]+", "", str(model))
+    return {
+        "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
+        "parameters and buffers": fingerprint(model, ()),
+        "likelihood": of_likelihood,
         "blocks": {block.name: list(block.shape) for block in problem.blocks},
         "curvature": settings.kind.name,
         "rank": settings.kind.rank,
-        "fisher": [fisher.kind, fisher.mc_samples],
-        "labels drawn (generator)": fisher.seed,
+        "fisher": [problem.cotangents.fisher.kind, problem.cotangents.fisher.mc_samples],
+        "generator": hashlib.blake2b(state, digest_size=8).hexdigest(),
         "factor_dtype": str(settings.factor_dtype),
         "joint": settings.joint,
         "sharing": str(settings.sharing),
@@ -108,67 +118,10 @@ def states_of(
         "device": problem.device.type,
         "dtype": str(problem.dtype),
         **of_data,
-        **_versions(),
+        "number of processes": problem.ranks.size,
+        # Sums and eigenvectors are rounded in another way by others.
+        "threads": torch.get_num_threads(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "version of laplace-debias": own,
+        "version of torch": torch.__version__,
     }
-    states = FitStates(Path(folder), fit, problem.ranks.rank, problem.ranks.size)
-    states.check()
-    return states
-
-
-def states_of_tuning(
-    folder: str | os.PathLike[str], fitted: Fitted, ranks: Ranks, **asked: Any
-) -> FitStates:
-    """The states of one search for a prior precision in a folder.
-
-    Args:
-        folder: The folder.
-        fitted: What is tuned.
-        ranks: The processes. The order of all examples, by which two passes are compared, depends
-            on their number.
-        asked: What is looked for, as plain data.
-
-    Raises:
-        ValueError: If the folder holds the state of another one, with what differs.
-    """
-    posterior, settings = fitted.posterior, fitted.settings
-    tuning = {
-        **_of_model(unwrapped(fitted.model), fitted.likelihood),
-        "curvature": settings.kind.name,
-        "posterior": {
-            name: sum_of_bits(value) for name, value in tensors_of_fit(posterior).items()
-        },
-        "num_data": posterior.num_data,
-        "temperature": posterior.temperature,
-        "loss of the fit": fitted.nll.hex(),
-        "memory_bound": settings.memory_bound,
-        "class_dim": settings.class_dim,
-        "device": posterior.mean.device.type,
-        **asked,
-        "number of processes": ranks.size,
-        **_versions(),
-    }
-    states = FitStates(Path(folder), tuning, ranks.rank, ranks.size, "tuning")
-    states.check()
-    return states
-
-
-def _of_model(model: nn.Module, likelihood: Likelihood) -> dict[str, Any]:
-    try:
-        of_likelihood: Any = likelihood_to_json(likelihood, own=True)
-    except ValueError:
-        of_likelihood = type(likelihood).__qualname__
-    # Objects without a text of their own show their address.
-    structure = re.sub(r" at 0x[0-9a-f]+", "", str(model))
-    return {
-        "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
-        "parameters and buffers": fingerprint(model, ()),
-        "likelihood": of_likelihood,
-    }
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("laplace-debias")
-    except PackageNotFoundError:  # run from its source
-        own = "unknown"
-    return {"version of laplace-debias": own, "version of torch": torch.__version__}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches, Pairs
+from laplace_debias.system.checks import whole
 
 # From batches and what errors call them to the same, checked and on the model's device.
 Read = Callable[[Batches, str], Pairs]
@@ -123,11 +124,18 @@ class CrossFit(Scheme):
     Attributes:
         data: Batches `(x, y)`, which are held in memory.
         folds: K, at least 2.
+
+    Raises:
+        TypeError: As `whole`.
+        ValueError: Likewise.
     """
 
     mode = "crossfit"
     data: Batches
     folds: int = FOLDS
+
+    def __post_init__(self) -> None:
+        whole(self.folds, "folds", 2)
 
     @property
     def num_folds(self) -> int:

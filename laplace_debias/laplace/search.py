@@ -1,9 +1,11 @@
 """A search over held-out data: a wide grid in one pass, on from its end, finer around the best.
 
-What is searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it.
+What is searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links and temperatures cost
+nothing beside the covariances, and are all looked at in the first pass.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,13 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes, Sums
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.inputs import Inputs, take
-from laplace_debias.curvature.network.shards import place_of
-from laplace_debias.laplace.evaluation import Scored
-from laplace_debias.laplace.sharded_calls import predicted
+from laplace_debias.curvature.network.class_dim import targets_classes_last
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.laplace.evaluation import Scored, joined
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.laplace.validation_scores import (
     Evaluated,
@@ -34,92 +35,82 @@ LIMITS = (1e-8, 1e12)
 DEFAULT_GRID = torch.logspace(-4, 8, 31, dtype=torch.float64)
 """Where a search begins without a grid."""
 
+FEW = 100
+"""Of fewer examples the simplest link is taken."""
+TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
+"""Temperatures that are tried, from 1/2 to 4."""
+
 # Points of one further pass; a factor of 10⁴.
 _AT_ONCE = 10
 # A refined grid's points between two neighbours of the first one, less one.
 _FINER = 8
 # A metric has levelled off if a step changes it by less than this share of its standard error.
 _LEVEL = 1e-3
+# Another link must be better by this share of the metric's standard error, too: of two that are
+# nearly the same the paired error is nearly zero.
+_SEEN = 1e-2
 # The share of examples whose scores must be what they were when the data are read again.
 _SAME = 0.98
 
 
 @dataclass(frozen=True)
 class Look:
-    """What predicts and scores at points of the search, a pass over the data each time.
+    """Predicts and scores at points of the search, a pass over the data each time.
 
     Attributes:
-        predict_grid: From inputs `[B, ...]` and prior precisions to the predictive at each.
+        predict: From inputs `[B, ...]`, prior precisions and links to numbers of these precisions
+            with predictives there, as `predictive.predictives_by_links` gives them.
         read: Gives the data of a pass, in the order of the first one.
         likelihood: What targets must fit.
-        class_dim: As `score` takes it.
+        class_dim: As `targets_classes_last` takes it.
         scores: What is kept of predictives, and what is made of it.
-        in_turn: As `predicted` takes it.
-        passes: The passes over the data, which may be saved as they go.
     """
 
-    predict_grid: Callable[[Inputs, Tensor], list[Distribution]]
+    predict: Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
     read: Callable[[], Pairs]
     likelihood: Likelihood
     class_dim: int | None
     scores: MetricOverTerms | NoiseProfile
-    in_turn: bool = False
-    passes: Passes = NOT_SAVED
 
-    def __call__(self, points: Sequence[float]) -> list[Evaluated]:
-        """The metric at the points, in one pass.
+    def __call__(
+        self, points: Sequence[float], links: Sequence[Link | None]
+    ) -> list[list[Evaluated]]:
+        """The metric at the points by the links, in one pass, and without any covariance.
 
         Raises:
             ValueError: If there is no batch, or no target that counts.
         """
         grid = torch.tensor(points, dtype=torch.float64)
-        # The columns of the scores of every point, part by part, so that they can be saved.
-        kept: list[dict[str, list[Tensor]]] = [{} for _ in points]
-        examples: dict[str, list[Tensor]] = {"examples": []}
-
-        def add(predictives: Sequence[Distribution], y: Tensor, before: int) -> int:
-            of_part = examples_of(self.likelihood, predictives[0], y, self.class_dim)
-            examples["examples"].append(of_part + before)
-            for of_point, predictive in zip(kept, predictives, strict=True):
-                for name, column in self.scores.of_batch(predictive, y)._asdict().items():
-                    if column is not None:
-                        of_point.setdefault(name, []).append(column)
-            return before + predictives[0].batch_shape[0]
-
+        num_points = len(points) + (None not in links)
+        columns: list[list[Tensor]] = [[] for _ in range(num_points)]
+        examples: list[Tensor] = []
         num_examples = 0
-        if self.in_turn:
-            for predictives, y in predicted(
-                self.read(), lambda x: self.predict_grid(x, grid), True
-            ):
-                num_examples = add(predictives, y, num_examples)
-        else:
-            place, num_read = place_of(current(), None, list), 0
-            with self.passes.begin(Sums([*kept, examples], {}, _nothing, [grid])) as one_pass:
-                num_examples = one_pass.num_examples
-                for number, (all_x, all_y) in enumerate(one_pass.batches(self.read())):
-                    left = one_pass.left(all_x, all_y, place(number, num_read))
-                    num_read += len(all_y)
-                    for part in left:
-                        predictives = self.predict_grid(take(all_x, part), grid)
-                        num_examples = add(predictives, all_y[part], num_examples)
-                    if left:
-                        one_pass.done(num_examples, 0.0, 0)
+        for x, y in self.read():
+            of_batch: list[list[Tensor]] = [[] for _ in columns]
+            for number, predictive in self.predict(x, grid, links):
+                size = predictive.batch_shape
+                if not any(of_batch):
+                    # Without the links' dimension, with one for the outputs.
+                    y = targets_classes_last(y, len(size), self.class_dim)
+                    of_targets = examples_of(self.likelihood, predictive, y)
+                    examples.append(of_targets + num_examples)
+                    num_examples += size[1]
+                again = y.expand(size[0], *y.shape)
+                of_batch[number].append(self.scores.of_batch(predictive, again))
+            for of_point, parts in zip(columns, of_batch, strict=True):
+                of_point.append(torch.cat(parts, 1))
         none = torch.zeros(0, dtype=torch.long)
-        ids = _of_all(torch.cat(examples["examples"] or [none]), num_examples)
+        ids = _of_all(torch.cat(examples or [none]), num_examples)
         return [
-            self.scores.of_all(point, _scored(of_point), ids)
-            for point, of_point in zip(points, kept, strict=True)
+            self.scores.of_all(point, _joined(of_point), ids, links)
+            for point, of_point in zip([*points, math.inf], columns, strict=False)
         ]
 
 
-def _nothing() -> None:
-    """Predictions are checked at once: no batch turns out to be wrong later."""
-
-
-def _scored(columns: dict[str, list[Tensor]]) -> list[Scored]:
-    """What was kept of a point, part by part: nothing, if there was no batch."""
-    parts = zip(*columns.values(), strict=True)
-    return [Scored(**dict(zip(columns, part, strict=True))) for part in parts]
+def _joined(columns: Sequence[Tensor]) -> Tensor:
+    """The columns of all batches and processes."""
+    parts = [Scored(part, part[:, 0], part[:, 0]) for part in columns]
+    return joined(parts, "tune on").values
 
 
 def _of_all(examples: Int[Tensor, " n"], num_examples: int) -> Int[Tensor, " m"]:
@@ -138,19 +129,34 @@ class Found:
         points: In the order of what is searched over.
         more_is_better: Whether the metric is to be large.
         notes: What a user should know of the search.
+        others: The same by other links, and without any covariance, by what they are called.
     """
 
     points: list[Evaluated]
     more_is_better: bool
     notes: tuple[str, ...] = field(default=())
+    others: dict[str, Evaluated] = field(default_factory=dict)
 
     @property
     def best(self) -> int:
         """The number of the best point; of several that are equal the middle of the longest run.
 
+        If a temperature alone is best, at the largest prior precision, it is the smallest one that
+        is not worse by more than a paired standard error: as much posterior as the data allow.
+
         Raises:
             ValueError: If no value is a number.
         """
+        best, last = self._highest, len(self.points) - 1
+        link = self.points[best].link
+        if link is None or link.temperature == 1 or best < last:
+            return best
+        while best > 0 and not _is_worse(self.points[best - 1], self.points[last]):
+            best -= 1
+        return best
+
+    @property
+    def _highest(self) -> int:
         sign = 1 if self.more_is_better else -1
         values = [sign * point.value for point in self.points]
         numbers = [value for value in values if value == value]
@@ -168,9 +174,7 @@ class Found:
 
     def is_worse(self, index: int) -> bool:
         """Whether a point is worse than the best by more than one paired standard error."""
-        difference, error = self.points[index].minus(self.points[self.best])
-        # Not the other way round: what is NaN is worse.
-        return not abs(difference) <= error
+        return _is_worse(self.points[index], self.points[self.best])
 
     @property
     def flat(self) -> tuple[int, int] | None:
@@ -194,12 +198,63 @@ class Found:
         return replace(self, notes=(*self.notes, note))
 
 
-def search(
-    look: Look, grid: Float[Tensor, " grid"], more_is_better: bool, unit: float = 1.0
-) -> Found:
-    """Look at a grid, go on from its end as long as the best lies there, and refine.
+def _is_worse(one: Evaluated, best: Evaluated) -> bool:
+    difference, error = one.minus(best)
+    # Not the other way round: what is NaN is worse.
+    return not abs(difference) <= error
 
-    The first pass is over the grid. As long as the best lies at its end, where the metric has not
+
+def first_look(
+    look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None], more_is_better: bool
+) -> Found:
+    """Look at a grid by every link, and choose a link by the one-standard-error rule.
+
+    The first link is the simplest. Then come the others of T = 1, the first one's formula at other
+    temperatures, and the rest: each only if its best is better than what was chosen before by more
+    than a standard error of the difference, paired over the examples, of which there must be 100.
+
+    Args:
+        look: What predicts and scores.
+        grid: Where to begin, ascending.
+        links: The simplest first; None alone for a likelihood that has none.
+        more_is_better: Whether the metric is to be large.
+
+    Raises:
+        ValueError: As `Look`; if no value is a number.
+    """
+    rows = look(grid.tolist(), links)
+    points, without = rows[: len(grid)], rows[-1:]
+    sign = 1 if more_is_better else -1
+
+    def best(numbers: Sequence[int], rows: Sequence[Sequence[Evaluated]]) -> Evaluated:
+        some = [row[number] for row in rows for number in numbers]
+        return max(some, key=lambda p: sign * p.value if p.value == p.value else -math.inf)
+
+    by = [(number, link) for number, link in enumerate(links) if link is not None]
+    names = list(dict.fromkeys(link.name for _, link in by))
+    chosen, others = best([0], points), dict[str, Evaluated]()
+    for tier in (1, 2, 3):
+        some = [n for n, one in by if (one.name != names[0]) + 2 * (one.temperature != 1) == tier]
+        if some and len(chosen.sums) >= FEW:
+            one = best(some, points)
+            difference, error = one.minus(chosen)
+            if sign * difference > max(error, _SEEN * chosen.standard_error):
+                chosen = one
+    if len(by) > 1:
+        others["network"] = best([0], without)
+        others["temperature scaling"] = best(range(len(by)), without)
+        for name in names:
+            same = [(number, link) for number, link in by if link.name == name]
+            others[name] = best([n for n, link in same if link.temperature == 1], points)
+            others[f"{name}, tempered"] = best([n for n, _ in same], points)
+    at_chosen = [point for row in points for point in row if point.link == chosen.link]
+    return Found(at_chosen, more_is_better, others=others)
+
+
+def search(look: Look, found: Found, unit: float = 1.0) -> Found:
+    """Go on from a grid's end as long as the best lies there, and refine.
+
+    The first pass was over the grid. As long as the best lies at its end, where the metric has not
     levelled off, one more goes on by up to ten points, up to the `LIMITS`. Unless the neighbours of
     the best are within a standard error of it, a last one divides the intervals to them by 8. A
     further pass begins with the best point again: where it is not what it was, the data differ from
@@ -207,14 +262,12 @@ def search(
 
     Args:
         look: What predicts and scores.
-        grid: Where to begin, ascending.
-        more_is_better: Whether the metric is to be large.
+        found: What the grid gave.
         unit: What the `LIMITS` are multiplied by.
 
     Raises:
-        ValueError: As `Look`; if no value is a number.
+        ValueError: If no value is a number.
     """
-    found = Found(look(grid.tolist()), more_is_better)
     while beyond := _beyond(found, unit):
         more = _looked_at(look, found, beyond)
         if isinstance(more, str):
@@ -230,7 +283,7 @@ def search(
 
 
 def tuning_of(found: Found, metric: str, sigma: Callable[[float], float | list[float]]) -> Tuning:
-    """What a search found, in terms of prior precisions and of the noise.
+    """The findings of a search, in terms of prior precisions and of the noise.
 
     Args:
         found: The points.
@@ -260,7 +313,22 @@ def tuning_of(found: Found, metric: str, sigma: Callable[[float], float | list[f
         flat,
         max((max(ratio, 1 / ratio) for ratio in beside), default=None),
         found.notes,
+        best.link,
+        [_compared(name, other, best, metric) for name, other in found.others.items()],
     )
+
+
+def _compared(name: str, other: Evaluated, best: Evaluated, metric: str) -> Row:
+    """A row of `Tuning.compared`."""
+    difference, error = other.minus(best)
+    return {
+        "name": name,
+        "prior_precision": other.prior_precision if math.isfinite(other.at) else None,
+        "temperature": other.link.temperature if other.link else None,
+        metric: other.value,
+        "difference": difference,
+        "half_width": 1.96 * error,
+    }
 
 
 def _beyond(found: Found, unit: float) -> list[float]:
@@ -291,7 +359,7 @@ def _levelled(found: Found, unit: float, inner: int) -> bool:
 
 
 def _at_the_end(found: Found, unit: float) -> str | None:
-    """What to say of a best point that lies at the end; None of another."""
+    """The note on a best point that lies at the end; None of another."""
     best, last = found.best, len(found.points) - 1
     if 0 < best < last or last == 0:
         return None
@@ -327,7 +395,7 @@ def _looked_at(look: Look, found: Found, points: list[float]) -> Found | str:
     """With further points; or what went wrong with them."""
     best = found.points[found.best]
     try:
-        again, *more = look([best.at, *points])
+        again, *more = [row[0] for row in look([best.at, *points], [best.link])[: len(points) + 1]]
     except ValueError as error:
         # At the first points the same data passed.
         return f"Not searched from {min(points):.3g} to {max(points):.3g}: {error}"

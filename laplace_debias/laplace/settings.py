@@ -1,5 +1,6 @@
-"""What `Laplace` fits: its choices, checked."""
+"""The choices of a `Laplace`, checked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -7,18 +8,19 @@ from torch import nn
 
 from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.layers.backends import HookStream
 from laplace_debias.curvature.layers.blocks import Sharing
-from laplace_debias.curvature.layers.stream import HookStream
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.class_dim import check_class_dim
+from laplace_debias.system.checks import check_is
 from laplace_debias.system.memory import check_memory_bound
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """What is fitted; as `Laplace` takes it.
+    """The choices of a fit; as `Laplace` takes it.
 
     Attributes:
         kind: The curvature.
@@ -31,6 +33,7 @@ class FitSettings:
 
     Raises:
         ValueError: If a choice is unknown or out of range.
+        TypeError: If one is of another type.
     """
 
     kind: CurvatureKind
@@ -46,6 +49,8 @@ class FitSettings:
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {self.factor_dtype}."
             )
+        check_is(self.joint, "joint", bool)
+        check_is(self.sharing, "sharing", str, Mapping)
         check_memory_bound(self.memory_bound)
         check_class_dim(self.class_dim)
 
@@ -73,7 +78,7 @@ class FitSettings:
         likelihood: Likelihood,
         generator: torch.Generator | None,
     ) -> Problem:
-        """What curvature is taken of; still without blocks, which data tell.
+        """The problem that curvature is taken of; still without blocks, which data tell.
 
         Args:
             network: The trained network, with the classes in the outputs' last dimension.

@@ -1,16 +1,20 @@
-"""What an approximation is of: a trained model, what its outputs mean, and the choices made."""
+"""The subject of an approximation: a trained model, what its outputs mean, and the choices made."""
 
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import Batches, Checked, FirstBatchKnown
-from laplace_debias.curvature.network.class_dim import classes_last
-from laplace_debias.curvature.network.gathered import with_all_ranks, with_own_values
+from laplace_debias.curvature.network.class_dim import (
+    check_layout,
+    classes_last,
+    warn_of_probabilities,
+)
+from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
 from laplace_debias.curvature.network.precision import is_narrow
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
@@ -19,21 +23,22 @@ from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
     check_usable,
+    shadow,
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace import shards
-from laplace_debias.laplace.first_look import look_at
 from laplace_debias.laplace.fitted import network_of
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current
+from laplace_debias.system.warn import warn
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What an approximation is of, and how its data is read.
+    """The subject of an approximation, and how its data is read.
 
     Attributes:
         model: The user's model.
@@ -123,15 +128,13 @@ class Subject:
         data: Batches,
         generator: torch.Generator | None,
         prior: Prior,
-        replicate: bool = False,
     ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
-        """What is fitted, as the first batch of some data tells.
+        """The problem that is fitted, as the first batch of some data tells.
 
         Args:
             data: Batches, of which the first is read if it is not known.
             generator: Seeds the labels of `fisher="mc"`, and what the data draws.
             prior: What must fit the parameters that are found.
-            replicate: Whether each process ends with all blocks.
 
         Returns:
             The problem, the Bayesian parameters, and the data, whose first batch is not lost.
@@ -154,7 +157,6 @@ class Subject:
             model=network,
             blocks=parameters.blocks,
             backend=choose_backend(network, self.backend, parameters.blocks),
-            replicate=replicate or self.settings.kind.is_dense,
         )
         return problem, parameters, known
 
@@ -212,9 +214,44 @@ def usable(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If it holds NaN, draws random numbers, or mixes the examples of a batch.
     """
-    with with_all_ranks(model):
-        check_usable(model)
-        plain = unwrapped(model)
-        check_deterministic(plain)
-        check_finite(unwrapped(with_own_values(model)))
+    check_usable(model)
+    plain = unwrapped(model)
+    check_deterministic(plain)
+    check_finite(plain)
     return plain
+
+
+_FEW = 4
+
+
+def look_at(
+    network: nn.Module, likelihood: Likelihood, x: Inputs, y: Tensor, class_dim: int | None
+) -> None:
+    """Run a few examples: where are the classes, and are the outputs logits?
+
+    Args:
+        network: The model, with outputs `[B, ..., C]`.
+        likelihood: What the outputs mean.
+        x: Inputs, `[B, ...]`, on the model's device.
+        y: Targets.
+        class_dim: Which dimension of the outputs has the classes, as the user gave it.
+
+    Warns:
+        UserWarning: If the outputs look like probabilities, or the noise of a regression is not
+            given.
+
+    Raises:
+        ValueError: If the shapes leave open where the classes are.
+        TypeError: If there are no logits among what the model returns.
+    """
+    with torch.no_grad():
+        outputs = call(shadow(network), take(x, slice(0, _FEW)))
+    check_layout(torch.Size((len(y), *outputs.shape[1:])), y, class_dim)
+    if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
+        warn(
+            "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= in the "
+            "targets' units, or tune it after the fit, as la.tune(validation_loader) does, or "
+            "la.tune_evidence(sigma=True)."
+        )
+    if isinstance(likelihood, Categorical):
+        warn_of_probabilities(outputs)

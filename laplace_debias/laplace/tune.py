@@ -1,27 +1,33 @@
 """Ways to tune: on held-out data, or by the marginal likelihood; with the noise or without."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
-from laplace_debias.curvature.fits.saved_passes import SavedPasses
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
 from laplace_debias.curvature.network.batches import Batches, Pairs, with_progress
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace import evidence, links, noise, shards
+from laplace_debias.laplace import evidence, noise, predictive, shards
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.resume import check_resumable, states_of_tuning
-from laplace_debias.laplace.search import DEFAULT_GRID, Found, Look, search, tuning_of
+from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.search import (
+    DEFAULT_GRID,
+    TEMPERATURES,
+    Found,
+    Look,
+    first_look,
+    search,
+    tuning_of,
+)
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfile
+from laplace_debias.system.checks import real
 from laplace_debias.system.randomness import replayed
 from laplace_debias.system.ranks import current
 
@@ -31,13 +37,14 @@ _OF_PROBABILITIES = {"accuracy": True, "brier": False, "ece": False, "nll": Fals
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What to look for on held-out data; as `Laplace.tune` takes it.
+    """The request for a search on held-out data; as `Laplace.tune` takes it.
 
     Attributes:
         metric: The metric.
         grid: Prior precisions; None for the default.
         extend: Whether to go on from the grid and to refine it; None if it is the default.
         sigma: Whether to tune the noise, too; None if it was never given.
+        link: The only link or formula to look at; None for all.
         once: Whether the data can be read only once.
     """
 
@@ -45,17 +52,8 @@ class Wanted:
     grid: Float[Tensor, " grid"] | Sequence[float] | None
     extend: bool | None
     sigma: bool | None
+    link: str | Link | None
     once: bool
-
-    def as_plain(self) -> dict[str, Any]:
-        """The same as plain data, by the names of the arguments."""
-        return {
-            "metric": self.metric,
-            "grid": self.points.tolist(),
-            "extend": self.goes_on,
-            "sigma": self.sigma,
-            "the loader is read once": self.once,
-        }
 
     @property
     def goes_on(self) -> bool:
@@ -71,7 +69,7 @@ class Wanted:
         """
         if self.grid is None:
             return DEFAULT_GRID
-        grid = torch.as_tensor(self.grid, dtype=torch.float64).cpu()
+        grid = real(self.grid, "grid").cpu()
         if grid.ndim != 1 or len(grid) == 0 or not bool(((grid > 0) & grid.isfinite()).all()):
             raise ValueError(
                 "The grid must hold positive, finite prior precisions, as "
@@ -80,110 +78,33 @@ class Wanted:
         return grid.sort().values
 
 
-def best(
+def on_data(
     subject: Subject,
     fitted: Fitted,
-    predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
-    loader: Batches | None,
+    loader: Batches,
     wanted: Wanted,
-    *,
-    method: str,
-    link: str,
-    per: str | None,
     generator: torch.Generator | None,
     progress: bool,
-    resume: str | os.PathLike[str] | None,
 ) -> tuple[Tuning, Fitted | None]:
-    """The best prior precision by one of the methods.
+    """The prior precision, link and temperature with the best metric on held-out data.
 
     Args:
         subject: What the fit is of.
         fitted: The fit.
-        predict_grid: As `on_data` takes it, with that link.
-        loader: As `Laplace.tune` takes it; so are the others.
-        wanted: What to look for on held-out data; its `sigma` serves both methods.
-        method: The method.
-        link: Of `"grid"`.
-        per: Of `"marglik"`.
+        loader: As `Laplace.tune` takes it; so are the last two.
+        wanted: What to look for.
         generator: What the loader draws from.
         progress: Whether to show a progress bar.
-        resume: A folder for the state.
 
     Returns:
         What was found; the fit with it if its noise was tuned, too.
 
     Raises:
         ValueError: As `Laplace.tune`.
-        OSError: Likewise.
     """
-    if method == "marglik":
-        of_data = (loader, wanted.grid, generator, wanted.extend, resume)
-        is_given = progress or any(x is not None for x in of_data)
-        if is_given or (wanted.metric, link) != ("nll", "probit"):
-            raise ValueError(
-                'method="marglik" uses neither a loader, a generator, a grid, extend, '
-                "resume, progress, a link nor a metric."
-            )
-        return by_evidence(fitted, wanted.sigma, per)
-    if method != "grid":
-        raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
-    if loader is None:
-        raise ValueError(
-            'method="grid" needs held-out data: pass a loader, or use method="marglik".'
-        )
-    if per is not None:
-        raise ValueError(
-            f'per={per!r} tunes by the marginal likelihood: pass method="marglik", and no loader.'
-        )
     fitted.check_model()
-    links.check_link(link, fitted.likelihood)
-    check_resumable(resume, "exact", generator, loader)
     shards.check_held_out(loader)
     passes = replayed(with_progress(loader, progress, "tune"), generator)
-
-    def read() -> Pairs:
-        return subject.on_device(passes())
-
-    if resume is None:
-        return on_data(fitted, predict_grid, read, wanted)
-    if fitted.posterior.is_sharded:
-        raise ValueError(
-            "`resume` needs the whole posterior on each process: fit with "
-            "`replicate=True`, or call `la.gather()` before `la.tune`."
-        )
-    ranks = current()
-    states = states_of_tuning(resume, fitted, ranks, **wanted.as_plain(), link=link)
-    saved = SavedPasses(states, fitted.posterior.mean.device, ranks, "tuning")
-    found = on_data(fitted, predict_grid, read, wanted, saved)
-    ranks.exchange(None)
-    states.remove()
-    return found
-
-
-def on_data(
-    fitted: Fitted,
-    predict_grid: Callable[[Inputs, Tensor], list[Distribution]],
-    read: Callable[[], Pairs],
-    wanted: Wanted,
-    passes: Passes = NOT_SAVED,
-) -> tuple[Tuning, Fitted | None]:
-    """The prior precision with the best metric on held-out data.
-
-    Args:
-        fitted: The fit.
-        predict_grid: From inputs `[B, ...]` and a grid to the predictive at each of its points.
-        read: Gives the data of a pass.
-        wanted: What to look for.
-        passes: The passes over the data, which may be saved as they go.
-
-    Returns:
-        What was found; the fit with it if its noise was tuned, too.
-
-    Raises:
-        ValueError: For a metric that does not fit, a grid that is empty or not positive, no batch,
-            targets that are all ignored, or a metric that is NaN everywhere; for `sigma` where
-            there is none, or no closed form.
-    """
     metric, likelihood, class_dim = wanted.metric, fitted.likelihood, fitted.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else list(_OF_PROBABILITIES)
@@ -191,20 +112,38 @@ def on_data(
         raise ValueError(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
         )
+    link_from(wanted.link, likelihood)
     points, unit = wanted.points, 1.0
     with_noise = _tunes_noise(fitted, wanted)
-    scores: MetricOverTerms | NoiseProfile = MetricOverTerms(metric, likelihood, class_dim)
+    scores: MetricOverTerms | NoiseProfile = MetricOverTerms(metric, likelihood)
     if with_noise:
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
         of_noise = noise.noise_of(fitted)
         unit = noise.squared_residuals(fitted) / of_noise.num_targets
-        scores, points = NoiseProfile(likelihood, class_dim), points * unit
-    in_turn = fitted.posterior.is_sharded
-    look = Look(predict_grid, read, likelihood, class_dim, scores, in_turn, passes)
+        scores, points = NoiseProfile(likelihood), points * unit
+
+    def predict(
+        x: Inputs, grid: Tensor, by: Sequence[Link | None]
+    ) -> Iterator[tuple[int, Distribution]]:
+        return predictive.predictives_by_links(fitted, x, grid, by)
+
+    # The first batch shows how many classes there are; it is part of the first pass.
+    begun = iter(subject.on_device(passes()))
+    batch = next(begun, None)
+    default = None if batch is None else predictive.default_link(fitted, batch[0])
+    default = next(filter(None, current().exchange(default)), None)
+    unread = [chain([] if batch is None else [batch], begun)]
+
+    def read() -> Pairs:
+        return unread.pop() if unread else subject.on_device(passes())
+
+    by = links_to_try(default, wanted.link)
+    look = Look(predict, read, likelihood, class_dim, scores)
+    found = first_look(look, points, by, _OF_PROBABILITIES[metric])
     if wanted.goes_on and not wanted.once:
-        found = search(look, points, _OF_PROBABILITIES[metric], unit)
+        found = search(look, found, unit)
     else:
-        found = _only(look, points, _OF_PROBABILITIES[metric], wanted)
+        found = _noting_the_end(found, wanted)
 
     def sigma_at(factor: float) -> float | list[float]:
         assert isinstance(likelihood, Gaussian)
@@ -217,6 +156,23 @@ def on_data(
     assert factor is not None
     assert isinstance(result.prior_precision, float)
     return result, noise.rescaled(fitted, factor, result.prior_precision)
+
+
+def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | None]:
+    """The links that are searched over, the simplest first.
+
+    Args:
+        default: What is predicted with where nothing was tuned; None where there are no links.
+        given: A link alone, or a formula at all temperatures; None for the default one and, where
+            covariances are at hand, the probit.
+    """
+    if default is None or isinstance(given, Link):
+        return [given if isinstance(given, Link) else None]
+    names = [given] if given else list(dict.fromkeys([default.name, "probit"]))
+    return [
+        Link(names[0]),
+        *(Link(n, T) for n in names for T in TEMPERATURES if (n, T) != (names[0], 1)),
+    ]
 
 
 def by_evidence(
@@ -244,9 +200,8 @@ def by_evidence(
     return _noting_assumed(found, fitted, sigma), None
 
 
-def _only(look: Look, points: Tensor, more_is_better: bool, wanted: Wanted) -> Found:
-    """What the grid alone gives, with a note if the best lies at its end."""
-    found = Found(look(points.tolist()), more_is_better)
+def _noting_the_end(found: Found, wanted: Wanted) -> Found:
+    """The findings of the grid alone, with a note if the best lies at its end."""
     if wanted.goes_on:
         return found.noting(
             "Searched on the grid alone: the data is an iterator, which can be read only once."
@@ -284,8 +239,8 @@ def _tunes_noise(fitted: Fitted, wanted: Wanted) -> bool:
         )
     if not is_closed:
         raise ValueError(
-            'sigma=True has no closed form on held-out data for fisher="empirical": pass '
-            'method="marglik" and no loader, or fit with fisher="exact".'
+            'sigma=True has no closed form on held-out data for fisher="empirical": use '
+            'tune_evidence(sigma=True), or fit with fisher="exact".'
         )
     return True
 

@@ -1,17 +1,19 @@
-"""What a search for the prior precision found."""
+"""The findings of a search for the prior precision."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from laplace_debias.laplace.links import Link
 
 Row = dict[str, Any]
 
 OF_EVIDENCE = "log_marginal_likelihood"
-"""What is maximised without data."""
+"""The metric that is maximised without data."""
 
 
 @dataclass(frozen=True, repr=False)
 class Tuning:
-    """What a search for the prior precision found.
+    """The findings of a search for the prior precision.
 
     Attributes:
         prior_precision: The best value: one number, or one for each block, in the order of
@@ -31,6 +33,12 @@ class Tuning:
         resolution: The factor between the best value and its nearest neighbours tried, the larger
             of the two; None if it has none.
         notes: What a user should know of the search: that it ended at a limit, say.
+        link: What makes probabilities of logits, tuned with it; None of the marginal likelihood and
+            of a regression.
+        compared: A row for each of the network, temperature scaling, and every link at T = 1 and at
+            its best T, at its best prior precision of the grid: its `name`, `prior_precision` (None
+            without a posterior), `temperature`, the metric, the `difference` to what was chosen
+            and, of 95 %, its paired `half_width`.
     """
 
     prior_precision: float | list[float]
@@ -41,6 +49,8 @@ class Tuning:
     flat: tuple[float, float] | None = None
     resolution: float | None = None
     notes: tuple[str, ...] = ()
+    link: Link | None = None
+    compared: list[Row] = field(default_factory=list)
 
     def __float__(self) -> float:
         """The prior precision, if there is one.
@@ -57,7 +67,7 @@ class Tuning:
 
     @property
     def message(self) -> str:
-        """What was found, in words."""
+        """The findings in words."""
         name = self.metric.replace("_", " ")
         sigma = "" if self.sigma is None else f" and sigma {_numbers(self.sigma)}"
         if isinstance(self.prior_precision, list):
@@ -67,7 +77,8 @@ class Tuning:
             error = self._standard_error
             plus = "" if error is None else f" ± {error:.2g}"
             said = [
-                f"Prior precision {self.prior_precision:.3g}{sigma}: {name} {self.value:.4g}{plus}."
+                f"Prior precision {self.prior_precision:.3g}{sigma}{self._by}: {name} "
+                f"{self.value:.4g}{plus}."
             ]
         if self.flat is not None:
             within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
@@ -83,6 +94,12 @@ class Tuning:
                     "That is up to the largest value tried: the data hardly tell the best from the "
                     "network without uncertainty of its parameters."
                 )
+        if self.compared:
+            rows = [
+                f"{row['name']} {row['difference']:+.2g} ± {row['half_width']:.2g}"
+                for row in self.compared
+            ]
+            said.append(f"Differences to it on these data: {', '.join(rows)}.")
         return " ".join([*said, *self.notes])
 
     def __repr__(self) -> str:
@@ -95,12 +112,18 @@ class Tuning:
             parts[1] += f" ± {error:.2g}"
         if self.sigma is not None:
             parts.append(f"sigma={_numbers(self.sigma)}")
+        if self.link is not None:
+            parts.append(f"link={self.link}")
         if self.flat is not None:
             parts.append("flat={:.3g} to {:.3g}".format(*self.flat))
         if not isinstance(self.prior_precision, list):
             tried = [row["prior_precision"] for row in self.table]
             parts.append(f"tried={len(tried)} from {min(tried):.3g} to {max(tried):.3g}")
         return f"Tuning({', '.join(parts)})"
+
+    @property
+    def _by(self) -> str:
+        return "" if self.link is None else f", link {self.link}"
 
     @property
     def _standard_error(self) -> float | None:

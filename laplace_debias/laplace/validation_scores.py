@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -12,9 +12,8 @@ from torch.nn.functional import one_hot
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
-from laplace_debias.curvature.network.class_dim import targets_classes_last
-from laplace_debias.laplace.evaluation import Scored, joined, score
-from laplace_debias.metrics import ece
+from laplace_debias.laplace.evaluation import score
+from laplace_debias.laplace.links import Link
 from laplace_debias.metrics.checks import check_classification
 
 _BINS = 15
@@ -34,6 +33,7 @@ class Evaluated:
         counts: How many terms each has, `[n]`, float64.
         prior_precision: δ there.
         sigma_factor: What σ is multiplied by there, if it is tuned, too.
+        link: What logits become probabilities by; None where there are none.
     """
 
     at: float
@@ -42,6 +42,7 @@ class Evaluated:
     counts: Float[Tensor, " n"]
     prior_precision: float
     sigma_factor: float | None = None
+    link: Link | None = None
 
     @property
     def standard_error(self) -> float:
@@ -69,47 +70,55 @@ class MetricOverTerms:
     Args:
         metric: `"nll"`, `"accuracy"`, `"brier"` or `"ece"`.
         likelihood: What targets must fit.
-        class_dim: As `score` takes it.
     """
 
-    def __init__(self, metric: str, likelihood: Likelihood, class_dim: int | None) -> None:
+    def __init__(self, metric: str, likelihood: Likelihood) -> None:
         self._metric = metric
         self._likelihood = likelihood
-        self._class_dim = class_dim
 
-    def of_batch(self, predicted: Distribution, y: Tensor) -> Scored:
-        """What must be kept of a batch at one point."""
-        scored = score(self._likelihood, predicted, y, self._class_dim)
+    def of_batch(self, predicted: Distribution, y: Tensor) -> Float[Tensor, "n links *of_ece"]:
+        """The numbers that must be kept of a batch at one point, a column for each link.
+
+        Args:
+            predicted: Batch shape `[links, B, ...]`.
+            y: The targets, as many times.
+        """
+        scored = score(self._likelihood, predicted, y)
+        num_links = predicted.batch_shape[0]
         if self._metric == "nll":
             # No class probabilities: for a thousand classes a thousandth of the memory.
-            return Scored(scored.log_probs, scored.log_probs, scored.log_probs)
+            return -scored.log_probs.double().view(num_links, -1).T
+        if not len(scored.log_probs):  # A batch may hold ignored targets alone.
+            size = (0, num_links, 2) if self._metric == "ece" else (0, num_links)
+            return scored.log_probs.new_zeros(size, dtype=torch.float64)
+        probs, labels = check_classification(*scored.classified)
+        confidence, first = probs.double().max(1)
+        is_right = (first == labels).double()
         if self._metric == "ece":
-            return scored
-        # A batch may hold ignored targets alone.
-        terms = scored.log_probs.double()
-        if len(terms):
-            terms = _terms(self._metric, *check_classification(*scored.classified))
-        return Scored(terms, terms, terms)
+            return torch.stack([confidence, is_right], 1).view(num_links, -1, 2).transpose(0, 1)
+        if self._metric == "brier":
+            is_right = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
+        return is_right.view(num_links, -1).T
 
-    def of_all(self, at: float, parts: Sequence[Scored], examples: Int[Tensor, " n"]) -> Evaluated:
-        """The metric at one point.
+    def of_all(
+        self, at: float, columns: Tensor, examples: Int[Tensor, " n"], links: Sequence[Link | None]
+    ) -> list[Evaluated]:
+        """The metric at one point, by each link.
 
         Args:
             at: The point: δ.
-            parts: What was kept of the batches.
+            columns: What was kept of the batches.
             examples: The example of each target that counts, from 0 on.
+            links: The columns' links.
         """
-        scored = joined(parts, "tune on")
-        if self._metric == "nll":
-            return _evaluated(at, scored.nll, -scored.log_probs.double(), examples)
-        if self._metric == "ece":
-            probs, labels = check_classification(*scored.classified)
-            terms, value = _gaps(probs, labels), float(ece(probs, labels))
-        else:
-            terms = scored.values.double()
+        examples = examples.repeat_interleave(len(columns) // len(examples))
+        found = []
+        for link, terms in zip(links, columns.unbind(1), strict=True):
             value = float(terms.mean())
-        examples = examples.repeat_interleave(len(terms) // len(examples))
-        return _evaluated(at, value, terms, examples)
+            if self._metric == "ece":
+                terms, value = _gaps(*terms.unbind(1))
+            found.append(replace(_evaluated(at, value, terms, examples), link=link))
+        return found
 
 
 class NoiseProfile:
@@ -122,16 +131,14 @@ class NoiseProfile:
 
     Args:
         likelihood: The fit's, `Gaussian`.
-        class_dim: As `score` takes it.
     """
 
-    def __init__(self, likelihood: Likelihood, class_dim: int | None) -> None:
+    def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood = likelihood
-        self._class_dim = class_dim
 
-    def of_batch(self, predicted: Distribution, y: Tensor) -> Scored:
-        """Squares of the residuals in units of the predictive, and its log-determinant."""
-        scored = score(self._likelihood, predicted, y, self._class_dim)
+    def of_batch(self, predicted: Distribution, y: Tensor) -> Float[Tensor, "n 1 3"]:
+        """Squares of the residuals in units of the predictive, its log-determinant, its size."""
+        scored = score(self._likelihood, predicted, y)
         assert isinstance(predicted, MultivariateNormal)
         root = predicted.scale_tril.flatten(0, -3).double()
         residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
@@ -139,15 +146,17 @@ class NoiseProfile:
         squares = torch.linalg.solve_triangular(root, residuals, upper=False).square().sum((-2, -1))
         log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         outputs = torch.full_like(squares, float(root.shape[-1]))
-        return Scored(squares, log_dets, outputs)
+        return torch.stack([squares, log_dets, outputs], -1).unsqueeze(1)
 
-    def of_all(self, at: float, parts: Sequence[Scored], examples: Int[Tensor, " n"]) -> Evaluated:
-        """The NLL at one γ and the best σ.
+    def of_all(
+        self, at: float, columns: Tensor, examples: Int[Tensor, " n"], links: Sequence[Link | None]
+    ) -> list[Evaluated]:
+        """The NLL at one γ and the best σ; as `MetricOverTerms.of_all`.
 
         Raises:
             ValueError: If the residuals are zero.
         """
-        squares, log_dets, outputs, _ = joined(parts, "tune on")
+        squares, log_dets, outputs = columns[:, 0].unbind(-1)
         factor = math.sqrt(float(squares.sum() / outputs.sum()))
         if factor == 0:
             raise ValueError(
@@ -156,25 +165,26 @@ class NoiseProfile:
             )
         terms = 0.5 * (squares / factor**2 + log_dets + outputs * math.log(2 * math.pi))
         terms = terms + outputs * math.log(factor)
-        return _evaluated(at, float(terms.mean()), terms, examples, at / factor**2, factor)
+        return [_evaluated(at, float(terms.mean()), terms, examples, at / factor**2, factor)]
 
 
-def examples_of(
-    likelihood: Likelihood, predicted: Distribution, y: Tensor, class_dim: int | None
-) -> Int[Tensor, " n"]:
+def examples_of(likelihood: Likelihood, predicted: Distribution, y: Tensor) -> Int[Tensor, " n"]:
     """The example of each target that counts, as `score` has them.
 
     Args:
         likelihood: What says which targets count.
-        predicted: Batch shape `[B, ...]`.
-        y: The targets.
-        class_dim: As `score` takes it.
+        predicted: Batch shape `[links, B, ...]`.
+        y: The targets, `[B, ...]`.
+
+    Raises:
+        ValueError: If the targets do not fit.
+        TypeError: If the targets do not fit.
     """
     shape = predicted.batch_shape
     values = predicted.probs if hasattr(predicted, "probs") else predicted.mean
-    outputs = values if values.ndim > len(shape) else values.unsqueeze(-1)
-    _, labels = flat_terms(outputs, targets_classes_last(y, outputs.ndim, class_dim))
-    examples = torch.arange(len(labels), device=labels.device) // math.prod(shape[1:])
+    outputs, labels = flat_terms(values[0].reshape(*shape[1:], -1), y)
+    likelihood.check_predicted(outputs, labels)
+    examples = torch.arange(len(labels), device=labels.device) // math.prod(shape[2:])
     counted = likelihood.counted(labels)
     return examples if counted is None else examples[counted]
 
@@ -194,17 +204,9 @@ def _evaluated(
     return Evaluated(at, value, sums, counts, delta, sigma_factor)
 
 
-def _terms(metric: str, probs: Tensor, labels: Tensor) -> Float[Tensor, " n"]:
-    """What each target adds to the accuracy or the Brier score."""
-    if metric == "accuracy":
-        return (probs.argmax(1) == labels).double()
-    return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
-
-
-def _gaps(probs: Tensor, labels: Tensor) -> Float[Tensor, " n"]:
-    """What each target adds to the ECE, as long as no bin's gap changes its sign."""
-    confidence, predicted = probs.double().max(1)
+def _gaps(confidence: Tensor, is_right: Tensor) -> tuple[Float[Tensor, " n"], float]:
+    """Shares of targets in the ECE, as long as no bin's gap changes its sign; and the ECE."""
     bins = (confidence * _BINS).long().clamp_(max=_BINS - 1)
-    gaps = (predicted == labels).double() - confidence
+    gaps = is_right - confidence
     of_bins = gaps.new_zeros(_BINS).index_add_(0, bins, gaps)
-    return of_bins.sign()[bins] * gaps
+    return of_bins.sign()[bins] * gaps, float(of_bins.abs().sum() / len(gaps))

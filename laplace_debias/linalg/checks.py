@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_debias.operators import base
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.parts import numbers
+from laplace_debias.system import checks
 
 
 def check_finite(A: LinearOperator) -> None:
@@ -58,8 +59,10 @@ def check_generator(generator: torch.Generator | None, A: LinearOperator) -> Non
     """Checks that random numbers can be drawn where the operator is.
 
     Raises:
+        TypeError: It is no generator.
         ValueError: The generator is on another type of device.
     """
+    checks.check_generator(generator)
     if generator is not None and generator.device.type != A.device.type:
         raise ValueError(
             f"`generator` is on {generator.device} and the operator on {A.device}; expected one "
@@ -92,19 +95,25 @@ def check_at_least(value: int, least: int, name: str, why: str = "") -> None:
         raise ValueError(f"`{name}` is {value}; expected at least {least}{why and f': {why}'}.")
 
 
-def asymmetry_error(A: LinearOperator, deviation: float, scale: float) -> ValueError:
-    """The error for an operator that has turned out not to be symmetric."""
-    return ValueError(
-        f"{type(A).__name__} is not symmetric: entries that symmetry makes equal differ by "
-        f"{deviation:.3g}, with products of norm {scale:.3g}. Take its symmetric part, "
-        "`0.5 * (A + A.T)`, or for singular values the eigenvalues of `A.T @ A`. If it should be "
-        "symmetric, check whether two products with the same vector agree."
-    )
+def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> None:
+    """Checks entries that symmetry makes equal.
 
+    Args:
+        A: The operator.
+        differences: By how much they differ, of any shape.
+        scale: The norm of the longest product with a unit vector.
 
-def asymmetry_tolerance(dtype: torch.dtype) -> float:
-    """How far, relative to the products, symmetry may be missed by rounding."""
-    return 30 * torch.finfo(dtype).eps ** 0.5
+    Raises:
+        ValueError: They differ by more than rounding.
+    """
+    deviation = float(differences.max()) if differences.numel() else 0.0
+    if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
+        raise ValueError(
+            f"{type(A).__name__} is not symmetric: entries that symmetry makes equal differ by "
+            f"{deviation:.3g}, with products of norm {scale:.3g}. Take its symmetric part, "
+            "`0.5 * (A + A.T)`, or for singular values the eigenvalues of `A.T @ A`. If it should "
+            "be symmetric, check whether two products with the same vector agree."
+        )
 
 
 def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int = 1) -> None:
@@ -118,7 +127,7 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
         raise TypeError(
             f"`{name}` is a {type(b).__name__}; expected a tensor. Join named parameters by "
             "`A.layout.flatten(...)` and part `Solution.x` by `A.layout.unflatten(...)`, or use "
-            "`solve(A, b)`, which takes them."
+            "`inverse(A) @ b`, which takes them."
         )
     rows = A.shape[0]
     if b.ndim not in (1, 2) or len(b) != rows or (b.ndim == 2 and b.shape[1] < least_columns):

@@ -23,7 +23,7 @@ def _spherical(n: int, like: LinearOperator, generator: torch.Generator | None) 
     return probe * (n**0.5 / probe.norm())
 
 
-DISTRIBUTIONS: dict[str, Callable[[int, LinearOperator, torch.Generator | None], Tensor]] = {
+_DISTRIBUTIONS: dict[str, Callable[[int, LinearOperator, torch.Generator | None], Tensor]] = {
     "rademacher": _rademacher,
     "gaussian": _gaussian,
     "spherical": _spherical,
@@ -44,13 +44,13 @@ def draw(
     Args:
         A: The operator they are for: gives length, dtype and device.
         count: How many.
-        distribution: A key of `DISTRIBUTIONS`.
+        distribution: `"rademacher"`, `"gaussian"` or `"spherical"`.
         generator: Source of randomness.
 
     Returns:
         The probes as columns, `[columns, count]`.
     """
-    function, n = DISTRIBUTIONS[distribution], A.shape[1]
+    function, n = _DISTRIBUTIONS[distribution], A.shape[1]
     probes = torch.empty(n, count, dtype=A.dtype, device=A.device)
     for column in range(count):
         probes[:, column] = function(n, A, generator)

@@ -11,7 +11,7 @@ from laplace_debias.linalg.checks import not_finite_error
 from laplace_debias.operators.base import LinearOperator
 
 _CHUNK_ELEMENTS = 2**26
-"""Default number of entries of a chunk of columns: 256 MiB in float32."""
+"""Entries of the columns that are multiplied at once: 256 MiB in float32."""
 
 
 class Products:
@@ -21,20 +21,18 @@ class Products:
 
     Args:
         A: The operator.
-        chunk: Columns multiplied at once; by default as many as fit in 2²⁶ entries.
         progress: Whether to show a progress bar.
         total: The number of products expected, for the progress bar.
         label: What the progress bar calls them.
 
     Raises:
-        ValueError: The operator is empty or neither float32 nor float64, or `chunk` < 1.
+        ValueError: The operator is empty or neither float32 nor float64.
     """
 
     def __init__(
         self,
         A: LinearOperator,
         *,
-        chunk: int | None = None,
         progress: bool = False,
         total: int | None = None,
         label: str = "products",
@@ -48,11 +46,9 @@ class Products:
             raise ValueError(
                 f"{type(A).__name__} has shape {A.shape}; expected at least one row and one column."
             )
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"`chunk` is {chunk}; expected at least one column, or None.")
         self.operator = A
         self.count = 0
-        self._chunk = chunk or max(1, _CHUNK_ELEMENTS // max(A.shape))
+        self._chunk = max(1, _CHUNK_ELEMENTS // max(A.shape))
         self._bar = tqdm(total=total, desc=label, unit="product", disable=not progress)
 
     def __enter__(self) -> "Products":

@@ -1,13 +1,192 @@
-"""Calibration bin by bin: what a reliability diagram shows."""
+"""How far confidence is from accuracy: calibration errors, and the curve of a reliability diagram.
 
-from typing import NamedTuple
+Every function takes probabilities `[n, classes]`, or `[n]` of class 1 of a binary problem, whose
+confidence is that of the more probable class, and class indices `[n]`. It raises TypeError where
+one is not a tensor, and ValueError where they are not probabilities and labels that fit each other.
+"""
+
+import math
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
 from laplace_debias.metrics.checks import check_classification
-from laplace_debias.metrics.classification import check_num_bins
+
+Probs = Float[Tensor, "n *classes"]
+Labels = Integer[Tensor, " n"]
+
+_STEPS = 24
+"""Bisections: the bandwidth of the smooth error is found to 2⁻²⁴."""
+
+
+def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
+    """Expected calibration error of the most probable class, `Σ_b (n_b/n) |acc_b - conf_b|`.
+
+    The bins are `num_bins` equal intervals `[lower, upper)` of the confidence. The value is that of
+    torchmetrics' `MulticlassCalibrationError`: a confidence that float32 rounds to 1 has a bin of
+    its own, and sums are in float32 whatever the dtype.
+
+    Args:
+        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
+        labels: Class indices `[n]`.
+        num_bins: Number of bins.
+
+    Returns:
+        The expected calibration error, in [0, 1].
+
+    Raises:
+        ValueError: `num_bins` < 1.
+
+    Reference:
+        Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
+        AAAI, 2015. Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML,
+        2017, equation 3.
+    """
+    return _of_equal_bins(probs, labels, num_bins, "l1")
+
+
+def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
+    """Maximum calibration error, the largest `|acc_b - conf_b|` of the bins of `ece`.
+
+    A bin with few examples often has the largest gap by chance. Arguments and errors are those of
+    `ece`.
+
+    Returns:
+        The maximum calibration error, in [0, 1].
+
+    Reference:
+        Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
+        AAAI, 2015.
+    """
+    return _of_equal_bins(probs, labels, num_bins, "max")
+
+
+def _of_equal_bins(
+    probs: Tensor, labels: Tensor, num_bins: int, norm: Literal["l1", "max"]
+) -> Float[Tensor, ""]:
+    # torchmetrics takes seconds to import: only what uses it waits for it.
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    check_num_bins(num_bins)
+    probs, labels = check_classification(probs, labels)
+    error = multiclass_calibration_error(
+        probs, labels, probs.shape[1], n_bins=num_bins, norm=norm, validate_args=False
+    )
+    return error.to(probs.dtype)
+
+
+def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
+    """Expected calibration error with as many examples in each bin.
+
+    Examples are ranked by the probability of their most probable class. Equal confidences have
+    their mean rank and share a bin, so that the order of the examples does not count. Arguments and
+    errors are those of `ece`.
+
+    Returns:
+        The error, in [0, 1], float64.
+
+    Reference:
+        Nixon, Dusenberry, Zhang, Jerfel, Tran. Measuring calibration in deep learning. CVPR
+        workshops, 2019.
+    """
+    check_num_bins(num_bins)
+    confidences, right = confidence_and_right(probs, labels)
+    _, index, counts = confidences.unique(return_inverse=True, return_counts=True)
+    # Whole numbers are exact: a quotient of two of them has torch's default dtype.
+    twice_mean_ranks = 2 * counts.cumsum(0) - counts
+    bins = (twice_mean_ranks * num_bins // (2 * len(right))).clamp(max=num_bins - 1)[index]
+    sums = torch.zeros(num_bins, dtype=torch.float64, device=bins.device)
+    return sums.index_add_(0, bins, right - confidences).abs().sum() / len(bins)
+
+
+def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
+    """Mean over the classes of `Σ_b (n_b/n) |freq_b - mean p_b|`, over all probabilities.
+
+    Each class is a binary problem, with equal bins of its probability; a probability of 1 belongs
+    to the last bin. Arguments and errors are those of `ece`.
+
+    Returns:
+        The error, in [0, 1], float64.
+
+    Reference:
+        Kull, Perello-Nieto, Kängsepp, Silva Filho, Song, Flach. Beyond temperature scaling:
+        obtaining well-calibrated multi-class probabilities with Dirichlet calibration. NeurIPS,
+        2019, equation 3.
+    """
+    check_num_bins(num_bins)
+    probs, labels = check_classification(probs, labels)
+    probs = probs.double()
+    first = num_bins * torch.arange(probs.shape[1], device=probs.device)
+    gaps = -probs
+    gaps.scatter_add_(1, labels[:, None], torch.ones_like(probs[:, :1]))
+    cells = _equal_bins(probs, num_bins) + first
+    sums = torch.zeros(probs.shape[1] * num_bins, dtype=torch.float64, device=probs.device)
+    return sums.index_add_(0, cells.flatten(), gaps.flatten()).abs().sum() / probs.numel()
+
+
+def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Tensor, ""]:
+    """Smooth ECE: the L1 norm of the smoothed residuals, at the bandwidth that equals the result.
+
+    For confidences f_n and hits y_n, `smECE_σ = ∫₀¹ |(1/n) Σ_n K_σ(t, f_n) (y_n - f_n)| dt` with
+    the Gaussian kernel of width σ reflected at 0 and 1, and the result is the σ with
+    `smECE_σ = σ`. It changes continuously with the probabilities and needs no number of bins. Its
+    bias on small sets is smaller than that of `ece`, not zero.
+
+    Args:
+        probs: As `ece`.
+        labels: As `ece`.
+        num_points: Intervals of the grid on which residuals and integral are; an error of order
+            `num_points⁻²`.
+
+    Returns:
+        The error, in [0, 1], float64.
+
+    Raises:
+        ValueError: `num_points` < 2.
+
+    Reference:
+        Błasiok, Nakkiran. Smooth ECE: principled reliability diagrams via kernel smoothing. ICLR,
+        2024, definitions 3 and 4.
+    """
+    if num_points < 2:
+        raise ValueError(f"`num_points` is {num_points}; expected at least 2, for example 2048.")
+    confidences, right = confidence_and_right(probs, labels)
+    position = confidences * num_points
+    lower = position.long().clamp(0, num_points - 1)
+    above = position - lower
+    residuals = (right - confidences) / len(confidences)
+    sums = torch.zeros(num_points + 1, dtype=torch.float64, device=lower.device)
+    sums.index_add_(0, lower, residuals * (1 - above))
+    sums.index_add_(0, lower + 1, residuals * above)
+    return _smoothed_error(sums)
+
+
+def _smoothed_error(residuals: Float[Tensor, " points"]) -> Float[Tensor, ""]:
+    """The fixed point `smECE_σ = σ` of residuals on a grid of [0, 1], both ends included.
+
+    Smoothing by the reflected Gaussian multiplies the k-th coefficient of the cosine series by
+    `exp(-(πkσ)²/2)`. `smECE_σ` falls as σ grows, so that bisection finds the fixed point.
+    """
+    num_intervals = len(residuals) - 1
+    # Even about both ends: the discrete Fourier transform is then the cosine series. An end has
+    # its mirror image in itself and counts twice.
+    doubled = residuals.clone()
+    doubled[[0, -1]] *= 2
+    spectrum = torch.fft.rfft(torch.cat([doubled, doubled[1:-1].flip(0)]))
+    frequencies = math.pi * torch.arange(
+        num_intervals + 1, dtype=residuals.dtype, device=residuals.device
+    )
+    low, high = torch.zeros_like(residuals[0]), torch.ones_like(residuals[0])
+    for _ in range(_STEPS):
+        sigma = (low + high) / 2
+        damped = spectrum * (-(frequencies * sigma).square() / 2).exp()
+        # Values are sums over a grid cell, so the trapezoidal rule needs no width.
+        smoothed = torch.fft.irfft(damped, n=2 * num_intervals)[: num_intervals + 1].abs()
+        error = smoothed.sum() - (smoothed[0] + smoothed[-1]) / 2
+        low, high = torch.where(error > sigma, sigma, low), torch.where(error > sigma, high, sigma)
+    return (low + high) / 2
 
 
 class ReliabilityCurve(NamedTuple):
@@ -26,25 +205,14 @@ class ReliabilityCurve(NamedTuple):
     accuracy: Float[Tensor, " bins"]
 
 
-def reliability_curve(
-    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"], num_bins: int = 15
-) -> ReliabilityCurve:
+def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> ReliabilityCurve:
     """Groups the examples by confidence and compares confidence and accuracy in each group.
 
     The bins are those of `ece`, `[lower, upper)`, but for a confidence of exactly 1, which belongs
-    to the last bin here.
-
-    Args:
-        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
-        labels: Class indices `[n]`.
-        num_bins: Number of bins.
+    to the last bin here. Arguments and errors are those of `ece`.
 
     Returns:
         The curve, on the device of `probs`.
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities, `labels` do not fit them, or `num_bins` < 1.
 
     Reference:
         Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML, 2017.
@@ -53,7 +221,7 @@ def reliability_curve(
     probs, labels = check_classification(probs, labels)
     confidences, predictions = probs.max(dim=1)
     edges = torch.linspace(0, 1, num_bins + 1, dtype=probs.dtype, device=probs.device)
-    bins = torch.bucketize(confidences, edges, right=True).sub(1).clamp(max=num_bins - 1)
+    bins = _equal_bins(confidences, num_bins)
     counts = torch.bincount(bins, minlength=num_bins).to(probs.dtype)
     right = (predictions == labels).to(probs.dtype)
     return ReliabilityCurve(
@@ -62,3 +230,27 @@ def reliability_curve(
         confidence=torch.zeros_like(counts).scatter_add_(0, bins, confidences) / counts,
         accuracy=torch.zeros_like(counts).scatter_add_(0, bins, right) / counts,
     )
+
+
+def confidence_and_right(
+    probs: Probs, labels: Labels
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """The probability of each example's most probable class, and 1 where that is its label.
+
+    Both `[n]`, float64.
+    """
+    probs, labels = check_classification(probs, labels)
+    confidences, predictions = probs.double().max(dim=1)
+    return confidences, (predictions == labels).double()
+
+
+def _equal_bins(values: Float[Tensor, "*n"], num_bins: int) -> Integer[Tensor, "*n"]:
+    """Indices of equal intervals `[lower, upper)` of [0, 1]; 1 belongs to the last one."""
+    edges = torch.linspace(0, 1, num_bins + 1, dtype=values.dtype, device=values.device)
+    return torch.bucketize(values, edges, right=True).sub(1).clamp(0, num_bins - 1)
+
+
+def check_num_bins(num_bins: int) -> None:
+    """Raise ValueError if there is not at least one bin."""
+    if num_bins < 1:
+        raise ValueError(f"`num_bins` is {num_bins}; expected at least 1, for example 15.")

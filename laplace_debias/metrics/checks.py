@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
+from laplace_debias.system.checks import real
+
 _ROW_SUM_TOLERANCE = 1e-4
 """How far from 1 a row of float32 or float64 probabilities may sum."""
 
@@ -227,9 +229,10 @@ def check_level(level: float) -> None:
     """Checks the level of an interval.
 
     Raises:
+        TypeError: As `real`.
         ValueError: `level` is not between 0 and 1.
     """
-    if not 0 < level < 1:
+    if not 0 < real(level, "level") < 1:
         raise ValueError(
             f"`level` is {level}; expected a fraction between 0 and 1, for example 0.95."
         )

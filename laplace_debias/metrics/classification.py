@@ -1,4 +1,4 @@
-"""How good predicted class probabilities are: accuracy, NLL, ECE, Brier score.
+"""How good predicted class probabilities are: accuracy, NLL, Brier score, over-confidence.
 
 Every function takes probabilities `[n, classes]`, or `[n]` probabilities of class 1 of a binary
 problem, and class indices `[n]`; it returns a scalar tensor on their device, or with
@@ -66,44 +66,6 @@ def nll(
     return -reduced(log_probs, reduction)
 
 
-def ece(
-    probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"], num_bins: int = 15
-) -> Float[Tensor, ""]:
-    """Expected calibration error of the most probable class, `Σ_b (n_b/n) |acc_b - conf_b|`.
-
-    The bins are `num_bins` equal intervals `[lower, upper)` of the confidence. The value is that of
-    torchmetrics' `MulticlassCalibrationError`: a confidence that float32 rounds to 1 has a bin of
-    its own, and sums are in float32 whatever the dtype.
-
-    Args:
-        probs: Probabilities `[n, classes]`, or `[n]` of class 1, whose confidence is that of the
-            more probable of the two classes.
-        labels: Class indices `[n]`.
-        num_bins: Number of bins.
-
-    Returns:
-        The expected calibration error, in [0, 1].
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities, `labels` do not fit them, or `num_bins` < 1.
-
-    Reference:
-        Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
-        AAAI, 2015. Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML,
-        2017, equation 3.
-    """
-    # torchmetrics takes seconds to import: only what uses it waits for it.
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
-    check_num_bins(num_bins)
-    probs, labels = check_classification(probs, labels)
-    error = multiclass_calibration_error(
-        probs, labels, probs.shape[1], n_bins=num_bins, norm="l1", validate_args=False
-    )
-    return error.to(probs.dtype)
-
-
 def brier(
     probs: Float[Tensor, "n *classes"],
     labels: Integer[Tensor, " n"],
@@ -128,6 +90,27 @@ def brier(
     return reduced((probs - one_hot(labels, probs.shape[1])).square().sum(dim=1), reduction)
 
 
+def overconfidence(
+    probs: Float[Tensor, "n *classes"],
+    labels: Integer[Tensor, " n"],
+    *,
+    reduction: Reduction = "mean",
+) -> Float[Tensor, "..."]:
+    """Mean confidence less accuracy, `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`.
+
+    Above zero the network is surer than it is right. Of a binary problem the confidence is that of
+    the more probable class.
+
+    Arguments and errors are those of `accuracy`.
+
+    Returns:
+        The gap, in [-1, 1], float64; zero if confidence is right on the whole.
+    """
+    probs, labels = check_classification(probs, labels)
+    confidences, predictions = probs.double().max(dim=1)
+    return reduced(confidences - (predictions == labels).double(), reduction)
+
+
 def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
     """The mean of the examples' values, or the values as they are.
 
@@ -141,16 +124,3 @@ def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]
     if reduction not in ("mean", "none"):
         raise ValueError(f"`reduction` is {reduction!r}; expected 'mean' or 'none'.")
     return values.mean() if reduction == "mean" else values
-
-
-def check_num_bins(num_bins: int) -> None:
-    """Checks a number of confidence bins.
-
-    Args:
-        num_bins: Number of bins.
-
-    Raises:
-        ValueError: `num_bins` is below 1.
-    """
-    if num_bins < 1:
-        raise ValueError(f"`num_bins` is {num_bins}; expected at least 1, for example 15.")

@@ -1,32 +1,42 @@
 """All metrics of one predictive at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
 from laplace_debias.metrics.checks import (
     check_classification,
+    check_level,
     check_probs,
     check_same_device,
 )
-from laplace_debias.metrics.of_classification import CLASSIFICATION
-from laplace_debias.metrics.of_scores import SCORES
+from laplace_debias.metrics.definitions import (
+    EXACT_MATCH,
+    OF_GAUSSIANS,
+    OF_PROBS,
+    OF_SCORES,
+    of_log_probs,
+    over_labels,
+    per_example,
+)
 from laplace_debias.metrics.ood import entropy
+from laplace_debias.metrics.regression import Real, check_gaussian
 from laplace_debias.metrics.report import Report, report_of
-from laplace_debias.metrics.statistics import Mean, Sampling, Statistic
+from laplace_debias.metrics.statistics import Alone, Statistic
+
+Sets = Mapping[str, Float[Tensor, "..."]]
 
 
 def evaluate(
     probs: Float[Tensor, "n *classes"],
     labels: Integer[Tensor, " n"],
-    ood: Mapping[str, Float[Tensor, "..."]] | None = None,
+    ood: Sets | None = None,
     *,
     log_probs: Float[Tensor, " n"] | None = None,
     intervals: bool = True,
     level: float = 0.95,
-    num_resamples: int = 500,
-    seed: int = 0,
 ) -> Report:
     """Calibration, and separation of OOD examples by the entropy of the predictive.
 
@@ -39,21 +49,19 @@ def evaluate(
             digits than `probs` has.
         intervals: Whether to make confidence intervals.
         level: Coverage that they aim at.
-        num_resamples: Draws, for the metrics whose interval needs them.
-        seed: Of these draws; torch's generators are left alone.
 
     Returns:
-        `accuracy`, `nll` (nats), `ece` (15 bins), `brier`, `mean_entropy` (nats, of `probs`),
-        `ece_equal_mass`, `smooth_ece`, `mce`, `classwise_ece` and `aurc`; for each
+        `accuracy`, `nll` (nats), `brier`, `overconfidence`, `ece` (15 bins), `mean_entropy` (nats,
+        of `probs`), `ece_equal_mass`, `smooth_ece`, `mce`, `classwise_ece` and `aurc`; for each
         out-of-distribution set `auroc_<name>`, `aupr_<name>` (OOD positive), `fpr95_<name>` and
-        `aupr_in_<name>` (ID positive). Each is a float with `.low` and `.high`; `DESCRIPTIONS` says
-        what they mean.
+        `aupr_in_<name>` (ID positive). Each is a float with `.low` and `.high`, NaN for the errors
+        over bins, of which no interval is known that holds; `METRICS` says what they mean.
 
     Raises:
         TypeError: An argument is not a tensor.
         ValueError: Values are not probabilities, `labels` do not fit them, the classes or the
-            device of an out-of-distribution set differ from those of `probs`, `level` is not
-            between 0 and 1, or `num_resamples` < 2.
+            device of an out-of-distribution set differ from those of `probs`, or `level` is not
+            between 0 and 1.
 
     Example:
         >>> import torch
@@ -64,26 +72,131 @@ def evaluate(
         >>> report["accuracy"] == 1 and report["auroc_noise"] == 1
         True
     """
-    how = Sampling(level, num_resamples, seed)
     probs, labels = check_classification(probs, labels)
-    probs_ood = {name: check_probs(other, f"ood[{name!r}]") for name, other in (ood or {}).items()}
-    for name, other in probs_ood.items():
-        check_same_device(probs, other, "probs", f"ood[{name!r}]")
-        if other.shape[1] != probs.shape[1]:
-            raise ValueError(
-                f"`ood[{name!r}]` has {other.shape[1]} classes and `probs` {probs.shape[1]}; "
-                "expected as many. Predict both with the same model."
-            )
-    made = {metric.__name__: make(probs, labels) for metric, make in CLASSIFICATION.items()}
+    checked = _checked_sets(ood, probs, check_probs, "classes")
+    statistics = {metric.name: metric.statistic(probs, labels) for metric in OF_PROBS}
     if log_probs is not None:
-        made["nll"] = nll_of_log_probs(log_probs, len(labels))
-    entropies = entropy(probs)
-    made["mean_entropy"] = Mean(entropies.mean().item(), entropies, lowest=0)
-    first = ("accuracy", "nll", "ece", "brier", "mean_entropy")
-    statistics = {name: made.pop(name) for name in first} | made
-    scores = {name: entropy(other) for name, other in probs_ood.items()}
-    statistics |= separation(entropies, scores)
-    return report_of(statistics, labels, how if intervals else None)
+        statistics["nll"] = _checked_nll(log_probs, len(labels))
+    statistics |= _separation(entropy(probs), {name: entropy(p) for name, p in checked.items()})
+    return report_of(statistics, labels, level, intervals)
+
+
+def evaluate_multilabel(
+    probs: Float[Tensor, "n labels"],
+    labels: Integer[Tensor, "n labels"],
+    ood: Sets | None = None,
+    *,
+    log_probs: Float[Tensor, " n"] | None = None,
+    intervals: bool = True,
+    level: float = 0.95,
+) -> Report:
+    """Calibration of independent labels, and separation of OOD examples by their entropy.
+
+    Every label of every example is one binary problem, of which examples are drawn, not labels one
+    by one. The accuracy is torchmetrics' `multilabel_accuracy` with `average="micro"`.
+
+    Args:
+        probs: The probability that each label applies, `[n, labels]`.
+        labels: Whether it does, 0 or 1, `[n, labels]`.
+        ood: By the name of each out-of-distribution set, the probabilities `[m, labels]` predicted
+            on it.
+        log_probs: Log-probabilities of each example's labels, `[n]`, summed over the labels, where
+            they are known to more digits than `probs` has.
+        intervals: As `evaluate`.
+        level: As `evaluate`.
+
+    Returns:
+        `accuracy` (the share of labels that are right at a threshold of 0.5), `exact_match` (the
+        share of examples with every label right), `nll` (nats, summed over an example's labels),
+        `brier`, `overconfidence` and `ece` (15 bins) over all labels, `mean_entropy` (nats, summed
+        over an example's labels), and what `evaluate` has of each out-of-distribution set, by that
+        entropy.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: `probs` are not probabilities, or labels or an out-of-distribution set do not
+            fit them; as `evaluate`.
+
+    Example:
+        >>> import torch
+        >>> probs = torch.tensor([[0.9, 0.2], [0.3, 0.4]])
+        >>> report = evaluate_multilabel(probs, torch.tensor([[1, 0], [0, 1]]))
+        >>> report["accuracy"].value, report["exact_match"].value
+        (0.75, 0.5)
+    """
+    probs = _checked_table(probs, "probs")
+    if not isinstance(labels, Tensor) or labels.shape != probs.shape:
+        came = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(
+            f"`labels` is {came}; expected a tensor of the shape of `probs`, {list(probs.shape)}, "
+            "0 or 1 for every label."
+        )
+    checked = _checked_sets(ood, probs, _checked_table, "labels")
+    flat = check_classification(probs.flatten(), labels.flatten())
+    made = {metric.name: metric.statistic(*flat) for metric in OF_PROBS[:6]}
+    summed = {"nll", "mean_entropy"}
+    statistics: dict[str, Statistic] = {
+        name: over_labels(one, probs.shape, probs.shape[1] if name in summed else 1)
+        for name, one in made.items()
+        if name != "ece"
+    }
+    statistics["ece"] = Alone(made["ece"].value, len(probs))
+    statistics["exact_match"] = EXACT_MATCH.statistic(probs, labels)
+    if log_probs is not None:
+        statistics["nll"] = _checked_nll(log_probs, len(labels))
+    scores = {name: _entropy(other) for name, other in checked.items()}
+    statistics |= _separation(_entropy(probs), scores)
+    return report_of(statistics, labels, level, intervals)
+
+
+def evaluate_regression(
+    mean: Real,
+    standard_deviation: Real,
+    targets: Real,
+    ood: Sets | None = None,
+    *,
+    log_probs: Float[Tensor, " n"] | None = None,
+    intervals: bool = True,
+    level: float = 0.95,
+) -> Report:
+    """Errors and calibration of a Gaussian predictive; separation of OOD examples by its variance.
+
+    Args:
+        mean: `[n]` or `[n, outputs]`.
+        standard_deviation: Of the same shape, positive, the noise included.
+        targets: Of the same shape.
+        ood: By the name of each out-of-distribution set, the standard deviations predicted on it,
+            `[m]` or `[m, outputs]`.
+        log_probs: Log-densities of the targets of each example, `[n]`, where outputs are
+            correlated; by default the sum over the outputs of each alone.
+        intervals: Whether to make confidence intervals.
+        level: Coverage that they aim at, and of the predictive's intervals that `coverage` and
+            `width` measure.
+
+    Returns:
+        `nll` (nats per example), `rmse`, `bias` (mean of prediction less target), `crps` and
+        `width` (units of the targets), `scaled_error` (root mean square of the errors in standard
+        deviations), `coverage` (the share of targets in the central interval of probability
+        `level`; compare it with `level`), `quantile_calibration_error` (99 levels); and what
+        `evaluate` has of each out-of-distribution set, by the mean variance of an example.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: Values are not finite, shapes do not fit, or a standard deviation is not
+            positive; as `evaluate`.
+    """
+    check_level(level)
+    check_gaussian(mean, standard_deviation, targets)
+    given = mean.double(), standard_deviation.double(), targets.double()
+    statistics = {metric.name: metric.statistic(*given, level) for metric in OF_GAUSSIANS}
+    if log_probs is not None:
+        statistics["nll"] = _checked_nll(log_probs, len(mean))
+    variances = {}
+    for name, deviation in (ood or {}).items():
+        check_gaussian(deviation, deviation)
+        variances[name] = per_example(deviation.double().square())
+    statistics |= _separation(per_example(given[1].square()), variances)
+    return report_of(statistics, targets, level, intervals)
 
 
 def evaluate_ood(
@@ -92,19 +205,15 @@ def evaluate_ood(
     *,
     intervals: bool = True,
     level: float = 0.95,
-    num_resamples: int = 500,
-    seed: int = 0,
 ) -> Report:
     """How well any score tells OOD examples from ID ones.
 
     Args:
         scores_id: Scores of in-distribution examples, `[num_id]`.
         scores_ood: Of out-of-distribution ones, `[num_ood]`; higher is more OOD: `entropy`,
-            `max_probability`, `mutual_information`, `logit_variance`.
+            `max_probability`, the epistemic part of `uncertainty`.
         intervals: As `evaluate`.
         level: As `evaluate`.
-        num_resamples: As `evaluate`.
-        seed: As `evaluate`.
 
     Returns:
         `auroc`, `aupr_out`, `aupr_in` and `fpr95`. `compare` takes it as paired with another score
@@ -114,47 +223,56 @@ def evaluate_ood(
         TypeError: An argument is not a tensor.
         ValueError: Scores are empty, not one-dimensional, or hold NaN; as `evaluate`.
     """
-    how = Sampling(level, num_resamples, seed)
-    made = {metric.__name__: make(scores_id, scores_ood) for metric, make in SCORES.items()}
-    statistics = {
-        "auroc": made["auroc"],
-        "aupr_out": made["aupr"],
-        "aupr_in": made["aupr_in"],
-        "fpr95": made["fpr95"],
-    }
-    return report_of(statistics, None, how if intervals else None)
+    statistics = {metric.name: metric.statistic(scores_id, scores_ood) for metric in OF_SCORES}
+    return report_of(statistics, None, level, intervals)
 
 
-def separation(
-    scores_id: Float[Tensor, " num_id"], scores_ood: Mapping[str, Float[Tensor, " num_ood"]]
-) -> dict[str, Statistic]:
-    """`auroc_<name>`, `aupr_<name>`, `fpr95_<name>`, `aupr_in_<name>` of each OOD set.
-
-    Args:
-        scores_id: Scores of in-distribution examples, `[num_id]`.
-        scores_ood: By the name of each set, the scores of its examples.
-    """
-    by_name = {metric.__name__: make for metric, make in SCORES.items()}
+def _separation(scores_id: Tensor, sets: Mapping[str, Tensor]) -> dict[str, Statistic]:
+    """`auroc_<name>`, `aupr_<name>`, `aupr_in_<name>`, `fpr95_<name>` of each OOD set's scores."""
     return {
-        f"{metric}_{name}": by_name[metric](scores_id, scores)
-        for name, scores in scores_ood.items()
-        for metric in ("auroc", "aupr", "fpr95", "aupr_in")
+        f"{metric.name.removesuffix('_out')}_{name}": metric.statistic(scores_id, scores)
+        for name, scores in sets.items()
+        for metric in OF_SCORES
     }
 
 
-def nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Statistic:
-    """The mean of negative log-probabilities, in nats.
-
-    Args:
-        log_probs: `[n]`.
-        num_examples: How many there have to be.
-
-    Raises:
-        ValueError: There are more or fewer.
-    """
+def _checked_nll(log_probs: Float[Tensor, " n"], num_examples: int) -> Statistic:
     if log_probs.shape != (num_examples,):
         raise ValueError(
             f"`log_probs` has shape {list(log_probs.shape)}; expected that of the label of each of "
             f"the {num_examples} examples, [{num_examples}]."
         )
-    return Mean(-log_probs.double().mean().item(), -log_probs.double())
+    return of_log_probs(log_probs)
+
+
+def _checked_sets(
+    ood: Sets | None, probs: Tensor, check: Callable[[Tensor, str], Tensor], what: str
+) -> dict[str, Tensor]:
+    """OOD probabilities that fit those of the test set."""
+    checked = {}
+    for name, other in (ood or {}).items():
+        checked[name] = check(other, f"ood[{name!r}]")
+        check_same_device(probs, other, "probs", f"ood[{name!r}]")
+        if checked[name].shape[1] != probs.shape[1]:
+            raise ValueError(
+                f"`ood[{name!r}]` has {checked[name].shape[1]} {what} and `probs` "
+                f"{probs.shape[1]}; expected as many. Predict both with the same model."
+            )
+    return checked
+
+
+def _entropy(probs: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
+    """Entropy of each example's independent labels, in nats."""
+    return torch.special.entr(check_probs(probs.flatten())).sum(1).view(probs.shape).sum(1)
+
+
+def _checked_table(probs: Float[Tensor, "n labels"], name: str) -> Float[Tensor, "n labels"]:
+    if not isinstance(probs, Tensor):
+        raise TypeError(f"`{name}` is a {type(probs).__name__}; expected a tensor [n, labels].")
+    if probs.ndim != 2:
+        raise ValueError(
+            f"`{name}` has shape {list(probs.shape)}; expected [n, labels]. Flatten the other "
+            "dimensions into n."
+        )
+    check_probs(probs.flatten(), name)
+    return probs

@@ -19,14 +19,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from laplace_debias.metrics import (
-    binned,
-    classification,
-    ood,
-    regression,
-    selective,
-    smoothing,
-)
+from laplace_debias.metrics import calibration, classification, ood, regression, selective
+from laplace_debias.metrics.checks import check_classification
 
 __all__ = [
     "AUPR",
@@ -55,6 +49,8 @@ class _Mean(Metric):
 
     is_differentiable = False
     full_state_update = False
+    higher_is_better: bool | None = False
+    _of: Callable[..., Tensor]
     total: Tensor
     count: Tensor
 
@@ -63,9 +59,14 @@ class _Mean(Metric):
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
-    def _add(self, values: Tensor) -> None:
+    def update(self, *arguments: Tensor) -> None:
+        """Adds a batch of what the function takes."""
+        values = self._values(*arguments)
         self.total += values.sum(dtype=torch.float64)
         self.count += values.numel()
+
+    def _values(self, *arguments: Tensor) -> Tensor:
+        return self._of(*arguments, reduction="none")
 
     def compute(self) -> Float[Tensor, ""]:
         """The mean over all examples, float64; ValueError if there were none."""
@@ -74,29 +75,20 @@ class _Mean(Metric):
         return self.total / self.count
 
 
-class _MeanOfProbs(_Mean):
-    _of: Callable[..., Tensor]
-    higher_is_better = False
-
-    def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
-        """Adds a batch of probabilities `[n, classes]` (or `[n]`) and class indices `[n]`."""
-        self._add(self._of(probs, labels, reduction="none"))
-
-
-class Accuracy(_MeanOfProbs):
+class Accuracy(_Mean):
     """`metrics.accuracy` over batches."""
 
     _of = staticmethod(classification.accuracy)
     higher_is_better = True
 
 
-class NLL(_MeanOfProbs):
+class NLL(_Mean):
     """`metrics.nll` over batches, in nats."""
 
     _of = staticmethod(classification.nll)
 
 
-class Brier(_MeanOfProbs):
+class Brier(_Mean):
     """`metrics.brier` over batches."""
 
     _of = staticmethod(classification.brier)
@@ -133,7 +125,7 @@ class _KeptProbs(_Kept):
 
     def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
         """Adds a batch of probabilities `[n, classes]` (or `[n]`) and class indices `[n]`."""
-        classification.check_classification(probs, labels)
+        check_classification(probs, labels)
         self._keep(probs, labels)
 
     def compute(self) -> Float[Tensor, ""]:
@@ -147,7 +139,7 @@ class _KeptProbs(_Kept):
 class _Binned(_KeptProbs):
     def __init__(self, num_bins: int = 15, **options: Any) -> None:
         super().__init__(**options)
-        classification.check_num_bins(num_bins)
+        calibration.check_num_bins(num_bins)
         self.num_bins = num_bins
 
     def _function(self, probs: Tensor, labels: Tensor) -> Tensor:
@@ -157,31 +149,31 @@ class _Binned(_KeptProbs):
 class ECE(_Binned):
     """`metrics.ece` over batches, with `num_bins` bins."""
 
-    _of = staticmethod(classification.ece)
+    _of = staticmethod(calibration.ece)
 
 
 class EqualMassECE(_Binned):
     """`metrics.ece_equal_mass` over batches, with `num_bins` bins."""
 
-    _of = staticmethod(binned.ece_equal_mass)
+    _of = staticmethod(calibration.ece_equal_mass)
 
 
 class MCE(_Binned):
     """`metrics.mce` over batches, with `num_bins` bins."""
 
-    _of = staticmethod(binned.mce)
+    _of = staticmethod(calibration.mce)
 
 
 class ClasswiseECE(_Binned):
     """`metrics.classwise_ece` over batches, with `num_bins` bins."""
 
-    _of = staticmethod(binned.classwise_ece)
+    _of = staticmethod(calibration.classwise_ece)
 
 
 class SmoothECE(_KeptProbs):
     """`metrics.smooth_ece` over batches."""
 
-    _of = staticmethod(smoothing.smooth_ece)
+    _of = staticmethod(calibration.smooth_ece)
 
 
 class AURC(_KeptProbs):
@@ -235,36 +227,19 @@ class FPR95(_KeptScores):
     higher_is_better = False
 
 
-class _MeanOfGaussian(_Mean):
-    _of: Callable[..., Tensor]
-    higher_is_better: bool | None = False
-
-    def update(
-        self,
-        mean: Float[Tensor, "n *outputs"],
-        standard_deviation: Float[Tensor, "n *outputs"],
-        targets: Float[Tensor, "n *outputs"],
-    ) -> None:
-        """Adds a batch of means, standard deviations (noise included) and targets."""
-        self._add(self._values(mean, standard_deviation, targets))
-
-    def _values(self, mean: Tensor, standard_deviation: Tensor, targets: Tensor) -> Tensor:
-        return self._of(mean, standard_deviation, targets, reduction="none")
-
-
-class GaussianNLL(_MeanOfGaussian):
+class GaussianNLL(_Mean):
     """`metrics.gaussian_nll` over batches, in nats."""
 
     _of = staticmethod(regression.gaussian_nll)
 
 
-class CRPS(_MeanOfGaussian):
+class CRPS(_Mean):
     """`metrics.crps` over batches, in the units of the targets."""
 
     _of = staticmethod(regression.crps)
 
 
-class _OfInterval(_MeanOfGaussian):
+class _OfInterval(_Mean):
     def __init__(self, level: float = 0.95, **options: Any) -> None:
         super().__init__(**options)
         regression.check_level(level)
@@ -276,7 +251,8 @@ class IntervalCoverage(_OfInterval):
 
     higher_is_better = None
 
-    def _values(self, mean: Tensor, standard_deviation: Tensor, targets: Tensor) -> Tensor:
+    def _values(self, *arguments: Tensor) -> Tensor:
+        mean, standard_deviation, targets = arguments
         ends = regression.gaussian_interval(mean, standard_deviation, self.level)
         return regression.interval_coverage(*ends, targets, reduction="none")
 
@@ -284,7 +260,8 @@ class IntervalCoverage(_OfInterval):
 class IntervalWidth(_OfInterval):
     """`metrics.interval_width` of the central Gaussian intervals of probability `level`."""
 
-    def _values(self, mean: Tensor, standard_deviation: Tensor, targets: Tensor) -> Tensor:
+    def _values(self, *arguments: Tensor) -> Tensor:
+        mean, standard_deviation, targets = arguments
         regression.check_gaussian(mean, standard_deviation, targets)
         ends = regression.gaussian_interval(mean, standard_deviation, self.level)
         return regression.interval_width(*ends, reduction="none")

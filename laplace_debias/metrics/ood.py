@@ -73,10 +73,6 @@ def aupr(
     return binary_average_precision(*_ranked(scores_id, scores_ood), validate_args=False)
 
 
-aupr_out = aupr
-"""`aupr` by the name that tells it from `aupr_in`."""
-
-
 def aupr_in(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:

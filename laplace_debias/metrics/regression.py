@@ -1,9 +1,8 @@
-"""How good predictives of real numbers are: as Gaussians, as samples, as intervals.
+"""How good Gaussian predictives of real numbers are, and intervals.
 
-Targets are `[n]` or `[n, outputs]`. A Gaussian predictive is its mean and standard deviation of
-that shape, the noise included; samples of a predictive have a dimension more in front,
-`[samples, ...]`. Functions give a scalar over all targets, or with `reduction="none"` one value per
-target.
+Targets are `[n]` or `[n, outputs]`. A predictive is its mean and standard deviation of that shape,
+the noise included. Functions give a scalar over all targets, or with `reduction="none"` one value
+per target.
 """
 
 import math
@@ -83,34 +82,6 @@ def crps(
     return reduced(standard_deviation * terms, reduction)
 
 
-def crps_samples(
-    samples: Float[Tensor, "samples n *outputs"], targets: Real, *, reduction: Reduction = "mean"
-) -> Float[Tensor, "..."]:
-    """Continuous ranked probability score of the empirical distribution of samples.
-
-    `E|X - y| - ½ E|X - X'|` with X and X' drawn from the S samples, `S log S` work.
-
-    Args:
-        samples: `[S, n]` or `[S, n, outputs]`.
-        targets: `[n]` or `[n, outputs]`.
-        reduction: As `gaussian_nll`.
-
-    Returns:
-        The mean score, in the units of the targets.
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty or not finite, or shapes or devices differ.
-    """
-    check_samples(samples, targets)
-    size = len(samples)
-    ordered = samples.sort(dim=0).values
-    # Σ_{s,t} |x_s - x_t| = 2 Σ_s (2s - S - 1) x_(s) for the s-th smallest.
-    ranks = torch.arange(1, size + 1, dtype=samples.dtype, device=samples.device)
-    spread = torch.tensordot(2 * ranks - size - 1, ordered, 1) / size**2
-    return reduced((samples - targets).abs().mean(0) - spread, reduction)
-
-
 def gaussian_interval(
     mean: Real, standard_deviation: Real, level: float = 0.95
 ) -> tuple[Real, Real]:
@@ -131,26 +102,6 @@ def gaussian_interval(
     return mean - half, mean + half
 
 
-def sample_interval(
-    samples: Float[Tensor, "samples n *outputs"], level: float = 0.95
-) -> tuple[Real, Real]:
-    """The `(1 - level)/2` and `(1 + level)/2` quantiles of samples, `[n]` or `[n, outputs]` each.
-
-    Args:
-        samples: `[S, n]` or `[S, n, outputs]`.
-        level: Probability between the ends, between 0 and 1.
-
-    Raises:
-        TypeError: `samples` is not a tensor.
-        ValueError: `samples` is empty or not finite, or `level` is not between 0 and 1.
-    """
-    check_level(level)
-    check_real({"samples": samples})
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=samples.dtype)
-    low, high = samples.quantile(tails.to(samples.device), dim=0)
-    return low, high
-
-
 def interval_coverage(
     low: Real, high: Real, targets: Real, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
@@ -168,7 +119,7 @@ def interval_coverage(
             below its lower one.
     """
     check_real({"low": low, "high": high, "targets": targets})
-    check_ends(low, high)
+    _check_ends(low, high)
     return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
 
 
@@ -178,7 +129,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
     Arguments and errors are those of `interval_coverage`.
     """
     check_real({"low": low, "high": high})
-    check_ends(low, high)
+    _check_ends(low, high)
     return reduced(high - low, reduction)
 
 
@@ -191,22 +142,12 @@ def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
     return ndtr((targets - mean) / standard_deviation)
 
 
-def sample_pit(samples: Float[Tensor, "samples n *outputs"], targets: Real) -> Real:
-    """The fraction of samples below each target, equal ones by half.
-
-    Arguments and errors are those of `crps_samples`.
-    """
-    check_samples(samples, targets)
-    below = (samples < targets).to(targets.dtype) + (samples == targets).to(targets.dtype) / 2
-    return below.mean(0)
-
-
 def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor, ""]:
     """Mean of `|share of targets below their p-quantile - p|` over levels p, equally spaced.
 
     Args:
-        pit: Probability integral transform of each target, in [0, 1]: of `gaussian_pit`,
-            `sample_pit`, or the predictive's distribution function.
+        pit: Probability integral transform of each target, in [0, 1]: of `gaussian_pit`, or another
+            predictive's distribution function.
         num_levels: K levels `1/(K+1) … K/(K+1)`.
 
     Returns:
@@ -228,15 +169,10 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
             f"`pit` lies in [{pit.min():.4g}, {pit.max():.4g}]; expected [0, 1]. Pass the "
             "distribution function of the predictive at the targets."
         )
-    levels = quantile_levels(num_levels, pit)
+    steps = torch.arange(1, num_levels + 1, dtype=torch.float64, device=pit.device)
+    levels = steps / (num_levels + 1)
     shares = torch.searchsorted(pit.flatten().double().sort().values, levels, right=True)
     return (shares.float() / pit.numel() - levels).abs().mean()
-
-
-def quantile_levels(num_levels: int, like: Tensor) -> Float[Tensor, " levels"]:
-    """K levels `1/(K+1) … K/(K+1)`, float64, on the device of a tensor."""
-    steps = torch.arange(1, num_levels + 1, dtype=torch.float64, device=like.device)
-    return steps / (num_levels + 1)
 
 
 def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = None) -> None:
@@ -255,28 +191,7 @@ def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = 
         )
 
 
-def check_samples(samples: Tensor, targets: Tensor) -> None:
-    """Checks samples of a predictive with their targets.
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: As `crps_samples`.
-    """
-    check_real({"samples": samples})
-    if samples.ndim < 2:
-        raise ValueError(
-            f"`samples` has shape {list(samples.shape)}; expected [samples, n] or "
-            "[samples, n, outputs]."
-        )
-    check_real({"samples[0]": samples[0], "targets": targets})
-
-
-def check_ends(low: Tensor, high: Tensor) -> None:
-    """Checks that no upper end of an interval is below the lower one.
-
-    Raises:
-        ValueError: One is.
-    """
+def _check_ends(low: Tensor, high: Tensor) -> None:
     if (high < low).any():
         raise ValueError(
             f"{int((high < low).sum())} of {low.numel()} intervals have `high` below `low`; "

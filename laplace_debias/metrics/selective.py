@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from laplace_debias.metrics.binned import confidence_and_right
+from laplace_debias.metrics.calibration import confidence_and_right
 
 
 class RiskCoverageCurve(NamedTuple):

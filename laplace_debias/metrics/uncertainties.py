@@ -90,31 +90,3 @@ def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
         in neural networks. ICLR, 2017.
     """
     return 1 - check_probs(probs).max(dim=1).values
-
-
-def mutual_information(probs: Float[Tensor, "samples n *classes"]) -> Float[Tensor, " n"]:
-    """The epistemic part of `uncertainty`, `[n]`, in nats; arguments and errors are its own."""
-    return uncertainty(probs).epistemic
-
-
-def logit_variance(logits: Float[Tensor, "samples n *outputs"]) -> Float[Tensor, " n"]:
-    """The variance of an example's logits over samples of the parameters, averaged over the logits.
-
-    `Laplace.functional(x, diagonal=True)[1].mean(-1)` is the same without samples.
-
-    Args:
-        logits: `[S, n, outputs]` or `[S, n]`, with S of at least 2.
-
-    Returns:
-        Variances `[n]`, in squared units of the logits.
-
-    Raises:
-        ValueError: There are fewer than two samples, or `logits` has another rank.
-    """
-    if logits.ndim not in (2, 3) or len(logits) < 2:
-        raise ValueError(
-            f"`logits` has shape {list(logits.shape)}; expected [samples, n] or "
-            "[samples, n, outputs] with at least two samples."
-        )
-    variances = logits.var(dim=0)
-    return variances if variances.ndim == 1 else variances.mean(-1)

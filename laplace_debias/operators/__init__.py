@@ -4,7 +4,6 @@ from laplace_debias.operators.algebra import Product, Scaled, Sum, Transpose
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.scipy_import import from_scipy
-from laplace_debias.operators.structures.assume import assume
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal
@@ -13,8 +12,7 @@ from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.structures.permutation import Permutation
-from laplace_debias.operators.structures.permuted import Permuted
-from laplace_debias.operators.structures.submatrix import SubMatrix
+from laplace_debias.operators.structures.wrappers import Permuted, SubMatrix, assume
 
 __all__ = [
     "BlockDiagonal",

@@ -22,7 +22,7 @@ from laplace_debias.operators.dispatch import (
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.parts import same
 from laplace_debias.operators.structures.composed import Composed
-from laplace_debias.operators.structures.wrapper import Wrapper
+from laplace_debias.operators.structures.wrappers import Wrapper
 
 
 @dataclass(frozen=True, eq=False, repr=False)

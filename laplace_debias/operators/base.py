@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from laplace_debias.operators.dispatch import (
@@ -20,13 +22,13 @@ from laplace_debias.operators.dispatch import (
     submatrix,
     unify,
 )
-from laplace_debias.operators.indexing import as_indices, as_integer, is_everything
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.parts import converted
-from laplace_debias.operators.scipy_export import to_scipy
 
 Operator = TypeVar("Operator", bound="LinearOperator")
 Parameters = Mapping[str, Tensor] | Sequence[Tensor]
+
+NUMPY_TYPES = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
 
 class LinearOperator(ABC):
@@ -139,12 +141,8 @@ class LinearOperator(ABC):
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
         """A row vector `[rows]` or rows `[k, rows]` times the operator."""
-        if not isinstance(other, Tensor):
-            raise TypeError(
-                f"{type(other).__name__} @ {type(self).__name__} is not defined: expected a tensor "
-                "on the left. NumPy arrays go with `.to_scipy()`."
-            )
-        return (self.T @ other.mT).mT if other.ndim == 2 else self.T @ other
+        is_matrix = isinstance(other, Tensor) and other.ndim == 2
+        return (self.T @ other.mT).mT if is_matrix else self.T @ other
 
     def _multiply_parameters(self, parameters: Parameters) -> Any:
         if self.layout is None:
@@ -230,7 +228,7 @@ class LinearOperator(ABC):
         if pair and len(index) != 2:
             raise IndexError(f"An operator has two indices, rows and columns, got {len(index)}.")
         rows, columns = index if pair else (index, slice(None))
-        if is_everything(rows) and is_everything(columns):
+        if all(isinstance(side, slice) and side == slice(None) for side in (rows, columns)):
             return self
         row, column = as_integer(rows, self.shape[0]), as_integer(columns, self.shape[1])
         if column is not None:
@@ -269,10 +267,34 @@ class LinearOperator(ABC):
     def to_scipy(self) -> Any:
         """As SciPy's `LinearOperator`: NumPy in and out, products on the operator's own device.
 
+        Arrays of another real dtype are converted to it. Gradients do not flow through.
+
         Raises:
             TypeError: If NumPy has no such dtype.
         """
-        return to_scipy(self)
+        # Slow to import, and few need it.
+        from scipy.sparse.linalg import LinearOperator as SciPyOperator
+
+        if self.dtype not in NUMPY_TYPES:
+            raise TypeError(
+                f"NumPy has no {self.dtype}: convert the operator with `.to(torch.float32)`."
+            )
+
+        def product(of: LinearOperator, array: NDArray[Any]) -> NDArray[Any]:
+            if np.iscomplexobj(array):
+                raise TypeError("The operator is real: multiply real and imaginary part apart.")
+            # A copy where SciPy hands out memory that it goes on writing to, or that is read-only.
+            tensor = torch.tensor(np.ascontiguousarray(array), dtype=of.dtype, device=of.device)
+            return (of @ tensor).detach().cpu().numpy()
+
+        return SciPyOperator(
+            self.shape,
+            matvec=lambda x: product(self, x.reshape(-1)),
+            rmatvec=lambda x: product(self.T, x.reshape(-1)),
+            matmat=lambda X: product(self, X),
+            rmatmat=lambda X: product(self.T, X),
+            dtype=NUMPY_TYPES[self.dtype],
+        )
 
     def to(self: Operator, *args: Any, **kwargs: Any) -> Operator:
         """Convert dtype or device as `Tensor.to` does.
@@ -318,29 +340,55 @@ def check_square(operator: "LinearOperator", what: str = "this") -> None:
 
 
 def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
-    """A number, or a real 0-d tensor that the operator's device can take.
+    """A real number, or a real 0-d tensor, through which gradients flow.
 
     Raises:
         TypeError: If it is something else.
-        ValueError: If the tensor lies on another device.
     """
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
-        if value.device.type != "cpu" and value.device != operator.device:
-            raise ValueError(
-                f"{type(operator).__name__} is on {operator.device}, the factor on {value.device}: "
-                "convert it with `.to(...)`."
-            )
         return value
-    if isinstance(value, Tensor | LinearOperator | complex) and not isinstance(value, float):
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise TypeError(
-            f"{type(operator).__name__} can be multiplied entrywise with a real number only, got "
-            f"{what}: use `@` for products."
-        )
-    try:
+    if isinstance(value, Real):
         return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{type(operator).__name__} can be scaled by a real number, got "
-            f"{type(value).__name__}: use `@` for products."
-        ) from error
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise TypeError(
+        f"{type(operator).__name__} can be scaled by a real number only, got {what}: use `@` for "
+        "products."
+    )
+
+
+def as_integer(index: Any, size: int) -> int | None:
+    """The index as a number from 0 on, None if it is not a single integer.
+
+    Raises:
+        IndexError: If it is out of range.
+    """
+    if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:
+        index = index.item()
+    if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
+        return None
+    if not -size <= index < size:
+        raise IndexError(f"Index {index} is out of range for size {size}.")
+    return int(index) % size
+
+
+def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
+    """A slice, range, list, tensor or array as numbers from 0 on, `[k]`.
+
+    Raises:
+        IndexError: If a number is out of range, or booleans are too many or too few.
+        TypeError: If it is something else.
+    """
+    if isinstance(index, slice):
+        index = range(size)[index]
+    if isinstance(index, range):
+        index = np.arange(index.start, index.stop, index.step)
+    if isinstance(index, list | Tensor | np.ndarray):
+        # On the CPU, where torch refuses indices that are out of range.
+        indices = torch.as_tensor(index).cpu()
+        if indices.ndim == 1 and (len(indices) == 0 or not indices.is_floating_point()):
+            chosen = indices if indices.dtype == torch.bool else indices.long()
+            return torch.arange(size)[chosen].to(device)
+    raise TypeError(
+        "Rows and columns are chosen by an integer, a slice, one list, tensor or array of integers "
+        f"or booleans, or a parameter's name, got {index!r}."
+    )

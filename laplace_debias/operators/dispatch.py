@@ -1,4 +1,4 @@
-"""What operators are combined by: functions that are chosen by the structure of their arguments.
+"""Combinations of operators: functions that are chosen by the structure of their arguments.
 
 The class of operators calls them, and a structure's file registers what it knows. So this module
 lies below both, and its operators are typed as `Any`.
@@ -23,8 +23,7 @@ class Pairwise:
     registers the lazy ones for all others.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self._rules: dict[tuple[type, type], Rule] = {}
 
     def register(
@@ -48,32 +47,29 @@ class Pairwise:
                 result = None if rule is None else rule(left, right)
                 if result is not None:
                     return result
-        raise TypeError(
-            f"{self.name} knows no rule for {type(left).__name__} and {type(right).__name__}: both "
-            "must be LinearOperators."
-        )
+        raise NotImplementedError(f"{type(left).__name__} and {type(right).__name__}")
 
 
-add = Pairwise("add")
-multiply = Pairwise("multiply")
+add = Pairwise()
+multiply = Pairwise()
 
 
 @singledispatch
 def scale(operator: Any, scalar: Scalar) -> Any:
     """The operator times a number."""
-    raise _not_an_operator(operator)
+    raise NotImplementedError
 
 
 @singledispatch
 def submatrix(operator: Any, rows: Tensor, columns: Tensor) -> Any:
     """The operator's rows and columns of the given indices, in their order."""
-    raise _not_an_operator(operator)
+    raise NotImplementedError
 
 
 @singledispatch
 def identity_like(operator: Any) -> Any:
     """The identity of a square operator's size, dtype and device."""
-    raise _not_an_operator(operator)
+    raise NotImplementedError
 
 
 @singledispatch
@@ -120,7 +116,3 @@ def unify(operators: Sequence[Any]) -> list[Any]:
     raise ValueError(
         f"Operators must share one dtype and one device: {found}. Convert them with `.to(...)`."
     )
-
-
-def _not_an_operator(value: Any) -> TypeError:
-    return TypeError(f"expected a LinearOperator, got {type(value).__name__}.")

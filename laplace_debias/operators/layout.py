@@ -90,7 +90,17 @@ class ParameterLayout:
                     f"Got {len(tensors)} tensors for {len(self.names)} parameters: give one for "
                     f"each of {list(self.names)}, in this order."
                 )
-        columns = self._columns(tensors)
+        columns = tuple(tensors[0].shape[len(self.shapes[0]) :])
+        wrong = [
+            f"{name} {tuple(tensor.shape)}, expected {(*shape, *columns)}"
+            for name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True)
+            if tuple(tensor.shape) != (*shape, *columns)
+        ]
+        if wrong or len(columns) > 1:
+            raise ValueError(
+                f"Tensors do not have their parameters' shapes: {'; '.join(wrong) or columns}. "
+                "Give all of them as [*shape], or all with one number k of columns as [*shape, k]."
+            )
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             raise ValueError(
                 "The parameters' tensors differ in dtype or device: convert them with `.to(...)`."
@@ -116,19 +126,3 @@ class ParameterLayout:
             name: part.reshape((*shape, *tensor.shape[1:]))
             for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
         }
-
-    def _columns(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """`()` if every tensor has its parameter's shape, `(k,)` if each has k columns of it."""
-        extra = {tuple(t.shape[len(s) :]) for t, s in zip(tensors, self.shapes, strict=True)}
-        columns = min(extra, key=len)
-        wrong = [
-            f"{name} {tuple(tensor.shape)}, expected {shape}"
-            for name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True)
-            if tuple(tensor.shape) != (*shape, *columns)
-        ]
-        if wrong or len(columns) > 1:
-            raise ValueError(
-                f"Tensors do not have their parameters' shapes: {'; '.join(wrong) or extra}. Give "
-                "all of them as [*shape], or all with one number k of columns as [*shape, k]."
-            )
-        return columns

@@ -1,4 +1,4 @@
-"""What operators are made of: the fields of their dataclasses."""
+"""The parts of operators: the fields of their dataclasses."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass

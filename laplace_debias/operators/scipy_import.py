@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Transpose
-from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.scipy_export import NUMPY_TYPES
+from laplace_debias.operators.base import NUMPY_TYPES, LinearOperator
 from laplace_debias.operators.structures.dense import Dense
 
 _TORCH_TYPES = {np.dtype(numpy_type): dtype for dtype, numpy_type in NUMPY_TYPES.items()}

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
 from laplace_debias.operators import Diagonal
-from laplace_debias.optim.batch import Batch, Closure, flat
-from laplace_debias.optim.line import Line, backtrack
+from laplace_debias.optim.batch import Batch, Closure, Line, backtrack, flat
 
 # Levenberg and Marquardt's rule in Martens' form: trust the quadratic more or less.
 _TRUSTED, _DISTRUSTED, _FACTOR = 0.75, 0.25, 1.5
@@ -20,7 +19,7 @@ _TRUSTED, _DISTRUSTED, _FACTOR = 0.75, 0.25, 1.5
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step of `DebiasedHessianFree` did.
+    """The record of one step of `DebiasedHessianFree`.
 
     Attributes:
         loss: The loss of the batch that sets step sizes, weight decay included, before the step.

@@ -1,6 +1,5 @@
 """Quadratic models of a loss: slopes, curvatures, cuts, Newton steps."""
 
-from laplace_debias.quadratic.cut import Cut
-from laplace_debias.quadratic.quadratic import Quadratic
+from laplace_debias.quadratic.quadratic import Cut, Quadratic
 
 __all__ = ["Cut", "Quadratic"]

@@ -1,8 +1,9 @@
 """A network's loss on a data set, with its gradient and curvature."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,13 +12,11 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.gathered import over_whole_model
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.weight_decay import decay_mask
 from laplace_debias.curvature.operators import GGN, Hessian
 from laplace_debias.system.ranks import Ranks, current, together
 
@@ -43,7 +42,6 @@ class Objective:
     decayed: Bool[Tensor, " dim"]
 
 
-@over_whole_model(lambda model, *_, **__: model)
 @together("a quadratic")
 def objective(
     model: nn.Module,
@@ -77,7 +75,7 @@ def _loss_and_gradient(
     network: Network, loss: Loss, data: Data, reduction: str | None, progress: bool, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """The loss on the data as one batch, and its gradient `[D]`, in one pass."""
-    output = output_loss(loss, reduction, data.num_examples)
+    output = output_loss(loss, reduction)
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
     value = torch.zeros((), dtype=network.dtype, device=network.device)
     gradient = torch.zeros(network.num_parameters, dtype=network.dtype, device=network.device)
@@ -87,7 +85,7 @@ def _loss_and_gradient(
             outputs = network.outputs(parameters, batch.inputs)
             check_finite_outputs(outputs)
             output.check(outputs, batch.targets)
-            labels = output.labels(batch.targets, batch.first, outputs.ndim)
+            labels = output.labels(batch.targets, outputs.ndim)
             total = output.value(outputs, labels)
         gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
         value += total.detach()
@@ -97,3 +95,34 @@ def _loss_and_gradient(
     count = sum(ranks.exchange(float(count)))
     scale = 1 / count if output.reduction == "mean" else 1.0
     return value * scale, gradient * scale
+
+
+def is_decayed(parameter: Tensor) -> bool:
+    """Whether β of Eq. 1 acts on a parameter: on weights, which have more than one dimension.
+
+    Biases have none, nor have the scales of normalisations, which are no weights of a sum.
+    """
+    return parameter.dim() > 1
+
+
+def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
+    """For every entry of the parameters, flattened one behind the other, whether β acts on it."""
+    return torch.cat([torch.full((p.numel(),), is_decayed(p), device=p.device) for p in parameters])
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups: the weights with weight decay, then all others without.
+
+    Args:
+        parameters: The parameters.
+        weight_decay: Of the weights.
+
+    Returns:
+        One group or two; none is empty.
+    """
+    every = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in every if is_decayed(p)], "weight_decay": weight_decay},
+        {"params": [p for p in every if not is_decayed(p)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,12 +1,10 @@
 """Spectral densities: how many eigenvalues lie where, on a linear or a logarithmic axis."""
 
-import os
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
@@ -15,14 +13,10 @@ from laplace_debias.report.style import (
     FONT_SIZE,
     INK,
     OKABE_ITO,
-    check_suffix,
     method_colours,
-    new_panels,
-    save,
     style_axes,
 )
 
-_WIDTH, _HEIGHT = 5.6, 3.6
 _COLOUR = OKABE_ITO["blue"]
 _DECADES = 6
 """Decades of density shown below its peak."""
@@ -32,9 +26,8 @@ _BAND = 2
 
 
 def plot_spectral_density(
-    densities: SpectralDensity | Mapping[str, SpectralDensity],
-    path_or_axes: str | os.PathLike[str] | Axes,
-) -> Figure | None:
+    densities: SpectralDensity | Mapping[str, SpectralDensity], ax: Axes
+) -> None:
     """Draws spectral densities: a line each, with a band of two standard errors.
 
     The density has a logarithmic axis over the six decades below its peak: in the spectra of
@@ -44,41 +37,26 @@ def plot_spectral_density(
 
     Args:
         densities: One density, or several by name, all of the same scale.
-        path_or_axes: Where to write the picture, PNG or PDF by its suffix; or axes to draw on.
-
-    Returns:
-        The picture as it was written; None for axes.
+        ax: The axes to draw on, changed in place.
 
     Raises:
-        ValueError: There are no densities, their scales differ, or the suffix is unknown.
+        ValueError: There are no densities, or their scales differ.
     """
-    named = {"": densities} if isinstance(densities, SpectralDensity) else dict(densities)
-    if not named:
-        raise ValueError("`densities` is empty; expected at least one.")
+    named = {"": densities} if isinstance(densities, SpectralDensity) else densities
     scales = {density.scale for density in named.values()}
-    if len(scales) > 1:
+    if len(scales) != 1:
         raise ValueError(
-            f"the densities have the scales {', '.join(sorted(scales))}; expected one. Draw them "
-            "in pictures of their own."
+            f"the densities have the scales {sorted(scales)}; expected one. Draw densities of two "
+            "scales in pictures of their own."
         )
-    if isinstance(path_or_axes, Axes):
-        _draw(path_or_axes, named, scales.pop())
-        return None
-    check_suffix(path_or_axes)
-    figure, axes = new_panels(1, 1, (_WIDTH, _HEIGHT))
-    _draw(axes[0, 0], named, scales.pop())
-    save(figure, path_or_axes)
-    return figure
-
-
-def _draw(ax: Axes, densities: Mapping[str, SpectralDensity], scale: str) -> None:
-    peak = max(float(density.density.max()) for density in densities.values())
+    (scale,) = scales
+    peak = max(float(density.density.max()) for density in named.values())
     floor = peak * 10.0**-_DECADES
     ax.set_yscale("log")
     if scale == "log":
         ax.set_xscale("log")
-    colours = method_colours(densities) if len(densities) > 1 else dict.fromkeys(densities, _COLOUR)
-    for name, density in densities.items():
+    colours = method_colours(named) if len(named) > 1 else dict.fromkeys(named, _COLOUR)
+    for name, density in named.items():
         grid, values, error = map(_array, (density.grid, density.density, density.standard_error))
         if np.isfinite(error).all():
             ax.fill_between(
@@ -97,18 +75,16 @@ def _draw(ax: Axes, densities: Mapping[str, SpectralDensity], scale: str) -> Non
     ax.set_ylabel("Density per decade" if scale == "log" else "Density")
     style_axes(ax)
     if scale == "log":
-        notes = [_note(name, density) for name, density in densities.items()]
+        notes = [_note(name, density) for name, density in named.items()]
         ax.set_title("\n".join(notes), fontsize=FONT_SIZE - 1, color=INK, loc="left")
-    if any(densities):
+    if any(named):
         ax.legend(frameon=False, fontsize=FONT_SIZE - 1, labelcolor=INK)
 
 
 def _note(name: str, density: SpectralDensity) -> str:
-    return (
-        (f"{name}: " if name else "")
-        + f"|λ| ≤ {density.floor:.1g}: {density.null_fraction:.1%};  λ < 0: "
-        + (f"{density.negative_fraction:.1%}")
-    )
+    zero = f"|λ| ≤ {density.floor:.1g}: {density.null_fraction:.1%}"
+    told = f"{zero};  λ < 0: {density.negative_fraction:.1%}"
+    return f"{name}: {told}" if name else told
 
 
 def _array(values: Tensor) -> np.ndarray:

@@ -152,22 +152,6 @@ def style_axes(ax: Axes) -> None:
         text.set(fontsize=FONT_SIZE, color=INK)
 
 
-def check_suffix(path: str | os.PathLike[str]) -> None:
-    """Checks that a picture can be written in the format that its suffix names.
-
-    Args:
-        path: Where the picture shall be.
-
-    Raises:
-        ValueError: The suffix is neither `.png` nor `.pdf`.
-    """
-    if Path(path).suffix.lower() not in _SUFFIXES:
-        raise ValueError(
-            f"the picture's path is {os.fspath(path)!r}; expected a name that ends in "
-            f"{' or '.join(_SUFFIXES)}. Change the suffix."
-        )
-
-
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes a picture at once and whole; missing parent folders are made.
 
@@ -178,6 +162,11 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: The suffix is neither `.png` nor `.pdf`.
     """
-    check_suffix(path)
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ValueError(
+            f"the picture's path is {os.fspath(path)!r}; expected a name that ends in "
+            f"{' or '.join(_SUFFIXES)}. Change the suffix."
+        )
     with written_atomically(path) as temporary:
-        figure.savefig(temporary, dpi=_DPI, format=Path(path).suffix.lower()[1:])
+        figure.savefig(temporary, dpi=_DPI, format=suffix[1:])

@@ -6,13 +6,13 @@ None. Rows may lack columns.
 
 import csv
 import math
-import numbers
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from laplace_debias.system.atomic import written_atomically
@@ -43,7 +43,7 @@ def markdown_table(
         The table, without a newline at its end. Missing values and None appear as a dash.
 
     Raises:
-        ValueError: There are no rows, no row has one of the `columns`, or `digits` < 0.
+        ValueError: There are no rows, or no row has one of the `columns`.
 
     Example:
         >>> print(markdown_table([{"method": "MAP", "nll": 0.61803}], digits=2))
@@ -52,17 +52,19 @@ def markdown_table(
         | MAP    | 0.62 |
     """
     columns = _checked_columns(rows, columns)
-    numeric = {column: _is_numeric(rows, column) for column in columns}
-    header = [_escape(column) for column in columns]
-    body = [[_escape(cell) for cell in line] for line in _cells(rows, columns, digits)]
+    header, *body = [list(map(_escape, line)) for line in (columns, *_cells(rows, columns, digits))]
     widths = [max(3, *map(len, column)) for column in zip(header, *body, strict=True)]
-    right = [numeric[column] for column in columns]
-    ruler = [
-        "-" * (width - 1) + ":" if is_right else ":" + "-" * (width - 1)
-        for width, is_right in zip(widths, right, strict=True)
+    right = [_is_numeric(rows, column) for column in columns]
+    dashes = ["-" * (width - 1) for width in widths]
+    ruler = [f"{d}:" if is_right else f":{d}" for d, is_right in zip(dashes, right, strict=True)]
+    lines = [
+        [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(line, widths, right, strict=True)
+        ]
+        for line in (header, ruler, *body)
     ]
-    lines = [_markdown_line(line, widths, right) for line in (header, ruler, *body)]
-    return "\n".join(lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def print_table(
@@ -82,7 +84,7 @@ def print_table(
         console: Where to print; the standard output if None.
 
     Raises:
-        ValueError: There are no rows, no row has one of the `columns`, or `digits` < 0.
+        ValueError: There are no rows, or no row has one of the `columns`.
     """
     # Here, as CSV and Markdown do without it.
     from rich import box
@@ -170,8 +172,6 @@ def _checked_columns(rows: Sequence[Row], columns: Sequence[str] | None) -> list
 
 
 def _cells(rows: Sequence[Row], columns: Sequence[str], digits: int) -> list[list[str]]:
-    if digits < 0:
-        raise ValueError(f"`digits` is {digits}; expected 0 or more, for example 3.")
     return [
         [_formatted(_plain(row.get(column), column), digits) for column in columns] for row in rows
     ]
@@ -181,12 +181,9 @@ def _plain(value: object, column: str) -> str | bool | int | float | None:
     """A value as one of Python's own types; scalars of torch and NumPy are converted."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
     raise ValueError(
         f"column {column!r} holds a {type(value).__name__}; expected a number, string, boolean or "
         "None. Convert it with `str(...)` or leave the column out."
@@ -205,21 +202,12 @@ def _formatted(value: str | bool | int | float | None, digits: int) -> str:
 
 
 def _is_numeric(rows: Sequence[Row], column: str) -> bool:
-    values = [_plain(row.get(column), column) for row in rows]
-    present = [value for value in values if value is not None]
-    return bool(present) and all(isinstance(value, int | float) for value in present)
+    values = [_plain(row.get(column), column) for row in rows if row.get(column) is not None]
+    return bool(values) and all(isinstance(value, int | float) for value in values)
 
 
 def _escape(cell: str) -> str:
     return cell.replace("|", r"\|").replace("\n", " ")
-
-
-def _markdown_line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    padded = [
-        cell.rjust(width) if is_right else cell.ljust(width)
-        for cell, width, is_right in zip(cells, widths, right, strict=True)
-    ]
-    return "| " + " | ".join(padded) + " |"
 
 
 def _parse(cell: str) -> object:

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.problems import corrupt, digits
+from laplace_debias.sources.corruptions import corrupt
 from laplace_debias.sources.parts import Examples
 from laplace_debias.sources.pixels import Pixels
 
@@ -120,9 +121,12 @@ def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:
     Raises:
         ImportError: If scikit-learn is missing.
     """
-    parts = digits()
-    images = torch.cat([part.images for part in (parts.train, parts.val, parts.test)])
-    labels = torch.cat([part.labels for part in (parts.train, parts.val, parts.test)])
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
+    order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(np.rint(raw.images * (255 / 16)).astype(np.uint8))[order, None]
+    labels = torch.from_numpy(raw.target.astype(np.int64))[order]
     drawn = nn.functional.interpolate(images.float(), size=shape[1:], mode="bilinear")
     drawn = drawn.round().to(torch.uint8).expand(-1, shape[0], -1, -1)
     return Examples(drawn, labels, pixels)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from laplace_debias.problems.pillow import pillow
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 
@@ -82,7 +82,7 @@ def opened(file: Path, is_grey: bool = False) -> Any:
         ValueError: If the file is no readable image.
     """
     try:
-        with pillow().open(file) as picture:
+        with PIL.Image.open(file) as picture:
             return picture.convert("L" if is_grey else "RGB")
     # On broken bytes Pillow's decoders raise errors of any type.
     except Exception as error:
@@ -96,7 +96,7 @@ def size_of(file: Path) -> tuple[int, int]:
         ValueError: If the file is no readable image.
     """
     try:
-        with pillow().open(file) as picture:
+        with PIL.Image.open(file) as picture:
             return picture.size
     except Exception as error:
         raise ValueError(f"{file} is no readable image ({error}); replace it") from error
@@ -175,7 +175,7 @@ class _Filled:
 
         if image.size == self.size:
             return image
-        return ImageOps.fit(image, self.size, pillow().Resampling.BILINEAR)
+        return ImageOps.fit(image, self.size, PIL.Image.Resampling.BILINEAR)
 
 
 @dataclass(frozen=True)

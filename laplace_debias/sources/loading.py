@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.problems import get_problem, load_problem
 from laplace_debias.sources.changed import (
     Changed,
     Corruption,
@@ -18,9 +17,9 @@ from laplace_debias.sources.changed import (
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further import Further, Reader
 from laplace_debias.sources.image_files import View
-from laplace_debias.sources.loaded import Loaded, OodData
+from laplace_debias.sources.imports import described
+from laplace_debias.sources.loaded import Loaded, OodData, Task
 from laplace_debias.sources.networks import build
-from laplace_debias.sources.outputs import check_labels, task_of_outputs
 from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
@@ -116,27 +115,10 @@ def _found(
     settings: SourceSettings,
 ) -> tuple[nn.Module, Parts, View | None, Columns | None]:
     """Network and data, and how pictures and rows are read."""
-    if settings.problem is None:
-        data = find_data(settings)
-        model, notes = build(settings, data.num_outputs)
-        parts, view, columns = data.open(model)
-        return model, replace(parts, notes=notes + parts.notes), view, columns
-    problem = get_problem(settings.problem)
-    model, images = load_problem(problem, settings.source, settings.checkpoint, seed=settings.seed)
-    # Both kinds of `Images` are data sets with these two.
-    known: Any = images
-    mean, std = known.train.mean, known.train.std
-    parts = Parts(
-        train=known.train,
-        validation=known.val,
-        test=known.test,
-        task="classification",
-        num_outputs=len(images.train.classes),
-        classes=images.train.classes,
-        input_name="image",
-        pixels=Pixels(tuple(mean), tuple(std)),
-    )
-    return model, parts, None, None
+    data = find_data(settings)
+    model, notes = build(settings, data.num_outputs)
+    parts, view, columns = data.open(model)
+    return model, replace(parts, notes=notes + parts.notes), view, columns
 
 
 def _held_out(parts: Parts, settings: SourceSettings) -> tuple[Batches | None, Batches]:
@@ -199,3 +181,88 @@ def _dtype_of(model: nn.Module) -> torch.dtype | None:
     """The dtype that floating-point inputs are cast to; None where they are of it already."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return dtypes[0] if dtypes and dtypes[0] != torch.float32 else None
+
+
+@torch.no_grad()
+def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | None) -> Task:
+    """What the outputs mean, after a check that they fit the data.
+
+    Args:
+        model: The network, in evaluation mode.
+        batch: The first batch of training examples, on the CPU.
+        parts: What the data says.
+        given: What the user says; None to find it.
+
+    Raises:
+        ValueError: If the network cannot take the inputs, its outputs do not fit the targets, or
+            neither data nor user says what they mean.
+    """
+    task = given or parts.task
+    if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
+        # Dicts of a collator: `Laplace` reads and checks them.
+        if task is None:
+            raise ValueError("what the outputs mean is not known: give --task")
+        return task
+    x, y = batch
+    outputs = _outputs(model, x[:2])
+    if task is None:
+        task = _task_of_labels(y, outputs)
+    if outputs is None or outputs.ndim < 2:
+        return task
+    found = outputs.shape[-1] if outputs.ndim == 2 else outputs.shape[1]
+    expected = parts.num_outputs
+    if task == "classification" and expected == 2 and found == 1 and given is None:
+        return "binary"
+    if task == "binary":
+        expected = 1
+    if expected is not None and outputs.ndim == 2 and found != expected:
+        what = {"classification": "classes", "multilabel": "labels"}.get(task, "targets")
+        raise ValueError(
+            f"the network gives {found} outputs, the data has {expected} {what}: give the network "
+            "that was trained on this data, or make it with as many (--model_args.KEY=VALUE)"
+        )
+    return task
+
+
+def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
+    first = next(iter(model.parameters()), None)
+    device = torch.device("cpu") if first is None else first.device
+    try:
+        found = model(x.to(device))
+    except Exception as error:
+        raise ValueError(
+            f"the network cannot take inputs of shape {list(x.shape)} and dtype {x.dtype}: "
+            f"{described(error)}; for images, give the --image_size that it was trained with, and "
+            "as many numbers in --mean as it has channels"
+        ) from error
+    return found if isinstance(found, Tensor) else getattr(found, "logits", None)
+
+
+def _task_of_labels(y: Tensor, outputs: Tensor | None) -> Task:
+    if y.is_floating_point():
+        return "regression"
+    if y.ndim == 1:
+        return "binary" if outputs is not None and outputs.shape[-1] == 1 else "classification"
+    if y.ndim == 2 and outputs is not None and y.shape == outputs.shape:
+        return "multilabel"
+    raise ValueError(
+        f"what the outputs mean is not known from targets of shape {list(y.shape)} and dtype "
+        f"{y.dtype}: give --task"
+    )
+
+
+def check_labels(parts: Parts, task: Task) -> None:
+    """Refuse labels of data in memory that are not classes of the data; others a fit refuses.
+
+    Raises:
+        ValueError: If a label is out of range.
+    """
+    if task != "binary":
+        return
+    for name in ("train", "validation", "test"):
+        targets = getattr(getattr(parts, name), "targets", None)
+        if isinstance(targets, Tensor) and len(targets) and int(targets.max()) > 1:
+            raise ValueError(
+                f"the {name} labels go up to {int(targets.max())}, but the network has one output: "
+                "expected 0 or 1"
+            )

@@ -13,7 +13,7 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
     """The trained network of the settings, on the CPU, in evaluation mode.
 
     Args:
-        settings: Which network; not a test problem's.
+        settings: Which network.
         num_outputs: How many outputs the data asks for, which architectures by name are made with.
 
     Returns:

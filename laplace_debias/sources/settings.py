@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from laplace_debias.problems import DataSource, get_problem
 from laplace_debias.sources.loaded import Task
 from laplace_debias.system.checks import check_at_least
 
@@ -29,22 +28,19 @@ class SourceSettings:
     Attributes:
         model: The network as an import path, `my_pkg.models:build`: a callable that makes it or an
             `nn.Module`. The working directory is on the import path. One of model, timm,
-            torchvision and problem is needed.
+            and torchvision is needed.
         model_args: Arguments of that callable, of `timm.create_model` or of
             `torchvision.models.get_model`: `--model_args.KEY=VALUE`.
         timm: A timm architecture, with the number of classes of the data.
         torchvision: A torchvision architecture, with the number of classes of the data.
         pretrained: Whether timm or torchvision downloads its published weights.
-        problem: A test problem of this package, by its name or its letter in the paper: network
-            and data.
         checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
-            with `weights_only=True`. Entries `split.train` and `split.val` of a problem's
-            checkpoint say which images it was trained on.
+            with `weights_only=True`.
         data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or class folders
             alone), a NumPy archive `.npz` (`x_train`, `y_train`, `x_val`, `y_val`, `x_test`,
             `y_test`; or `x` and `y`), a table (`.csv` or `.parquet`, or a folder with `train.csv`,
             `val.csv` and `test.csv`), or an import path `my_pkg.data:make` of a callable that
-            returns loaders. With `problem`, what `laplace-debias train` takes.
+            returns loaders.
         target: The column that a table's network predicts.
         features: The columns that it takes, in this order; all but the target if None.
         standardise: Whether a table's features are standardised by the mean and the standard
@@ -68,8 +64,6 @@ class SourceSettings:
         ood_examples: How many examples of each out-of-distribution set at most; all if None.
         batch_size: Examples per batch; 64 if None, and for loaders of your own theirs.
         workers: Processes that read the data beside this one.
-        cache: Folder for decoded images of a problem; see `problems.cifar10`.
-        download: Whether a problem's CIFAR may be downloaded to `data` where nothing is there.
         seed: Seed of all random choices.
         device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
         progress: Whether to show progress bars.
@@ -87,7 +81,6 @@ class SourceSettings:
     timm: str | None = None
     torchvision: str | None = None
     pretrained: bool = False
-    problem: str | None = None
     checkpoint: Path | None = None
     data: str | Path | None = None
     target: str | None = None
@@ -106,8 +99,6 @@ class SourceSettings:
     ood_examples: int | None = None
     batch_size: int | None = None
     workers: int = 0
-    cache: Path | None = None
-    download: bool = False
     seed: int = 0
     device: str = "auto"
     progress: bool = True
@@ -139,34 +130,20 @@ class SourceSettings:
     def _check_network(self) -> None:
         given = [
             f"--{name}"
-            for name in ("model", "timm", "torchvision", "problem")
+            for name in ("model", "timm", "torchvision")
             if getattr(self, name) is not None
         ]
         if len(given) != 1:
             came = f"{' and '.join(given)} are given" if given else "there is no network"
             raise ValueError(
-                f"{came}; give one of --model my_pkg.models:build, --timm NAME, --torchvision NAME "
-                "and --problem NAME"
+                f"{came}; give one of --model my_pkg.models:build, --timm NAME or "
+                "--torchvision NAME"
             )
-        if self.problem is not None:
-            get_problem(self.problem)
-            self._check_unused(
-                "with --problem, which has its own",
-                *("model_args", "target", "features", "image_size", "mean", "std", "task"),
-            )
-        else:
-            self._check_unused("without --problem", "cache", "download")
         if self.pretrained:
-            if self.model is not None or self.problem is not None:
+            if self.model is not None:
                 raise ValueError("pretrained is for --timm and --torchvision: leave it out")
             if self.checkpoint is not None:
                 raise ValueError("pretrained and checkpoint are both given; leave out one of them")
-
-    def _check_unused(self, when: str, *names: str) -> None:
-        """Refuse options that would have no effect."""
-        used = [name for name in names if getattr(self, name) not in (None, False, {})]
-        if used:
-            raise ValueError(f"{' and '.join(used)} given {when}: leave it out")
 
     def without_comparison(self: Given) -> Given:
         """The same without what only `report` and `evaluate` judge on, which need not be there."""
@@ -179,16 +156,6 @@ class SourceSettings:
         they are refused.
         """
         return {}
-
-    @property
-    def source(self) -> DataSource:
-        """Where a test problem's data is."""
-        return DataSource(
-            root=None if self.data is None else Path(self.data),
-            cache=self.cache,
-            download=self.download,
-            progress=self.progress,
-        )
 
 
 def ood_name(name: str) -> tuple[str, Literal["near", "far"]]:

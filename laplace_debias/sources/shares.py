@@ -89,7 +89,7 @@ def in_order(parts: list[Part]) -> list[Part]:
     Args:
         parts: Those of this process; each begins with the number of its batch.
     """
-    return sorted(itertools.chain.from_iterable(current().gather(parts)), key=itemgetter(0))
+    return sorted(itertools.chain.from_iterable(current().exchange(parts)), key=itemgetter(0))
 
 
 def _dealt(batches: Any, read: BatchReader) -> Iterator[tuple[int, int, Any]]:

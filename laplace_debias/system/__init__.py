@@ -1,1 +1,1 @@
-"""What the machine shares: threads, random generators, files."""
+"""Resources of the machine: threads, random generators, files."""

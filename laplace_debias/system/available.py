@@ -2,19 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import SupportsIndex
 
 import torch
 
-from laplace_debias.system.memory import check_bytes
-
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def check_available(available: SupportsIndex) -> int:
-    """As `check_bytes`."""
-    return check_bytes(available, "available")
 
 
 def available_memory(device: torch.device | None = None) -> int | None:
@@ -51,7 +43,7 @@ def _of_machine() -> int | None:
 
 
 def _of_group(folder: Path) -> int | None:
-    """What a control group of version 2 leaves; cached files are given back when needed."""
+    """The bytes that a control group (version 2) leaves; cached files are given back if needed."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         if limit == "max":

@@ -1,4 +1,87 @@
-"""Checks that settings anywhere have in common."""
+"""Checks of arguments: each is checked once, at the public door."""
+
+import operator
+import reprlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def whole(value: Any, name: str, least: int = 1, most: int = 2**53) -> int:
+    """An argument as an `int`.
+
+    Args:
+        value: A whole number of any integer type.
+        name: The argument's name.
+        least: The smallest number allowed.
+        most: The largest; float64 holds every whole number up to the default.
+
+    Raises:
+        TypeError: If it is not of an integer type; for True and False too.
+        ValueError: If it is out of range.
+    """
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
+    try:
+        number = None if is_bool else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(
+            f"{name} must be a whole number, got {reprlib.repr(value)} of type "
+            f"{type(value).__name__}: pass an int, such as 10**9 instead of 1e9."
+        )
+    if not least <= number <= most:
+        told = "2**53" if most == 2**53 else most
+        raise ValueError(
+            f"{name} must be at least {least} and at most {told}, got {reprlib.repr(number)}."
+        )
+    return number
+
+
+def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
+    """An argument of one or several real numbers as a float64 tensor.
+
+    Raises:
+        TypeError: If it is something else, such as a text, a complex number or True.
+        ValueError: If a number is too large for float64.
+    """
+    is_complex = "complex" in str(getattr(value, "dtype", ""))
+    try:
+        if is_complex or isinstance(value, bool):
+            raise TypeError
+        return torch.as_tensor(value, dtype=torch.float64, device=device)
+    except OverflowError as error:
+        raise ValueError(f"{name} is too large for float64: pass a finite number.") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be a real number, or several, got {reprlib.repr(value)} of type "
+            f"{type(value).__name__}: pass a float or a tensor."
+        ) from error
+
+
+def check_is(value: object, name: str, *kinds: type) -> None:
+    """Require an argument of one of some types.
+
+    Raises:
+        TypeError: Otherwise.
+    """
+    if not isinstance(value, kinds):
+        told = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+        raise TypeError(f"{name} must be {told}, got {type(value).__name__}.")
+
+
+def check_generator(generator: object) -> None:
+    """Require a `torch.Generator`, or None.
+
+    Raises:
+        TypeError: Otherwise.
+    """
+    if generator is not None and not isinstance(generator, torch._C.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {type(generator).__name__}: for a "
+            "seed pass torch.Generator().manual_seed(seed)."
+        )
 
 
 def check_at_least(settings: object, least: int, *names: str) -> None:

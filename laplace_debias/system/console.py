@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Printer(Protocol):
-    """What commands print lines on: rich's console, or `Lines`."""
+    """A place that commands print lines on: rich's console, or `Lines`."""
 
     def print(self, *objects: object, soft_wrap: bool | None = None) -> None:
         """Print objects as a line; `soft_wrap` leaves it to the terminal to break it."""

@@ -1,7 +1,8 @@
 """How much working memory a computation may take."""
 
-from operator import index
 from typing import SupportsIndex
+
+from laplace_debias.system.checks import whole
 
 MEMORY_BOUND = 2**27
 """Bytes, unless a user says otherwise."""
@@ -14,31 +15,9 @@ def check_memory_bound(bound: SupportsIndex | None) -> int | None:
 
     Raises:
         TypeError: If it is no whole number, such as 1e9.
-        ValueError: If it is below 1.
+        ValueError: If it is below 1 or beyond 2**53.
     """
-    return None if bound is None else check_bytes(bound, "memory_bound")
-
-
-def check_bytes(number: SupportsIndex, name: str) -> int:
-    """A positive whole number of bytes.
-
-    Args:
-        number: The number.
-        name: What the error calls it.
-
-    Raises:
-        TypeError: If it is no whole number, such as 1e9.
-        ValueError: If it is below 1.
-    """
-    try:
-        found = index(number)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} must be a whole number of bytes, such as 10**9 or 2**30, got {number!r}."
-        ) from error
-    if found < 1:
-        raise ValueError(f"{name} must be a positive number of bytes, got {found}.")
-    return found
+    return None if bound is None else whole(bound, "memory_bound")
 
 
 def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:

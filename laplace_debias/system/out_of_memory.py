@@ -1,4 +1,4 @@
-"""What an error says that memory could not be allocated."""
+"""Errors that say that memory could not be allocated."""
 
 import torch
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from laplace_debias.system.ranks import Ranks
+from laplace_debias.system.checks import check_generator
 from laplace_debias.system.threads import Lock
 
 # Held while the global generator is exchanged: for the time of one batch's reading.
@@ -30,6 +30,7 @@ def seeded(batches: Any, generator: torch.Generator | None) -> Any:
             back as it is, as anything does that cannot be iterated over.
         generator: None leaves everything to torch's global generator.
     """
+    check_generator(generator)
     if generator is None or isinstance(batches, (list, tuple)) or not isinstance(batches, Iterable):
         return batches
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)
@@ -50,6 +51,7 @@ def replayed(batches: Any, generator: torch.Generator | None) -> Callable[[], An
         batches: As `seeded` takes them.
         generator: As `seeded` takes it.
     """
+    check_generator(generator)
     state = torch.get_rng_state() if generator is None else generator.get_state()
     begun = False
 
@@ -67,53 +69,12 @@ def replayed(batches: Any, generator: torch.Generator | None) -> Callable[[], An
     return one_pass
 
 
-def state_of_next_pass(batches: Any) -> torch.Tensor:
-    """What the next pass over some batches draws with, as a state of torch's global generator."""
-    return batches.state if isinstance(batches, SeededBatches) else torch.get_rng_state()
-
-
-def from_state(batches: Any, state: torch.Tensor) -> Any:
-    """The same batches, whose passes draw from a state on; lists and tuples draw nothing."""
-    if isinstance(batches, (list, tuple)) or not isinstance(batches, Iterable):
-        return batches
-    source = batches.source if isinstance(batches, SeededBatches) else batches
-    return SeededBatches(source, _Stream(state))
-
-
-def alike(
-    ranks: Ranks, generator: torch.Generator | None, device: torch.device
-) -> torch.Generator | None:
-    """A generator from which all processes draw the same numbers, those that rank 0 would draw.
-
-    It is this process's own where that is in rank 0's state, and a copy of rank 0's otherwise.
-
-    Args:
-        ranks: The processes.
-        generator: This process's; None for torch's global one.
-        device: Where numbers are drawn.
-    """
-    own = generator
-    if own is None:
-        is_cuda = device.type == "cuda"
-        own = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
-    state = own.get_state()
-    of_first = ranks.from_rank(state, 0)
-    if torch.equal(state, of_first):
-        return generator
-    return torch.Generator(own.device).set_state(of_first)
-
-
 class _Stream:
     """Random numbers that stand in for torch's global generator while it is entered."""
 
     def __init__(self, state: torch.Tensor) -> None:
         """Begin at a state of the global generator."""
         self._state = state
-
-    @property
-    def state(self) -> torch.Tensor:
-        """A state of the global generator, with which the next numbers are drawn."""
-        return self._state
 
     @classmethod
     def of(cls, seed: int) -> "_Stream":
@@ -141,11 +102,6 @@ class SeededBatches:
     def __init__(self, batches: Iterable[Any], stream: _Stream) -> None:
         self.source = self._batches = batches
         self._stream = stream
-
-    @property
-    def state(self) -> torch.Tensor:
-        """The state of the stream, with which the next pass begins."""
-        return self._stream.state
 
     def __iter__(self) -> Iterator[Any]:
         with self._stream:

@@ -1,23 +1,25 @@
 """Several processes that share one piece of work: sums over them, and errors that reach all.
 
 `current()` is nothing without a process group of `torch.distributed`: `ALONE`, whose methods give
-back what they are given. With one it is the ranks of that group. Numbers travel through the group's
-collectives, agreement and errors through its store (see `agreement`).
+back what they are given. With one it is the ranks of that group.
 
-Sums are over all ranks, in the tensors' dtype, and the same bits on each of them.
+All ranks make the same exchanges in the same order. A rank with an error makes one more exchange
+with it, and the others find it in place of what they wait for: at the end of a pass at the latest.
+One that is gone is found by the group's own timeout.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import builtins
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laplace_debias.system.agreement import Agreement
-from laplace_debias.system.buckets import buckets, lower_filled, packed, upper, upper_sizes
 from laplace_debias.system.workers import telling_of_lost_workers
 
 Key = TypeVar("Key", bound=Hashable)
@@ -25,7 +27,27 @@ Key = TypeVar("Key", bound=Hashable)
 Parts = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
 
+# A message takes as long as its bytes from about a megabyte on; a copy of a bucket is made.
+_BUCKET_BYTES = 2**26
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, with an error that has no counterpart here, or is gone."""
+
+
+@dataclass
+class _Verb:
+    """A verb of all ranks together.
+
+    Attributes:
+        is_over: Whether the others have left it, so that an error need not be told.
+    """
+
+    is_over: bool = False
+
+
 _IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
+_VERB: ContextVar[_Verb | None] = ContextVar("verb", default=None)
 
 
 class Ranks:
@@ -40,29 +62,37 @@ class Ranks:
     size = 1
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every rank says, in their order; an agreement that none has failed.
+        """Collects what every rank says, in their order; an agreement that none has failed.
 
         Args:
-            value: Anything that JSON can hold, a few kilobytes at most.
+            value: Anything that can be pickled.
 
         Raises:
-            Exception: The error of the rank that has failed, with its number; see `agreement`.
+            Exception: The error of the rank that has failed, with its number.
+            RankError: If that has no counterpart among Python's errors, or a rank is gone.
         """
         return [value]
 
-    def unlike_first(self, value: Any) -> list[int]:
-        """The ranks that say something else than rank 0; arguments and errors as `exchange`."""
-        said = self.exchange(value)
-        return [rank for rank, of_rank in enumerate(said) if of_rank != said[0]]
+    def require_same(self, **marks: Any) -> None:
+        """Require all ranks to have the same of something.
 
-    def check(self) -> None:
-        """Raise if it is known that another rank has failed; costs no message."""
+        Args:
+            marks: By what messages call it something to compare as text; or a function that gives
+                it, which is called where there are several ranks alone.
+
+        Raises:
+            ValueError: If it differs; else as `exchange`.
+        """
+
+    def from_rank(self, value: Any, rank: int) -> Any:
+        """Gives what one rank says; raises as `exchange`."""
+        return self.exchange(value if rank == self.rank else None)[rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over all ranks, in place; raises as `exchange`."""
+        """Sum tensors over all ranks, in place, to the same bits; raises as `exchange`."""
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
-        """Sum symmetric matrices (or vectors) to one rank each.
+        """Sum symmetric matrices (or vectors) to one rank each; raises as `exchange`.
 
         Args:
             sums: `[..., d, d]`, of which the upper triangle travels, or `[d]`; the same keys in the
@@ -71,21 +101,15 @@ class Ranks:
 
         Returns:
             Those that this rank owns.
-
-        Raises:
-            Exception: As `exchange`.
         """
         return dict(sums)
 
     def share(self, parts: Parts, owners: Mapping[Key, int]) -> Shared:
-        """What each owner has, on all ranks.
+        """Gives what each owner has, on all ranks; raises as `exchange`.
 
         Args:
             parts: What this rank owns.
             owners: Which rank owns what; the same keys in the same order on all ranks.
-
-        Raises:
-            Exception: As `exchange`.
         """
         return {key: tuple(parts[key]) for key in owners}
 
@@ -96,63 +120,57 @@ class Ranks:
             tensors: This rank's rows; None if it has none.
 
         Returns:
-            The joined rows; None if no rank has any.
-
-        Raises:
-            Exception: As `exchange`.
+            The joined rows; None if no rank has any. Raises as `exchange`.
         """
         return None if tensors is None else list(tensors)
-
-    def on_first(self, rows: Tensor) -> Tensor | None:
-        """Rows of all ranks, joined in their order, on rank 0; None on the others.
-
-        Raises:
-            Exception: As `exchange`.
-        """
-        return rows
-
-    def from_rank(self, value: Any, rank: int) -> Any:
-        """What one rank has, pickled; raises as `exchange`."""
-        return value
-
-    def explained(self) -> AbstractContextManager[None]:
-        """Collectives of other libraries are within: an error in them says which rank is gone."""
-        return nullcontext()
-
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank has, pickled, in their order; raises as `exchange`."""
-        return [value]
 
 
 ALONE = Ranks()
 
 
 class Group(Ranks):
-    """The ranks of a process group.
+    """The ranks of torch's default process group."""
 
-    Args:
-        agreement: How they agree.
-    """
-
-    def __init__(self, agreement: Agreement) -> None:
-        self.rank = agreement.rank
-        self.size = agreement.size
-        self.agreement = agreement
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def exchange(self, value: Any) -> list[Any]:
         """As `Ranks.exchange`."""
-        return self.agreement.exchange(value)
+        return self.all_say(None, value)
 
-    def check(self) -> None:
-        """As `Ranks.check`."""
-        self.agreement.check()
+    def all_say(self, error: BaseException | None, value: Any) -> list[Any]:
+        """As `exchange`; a rank with an error says that, and hears of no other's."""
+        told = None if error is None else (type(error).__name__, str(error))
+        said: list[Any] = [None] * self.size
+        with _talking():
+            dist.all_gather_object(said, (told, value))
+        for rank, (of_rank, _) in enumerate(said):
+            if of_rank is not None:
+                _leave()
+                if error is None:
+                    raise _error_of(rank, *of_rank)
+        return [of_rank for _, of_rank in said]
+
+    def require_same(self, **marks: Any) -> None:
+        """As `Ranks.require_same`."""
+        texts = {n: str(mark() if callable(mark) else mark) for n, mark in marks.items()}
+        said = self.exchange({name: " ".join(text.split()) for name, text in texts.items()})
+        for name, of_first in said[0].items():
+            for rank, of_rank in enumerate(said):
+                if of_rank[name] != of_first:
+                    raise ValueError(
+                        f"{name} differs between the ranks: {of_first} on rank 0, {of_rank[name]} "
+                        f"on rank {rank}. All of them work on the same together: pass the same on "
+                        "each, generators of one seed where something is drawn."
+                    )
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """As `Ranks.sum`."""
         self.exchange(None)
-        for bucket in buckets(tensors):
-            flat = packed(bucket)
-            self._finish(dist.all_reduce(flat, async_op=True))
+        for bucket in _buckets(tensors):
+            flat = _packed(bucket)
+            with _talking():
+                dist.all_reduce(flat)
             _unpack(flat, bucket)
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
@@ -161,14 +179,15 @@ class Group(Ranks):
         found: dict[Key, Tensor] = {}
         for owner in range(self.size):
             keys = [key for key in sums if owners[key] == owner]
-            for bucket in buckets([sums[key] for key in keys], upper_sizes):
-                flat = torch.cat([upper(x) for x in bucket])
-                self._finish(dist.reduce(flat, owner, async_op=True))
+            for bucket in _buckets([sums[key] for key in keys], _upper_size):
+                flat = torch.cat([_upper(x) for x in bucket])
+                with _talking():
+                    dist.reduce(flat, owner)
                 some, keys = keys[: len(bucket)], keys[len(bucket) :]
                 if owner == self.rank:
-                    of_each = flat.split([upper_sizes(x) for x in bucket])
+                    of_each = flat.split([_upper_size(x) for x in bucket])
                     found |= {
-                        key: lower_filled(part, like)
+                        key: _symmetric(part, like)
                         for key, part, like in zip(some, of_each, bucket, strict=True)
                     }
         return {key: found[key] for key in sums if key in found}
@@ -177,20 +196,19 @@ class Group(Ranks):
         """As `Ranks.share`."""
         mine = [[_spec(x) for x in parts[key]] for key in owners if owners[key] == self.rank]
         specs = [iter(of_rank) for of_rank in self.exchange(mine)]
-        here = {x.device.type: x.device for of in parts.values() for x in of if x is not None}
-        shared: dict[Key, tuple[Tensor | None, ...]] = {}
+        shared: Shared = {}
         for key, owner in owners.items():
             of_key = next(specs[owner])
             if owner == self.rank:
-                own = [None if x is None else x.contiguous() for x in parts[key]]
-                shared[key] = tuple(own)
+                shared[key] = tuple(None if x is None else x.contiguous() for x in parts[key])
             else:
-                shared[key] = tuple(_empty(spec, here) for spec in of_key)
+                shared[key] = tuple(map(_empty, of_key))
         for owner in range(self.size):
             of_owner = [x for key in owners if owners[key] == owner for x in shared[key]]
-            for bucket in buckets([x for x in of_owner if x is not None]):
-                flat = packed(bucket)
-                self._finish(dist.broadcast(flat, owner, async_op=True))
+            for bucket in _buckets([x for x in of_owner if x is not None]):
+                flat = _packed(bucket)
+                with _talking():
+                    dist.broadcast(flat, owner)
                 if owner != self.rank:
                     _unpack(flat, bucket)
         return shared
@@ -202,46 +220,12 @@ class Group(Ranks):
         some = [of_rank for of_rank in of_ranks.values() if of_rank]
         return [torch.cat(parts) for parts in zip(*some, strict=True)] if some else None
 
-    def on_first(self, rows: Tensor) -> Tensor | None:
-        """As `Ranks.on_first`."""
-        counts = self.exchange(len(rows))
-        padded = rows.new_zeros(max(counts), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        is_first = self.rank == 0
-        found = [torch.empty_like(padded) for _ in counts] if is_first else None
-        self._finish(dist.gather(padded, found, 0, async_op=True))
-        if found is None:
-            return None
-        return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
-
-    def from_rank(self, value: Any, rank: int) -> Any:
-        """As `Ranks.from_rank`."""
-        self.exchange(None)
-        box = [value]
-        dist.broadcast_object_list(box, rank)
-        return box[0]
-
-    def explained(self) -> AbstractContextManager[None]:
-        """As `Ranks.explained`."""
-        return self.agreement.explained()
-
-    def gather(self, value: Any) -> list[Any]:
-        """As `Ranks.gather`."""
-        self.exchange(None)
-        found = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
-
-    def _finish(self, work: Any) -> None:
-        """Wait for a collective, as long as all ranks are there."""
-        self.agreement.finish(work)
-
 
 def current() -> Ranks:
     """The ranks that share the work: those of torch's default process group, or `ALONE`."""
     if _IS_ALONE.get() or not dist.is_available() or not dist.is_initialized():
         return ALONE
-    return ALONE if dist.get_world_size() == 1 else Group(Agreement.of_default_group())
+    return ALONE if dist.get_world_size() == 1 else Group()
 
 
 @contextmanager
@@ -263,25 +247,62 @@ def alone() -> Iterator[None]:
         _IS_ALONE.reset(token)
 
 
-def all_within(what: str) -> AbstractContextManager[None]:
-    """All ranks are within: an error on one of them is raised on all.
+def check_joined() -> None:
+    """Require a process group, or `alone()`, where a launcher has started several processes.
 
-    Args:
-        what: What messages call it.
+    Raises:
+        RuntimeError: If there is neither: each would do the work of all.
     """
-    ranks = current()
-    return ranks.agreement.over(what) if isinstance(ranks, Group) else nullcontext()
+    size = os.environ.get("WORLD_SIZE", "1")
+    is_joined = _IS_ALONE.get() or (dist.is_available() and dist.is_initialized())
+    if "RANK" in os.environ and size not in ("0", "1") and not is_joined:
+        raise RuntimeError(
+            f"WORLD_SIZE is {size} in the environment, but there is no process group, so each "
+            "process would do the work of all: call torch.distributed.init_process_group() first; "
+            "or work within laplace_debias.alone(), or unset RANK and WORLD_SIZE."
+        )
 
 
 @contextmanager
 def together(what: str) -> Iterator[None]:
-    """What all ranks do, a block or a decorated function: an error on one is raised on all.
+    """All ranks do this: an error of one is raised on all. Within another one it is part of that.
 
     Args:
         what: What messages call it.
+
+    Raises:
+        RankError: If the ranks are in different calls.
     """
-    with all_within(what), telling_of_lost_workers():
-        yield
+    ranks = current()
+    if not isinstance(ranks, Group) or _VERB.get() is not None:
+        with telling_of_lost_workers():
+            yield
+        return
+    verb = _Verb()
+    token = _VERB.set(verb)
+    try:
+        with telling_of_lost_workers():
+            _check_names(ranks.exchange(what))
+            yield
+            ranks.exchange(None)
+    except BaseException as error:
+        if not verb.is_over:
+            # On a rank that stops here, the error itself is what counts.
+            with suppress(RankError):
+                ranks.all_say(error, None)
+        raise
+    finally:
+        _VERB.reset(token)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Require the ranks to be in the same call."""
+    if len(set(names)) > 1:
+        told = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(names))
+        raise RankError(
+            f"The ranks are in different calls: {told}. All of them must make the same calls in "
+            "the same order; those of one alone belong into `laplace_debias.alone()`."
+        )
 
 
 def refuse_ranks(what: str, instead: str) -> None:
@@ -301,31 +322,106 @@ def refuse_ranks(what: str, instead: str) -> None:
         )
 
 
+def _leave() -> None:
+    """The ranks part: an error that follows on one of them reaches no other."""
+    if (verb := _VERB.get()) is not None:
+        verb.is_over = True
+
+
+@contextmanager
+def _talking() -> Iterator[None]:
+    """A collective is within.
+
+    Raises:
+        RankError: If it fails, as where another rank is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        _leave()
+        raise RankError(
+            f"The processes do not reach each other: {error}. One of them was killed, has failed "
+            "or is elsewhere: look at the first error in their logs, and start all of them again."
+        ) from error
+
+
+def _error_of(rank: int, kind: str, text: str) -> Exception:
+    """A rank's error, of its kind where that is one of Python's."""
+    message = f"Rank {rank} failed with {kind}: {text}"
+    known = getattr(builtins, kind, None)
+    if known in (ValueError, TypeError, NotImplementedError, RuntimeError):
+        return known(message)
+    return RankError(message)
+
+
+def _buckets(
+    tensors: Sequence[Tensor], size: Callable[[Tensor], int] = Tensor.numel
+) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype and device, up to a number of bytes.
+
+    Args:
+        tensors: Any.
+        size: How many numbers of one travel.
+    """
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for x in tensors:
+        more = size(x) * x.element_size()
+        is_alike = bool(bucket) and (x.dtype, x.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not is_alike or num_bytes + more > _BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(x)
+        num_bytes += more
+    if bucket:
+        yield bucket
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of tensors, one after the other, flat."""
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
 def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     for part, tensor in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True):
         tensor.copy_(part.view(tensor.shape))
 
 
-def _spec(tensor: Tensor | None) -> list[Any] | None:
-    if tensor is None:
-        return None
-    return [list(tensor.shape), str(tensor.dtype).partition(".")[2], tensor.device.type]
+def _upper_size(tensor: Tensor) -> int:
+    """How many numbers `_upper` gives."""
+    if tensor.ndim < 2:
+        return tensor.numel()
+    d = tensor.shape[-1]
+    return tensor[..., 0, 0].numel() * (d * (d + 1) // 2)
 
 
-def _empty(spec: list[Any] | None, here: Mapping[str, torch.device]) -> Tensor | None:
-    """Room for another rank's tensor, on a device of the same kind.
+def _upper(tensor: Tensor) -> Tensor:
+    """The upper triangles of symmetric matrices `[..., d, d]`, flat; a vector as it is."""
+    return tensor if tensor.ndim < 2 else tensor[..., _is_upper(tensor)].reshape(-1)
 
-    A group may have collectives of their own for each kind (`cpu:gloo,cuda:nccl`): ranks that take
-    different ones wait for each other for ever.
 
-    Args:
-        spec: As the owner gave it.
-        here: The devices that this rank uses, by their kinds.
-    """
+def _symmetric(flat: Tensor, like: Tensor) -> Tensor:
+    """The symmetric matrices, of a shape as another, whose upper triangles `_upper` gave."""
+    if like.ndim < 2:
+        return flat.clone()
+    full = torch.zeros_like(like)
+    full[..., _is_upper(like)] = flat.view(*like.shape[:-2], -1)
+    return full + full.triu(1).mT
+
+
+def _is_upper(tensor: Tensor) -> Tensor:
+    d = tensor.shape[-1]
+    return torch.ones(d, d, dtype=torch.bool, device=tensor.device).triu()
+
+
+def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype, str] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)
+
+
+def _empty(spec: tuple[torch.Size, torch.dtype, str] | None) -> Tensor | None:
+    """Room for another rank's tensor, on a device of the same kind: collectives differ by kind."""
     if spec is None:
         return None
     shape, dtype, kind = spec
-    device = here.get(kind)
-    if device is None:
-        device = torch.device(f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind)
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind
+    return torch.empty(shape, dtype=dtype, device=device)

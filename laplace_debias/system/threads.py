@@ -1,4 +1,4 @@
-"""What threads of a process share: locks, and settings of torch that belong to the whole process.
+"""Shared by threads of a process: locks, and settings of torch that belong to the whole process.
 
 Nothing here is needed where each call works on tensors and copies of its own. It is needed for what
 torch keeps once for all threads: the level of forward-mode differentiation, the switches of fused

@@ -1,4 +1,4 @@
-"""What it means that a process of a `DataLoader` is gone."""
+"""Errors of a `DataLoader` whose process is gone."""
 
 import re
 from collections.abc import Iterator

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from laplace_debias.assessment import Method, PosteriorChoice, default_methods
-from laplace_debias.assessment.families import families_of
 from laplace_debias.assessment.methods import (
     BUILT_IN,
     LAST_LAYER,
@@ -13,6 +12,7 @@ from laplace_debias.assessment.methods import (
     TEMPERATURE,
     check_methods,
     chosen_methods,
+    families_of,
 )
 
 

@@ -28,7 +28,7 @@ def read(folder, name):
 @pytest.mark.parametrize("num_outputs", [1, 2])
 def test_a_regression(num_outputs, tmp_path):
     loaded = a_run.loaded_rows(num_test=50, num_ood=20, num_outputs=num_outputs)
-    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER), num_resamples=2)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
     run = read(folder, "run.json")
     x, y = joined(loaded.validation)
     residuals = (y - loaded.model(x).detach()).double()
@@ -79,7 +79,7 @@ def test_a_regression(num_outputs, tmp_path):
 def test_labels_that_apply_or_not(task, tmp_path):
     loaded = a_run.loaded_yes_no(task, num_test=50)
     methods = (NETWORK, TEMPERATURE, LAST_LAYER, LAST_TEMPERATURE)
-    folder = assess(loaded, tmp_path / "run", methods, num_resamples=2)
+    folder = assess(loaded, tmp_path / "run", methods)
     run = {method["key"]: method for method in read(folder, "run.json")["methods"]}
     x, y = joined(loaded.test)
     z = loaded.model(x).detach().double() / run["temperature"]["temperature"]
@@ -108,13 +108,15 @@ def test_labels_that_apply_or_not(task, tmp_path):
 
 def test_without_validation_the_prior_is_tuned_by_the_evidence(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, has_validation=False, severities=())
-    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER), num_resamples=2)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
     sweep = read(folder, "sweeps/last-layer.json")
     assert sweep["metric"] == "log_marginal_likelihood"
     values = [row["value"] for row in sweep["rows"]]
     of = {row["prior_precision"]: row["value"] for row in sweep["rows"]}
     assert of[sweep["chosen"]] == pytest.approx(max(values), abs=1e-3)
-    assert any("hold out validation" in text for text in read(folder, "run.json")["conclusion"])
+    assert any(
+        "Temperature scaling was left out" in s for s in read(folder, "run.json")["conclusion"]
+    )
     with pytest.raises(ValueError, match="temperature is fitted on validation examples"):
         assess(loaded, tmp_path / "other", (NETWORK, TEMPERATURE))
     assert not (tmp_path / "other").exists()
@@ -122,7 +124,7 @@ def test_without_validation_the_prior_is_tuned_by_the_evidence(tmp_path):
 
 def test_a_regression_without_validation_takes_its_noise_from_the_evidence(tmp_path):
     loaded = a_run.loaded_rows(num_test=30, num_ood=0, has_validation=False)
-    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER), num_resamples=2)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
     x, y = joined(loaded.train)
     residuals = (y - loaded.model(x).detach()).double()
     sigma = read(folder, "run.json")["sigma"]
@@ -140,7 +142,7 @@ def test_a_posterior_from_a_file_is_used_as_it_is(tmp_path):
         describes="",
         posterior=PosteriorChoice(path=tmp_path / "mine.safetensors"),
     )
-    folder = assess(loaded, tmp_path / "run", (NETWORK, method), num_resamples=2)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, method))
     entry = read(folder, "run.json")["methods"][1]
     assert entry["prior_precision"] == 3.5
     x, _ = joined(loaded.test)
@@ -166,7 +168,7 @@ def test_fits_see_the_first_examples(mode, asked, seen, tmp_path):
     or_fewer = asked > seen
     choice = PosteriorChoice(params="last_layer", mode=mode, fit_examples=asked, or_fewer=or_fewer)
     method = Method(key="mine", label="Mine", describes="", posterior=choice)
-    folder = assess(loaded, tmp_path / "run", (NETWORK, method), num_resamples=2)
+    folder = assess(loaded, tmp_path / "run", (NETWORK, method))
     x, y = joined(loaded.train)
     expected = Laplace(loaded.model, params="last_layer")
     expected.fit([(x[:seen], y[:seen])], mode=mode, num_data=200)

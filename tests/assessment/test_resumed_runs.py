@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import a_run
 import kill_fits
@@ -14,7 +13,8 @@ import torch
 from laplace_debias.assessment import assess, run_folder
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
 from laplace_debias.assessment.run_folder import RunFolder, read_table
-from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.curvature.fits import checkpoint
+from laplace_debias.curvature.fits.checkpoint import Checkpoint
 
 METHODS = (NETWORK, TEMPERATURE, LAST_LAYER)
 
@@ -26,7 +26,7 @@ def loaded():
 
 def run(loaded, folder, **options):
     methods = options.pop("methods", METHODS)
-    return assess(loaded, folder, methods, num_resamples=2, **options)
+    return assess(loaded, folder, methods, **options)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def breaking_after(writes, error, monkeypatch):
         plain(path, data)
 
     monkeypatch.setattr(run_folder, "write_bytes", write)
-    monkeypatch.setattr("laplace_debias.assessment.run.write_bytes", write)
+    monkeypatch.setattr("laplace_debias.assessment.assessing.write_bytes", write)
 
 
 @pytest.mark.slow
@@ -94,32 +94,23 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
     assert json.dumps(found) == json.dumps(expected)
 
 
-def test_a_run_goes_on_within_a_fit_a_search_and_a_set(loaded, unbroken, tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_passes, "EVERY", 0.0)
-    done, places, stop_every = saved_passes._SavedPass.done, [], [10**9]
+def test_a_run_goes_on_within_a_fit(loaded, unbroken, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
+    done, batches = Checkpoint.done, []
 
     def breaking(self, *seen):
         done(self, *seen)
-        places.append(Path(self._store.place).name)
-        if len(places) % stop_every[0] == 0:
+        batches.append(self._folder.name)
+        if len(batches) == 2:
             raise Broken
 
-    monkeypatch.setattr(saved_passes._SavedPass, "done", breaking)
-    run(loaded, tmp_path / "alone")
-    alone, stop_every[0] = list(places), 2
-    assert {"last-layer.fit", "last-layer.tune", "last-layer.test"} <= set(alone)
-    places.clear()
-    folder, calls = None, 0
-    while folder is None:
-        calls += 1
-        try:
-            folder = run(loaded, tmp_path / "run")
-        except Broken:
-            assert calls < 60
-            assert (tmp_path / "run" / "state").exists()
-    assert calls > len(alone) // 2
-    # No batch was computed with twice.
-    assert places == alone
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "done", breaking)
+        with pytest.raises(Broken):
+            run(loaded, tmp_path / "run")
+        assert set(batches) == {"last-layer.fit"}
+        assert (tmp_path / "run" / "state" / "last-layer.fit").exists()
+        folder = run(loaded, tmp_path / "run")
     assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
     assert not (folder.path / "state").exists()
 
@@ -129,8 +120,8 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
         raise AssertionError("predicted again")
 
     before = contents(unbroken)
-    monkeypatch.setattr("laplace_debias.assessment.predict_stage.predict_set", refuse)
-    monkeypatch.setattr("laplace_debias.assessment.fit_stage.fitted", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.stages.predict_set", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.stages.fitted", refuse)
     again = run(loaded, unbroken.path, title="Another title")
     assert json.dumps(contents(again)) == json.dumps(before)
     assert again.read_run()["title"] == "Another title"
@@ -168,7 +159,7 @@ def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
     assert [method["key"] for method in folder.read_run()["methods"]] == ["network"]
 
 
-@pytest.mark.parametrize("first", ["run_state.write_json", "run.write_bytes"])
+@pytest.mark.parametrize("first", ["run.write_json", "assessing.write_bytes"])
 def test_a_run_that_is_broken_off_at_its_first_files_begins_again(
     loaded, tmp_path, monkeypatch, first
 ):

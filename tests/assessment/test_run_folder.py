@@ -1,5 +1,6 @@
 """Every file of docs/run-folder.md, and what is in it."""
 
+import itertools
 import json
 import math
 
@@ -177,13 +178,14 @@ def test_ood_rows_are_the_share_of_pairs_in_the_right_order(run_of_images):
 
 def test_differences_are_of_the_same_examples(run_of_images):
     found = read(run_of_images, "metrics.json")["differences"]
-    keys = {(row["method"], row["reference"]) for row in found}
-    assert keys == {
-        (method, reference)
-        for method in METHODS
-        for reference in ("network", "temperature")
-        if method != reference
+    keys = {(row["method"], row["reference"]) for row in found if row["set"] == "test"}
+    assert keys == {(later, first) for first, later in itertools.combinations(METHODS, 2)}
+    of_ood = [row for row in found if row["set"] == "static" and row["metric"] == "auroc"]
+    assert {(row["reference"], row["reference_score"]) for row in of_ood} == {
+        ("network", "entropy")
     }
+    # Every method and score but the reference.
+    assert len(of_ood) == 2 + 2 + 4 + 2 + 4 - 1
     for method, reference in sorted(keys):
         (row,) = (
             row

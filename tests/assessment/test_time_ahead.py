@@ -1,73 +1,74 @@
-"""How long predictions will take is told before they begin, with what shortens it."""
+"""All examples are predicted where that is quick; where it is not, the time is told before."""
 
 import time
 
 import a_run
 import pytest
 
-from laplace_debias.assessment import assess, time_ahead
+from laplace_debias import Laplace
+from laplace_debias.assessment import assess, predictions, stages
+from laplace_debias.assessment.run_folder import read_json
 
 
-def test_a_line_tells_the_time_and_what_shortens_it():
-    line = time_ahead.told("Laplace", 1.0, 1200, 300)
-    assert line == (
-        "Laplace: an example takes about 1 s, so tuning and predicting (1,200 predictions) will "
-        "take about 20 minutes; with examples=75 instead of 300 about 5 minutes."
-    )
-    # 75 of 300 examples: a fourth of 1,200 s.
-    assert time_ahead.told("Laplace", 0.04, 1200, 300) is None
-    assert "a limit, examples, makes it shorter" in time_ahead.told("L", 1.0, 1200, None)
-    assert "with examples=20 instead of 300 about 3.3 hours" in time_ahead.told(
-        "L", 1.0, 180000, 300
-    )
-    assert time_ahead.told("L", 60.0, 30, 10).endswith("about 30 minutes.")
+class Console:
+    """Keeps what is printed."""
+
+    def __init__(self):
+        self.lines = []
+
+    def print(self, *objects, soft_wrap=None):
+        self.lines.append(" ".join(map(str, objects)))
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"), [(61, "61 s"), (1500, "25 minutes"), (12240, "3.4 hours")]
 )
 def test_times_in_words(seconds, words):
-    assert time_ahead.in_words(seconds) == words
+    assert stages.in_words(seconds) == words
 
 
 def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypatch):
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=(1,))
-    lines, made, tuned = [], [], []
-
-    class Console:
-        def print(self, *objects, soft_wrap=None):
-            lines.append(" ".join(map(str, objects)))
-
-    from laplace_debias.assessment import families, fit_stage
-
-    monkeypatch.setattr(time_ahead, "seconds_an_example", lambda *_: 1e6)
-    functional, grid = families.of_laplace, fit_stage.Laplace.predict_grid
+    made, console = [], Console()
+    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6)
+    functional = predictions.of_laplace
 
     def counted(la, x, *rest):
         made.append(len(x))
         return functional(la, x, *rest)
 
-    def counted_grid(la, x, *rest, **named):
-        tuned.append(len(x))
-        return grid(la, x, *rest, **named)
-
-    monkeypatch.setattr(families, "of_laplace", counted)
-    monkeypatch.setattr(fit_stage.Laplace, "predict_grid", counted_grid)
-    methods = (a_run.NETWORK, a_run.ALL_PARAMETERS)
-    assess(loaded, tmp_path / "run", methods, num_resamples=2, console=Console())
-    (line,) = (line for line in lines if "will take about" in line)
-    # A search that need not be refined takes one pass instead of two.
-    assert sum(tuned) in (60, 120)
+    monkeypatch.setattr(predictions, "of_laplace", counted)
+    assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), console=console)
+    (line,) = (line for line in console.lines if "will take about" in line)
+    # A search takes at most two passes over the 60 that are chosen.
     assert f"({sum(made) + 120} predictions)" in line
-    # It comes before the first prediction of a set.
-    assert lines.index(line) < min(n for n, one in enumerate(lines) if one.startswith("Predicting"))
+    # It comes before the first prediction of a set by the posterior.
+    first = next(n for n, one in enumerate(console.lines) if one.startswith("Predicting"))
+    assert console.lines.index(line) < first
 
 
 def test_the_time_of_an_example_is_measured(monkeypatch):
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=())
-    from laplace_debias import Laplace
-
     la = Laplace(loaded.model).fit(list(loaded.train))
-    monkeypatch.setattr(time_ahead, "of_laplace", lambda *_: time.sleep(0.2))
+    monkeypatch.setattr(stages, "of_laplace", lambda *_: time.sleep(0.2))
     # Four examples together.
-    assert 0.05 <= time_ahead.seconds_an_example(la, loaded, 0) < 0.2
+    assert 0.05 <= stages.seconds_an_example(la, loaded) < 0.2
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(0.0, 120), (1e6, 60)])
+def test_all_examples_are_predicted_where_that_is_quick(seconds, number, tmp_path, monkeypatch):
+    """And a run that goes on stays with what was chosen."""
+    loaded = a_run.loaded_images(num_test=120, num_ood=0, severities=())
+    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: seconds)
+    folder = assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS))
+    rows = read_json(folder.path / "metrics.json")["rows"]
+    assert {row["num_examples"] for row in rows if row["method"] == "laplace"} == {number}
+    folder.predictions("laplace", "test").unlink()
+    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6 - seconds)
+    assess(loaded, folder.path, (a_run.NETWORK, a_run.ALL_PARAMETERS))
+    assert read_json(folder.path / "metrics.json")["rows"] == rows
+
+
+def test_sets_that_do_not_tell_their_size_keep_the_limit():
+    assert stages.num_predictions([iter(())], None) is None
+    assert stages.num_predictions([iter(()), [(0, [1, 2])], None], 7) == 9

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.curvature.fits import checkpoint
 from laplace_debias.system.workers import LostWorkerError
 
 NETWORKS = (
@@ -103,7 +103,7 @@ def no_work(*_, **__):
 def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, capsys):
     data = [*SOURCE, "--data=d.npz"]
     assert main(["fit", *data, "--output=p.safetensors"]) == 0
-    run = [*data, "--num_resamples=2", "--methods=[]"]
+    run = [*data, "--methods=[]"]
     place = disk("size=8m")
     assert main(["report", *run, f"--output={place}/run"]) == 0
     disk("ro")
@@ -111,8 +111,6 @@ def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, cap
     for command in ("fit", "tune", "spectrum", "report"):
         monkeypatch.setattr(f"laplace_debias.commands.{command}.load", no_work)
     monkeypatch.setattr("laplace_debias.commands.predict.load_with_reader", no_work)
-    monkeypatch.setattr("laplace_debias.commands.demo.digits", no_work)
-    monkeypatch.setattr("laplace_debias.commands.train.get_problem", no_work)
     monkeypatch.setattr("laplace_debias.commands.report.write_page", no_work)
     saved = "--posterior=p.safetensors"
     for command in (
@@ -123,8 +121,6 @@ def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, cap
         ["spectrum", *data, f"--output={place}/spectrum"],
         ["report", *data, f"--output={place}/other"],
         ["report", f"--from={place}/run"],
-        ["demo", f"--output={place}/demo"],
-        ["train", f"--output={place}/network.safetensors"],
     ):
         assert main(command) == 2
         line = only_line(capsys)
@@ -163,7 +159,7 @@ def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys)
 
 def test_a_fit_goes_on_although_its_state_cannot_be_saved(here, disk, monkeypatch):
     place = disk("size=60k")
-    monkeypatch.setattr(saved_passes, "EVERY", 0.0)
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
     data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
     fit = ["fit", *data, "--batch_size=10", f"--resume={place}"]
     with pytest.warns(UserWarning, match="was not saved, and the fit goes on: There is no space"):

@@ -49,7 +49,7 @@ def place(tmp_path, monkeypatch):
 
 SOURCE = [
     *("--model=my_network_of_rows:build", "--checkpoint=weights.pt", "--data=data.npz"),
-    *("--progress=false", "--num_resamples=2", "--device=cpu"),
+    *("--progress=false", "--device=cpu"),
 ]
 FAST = "--methods=[temperature,last-layer]"
 

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch.func import functional_call, jacrev, vmap
 
+from examples.paper.data import digits
+from examples.paper.networks import digits_net
+from examples.paper.problems import Recipe, train
 from laplace_debias.curvature import GGN
 from laplace_debias.linalg import trace
-from laplace_debias.problems import Recipe, digits, digits_net, train
 
 
 def loss_roots(logits):
@@ -20,7 +22,7 @@ def loss_roots(logits):
 @pytest.mark.usefixtures("unchecked")
 def test_the_error_of_xtrace_after_100_products_is_below_1_percent():
     torch.manual_seed(0)
-    data = digits().train
+    data, _ = digits()
     model = digits_net()
     train(model, data, Recipe(batch_size=50, cycles=((3, 0.1),), clip_norm=5.0))
     model.double()

@@ -169,7 +169,6 @@ def test_the_warning_of_unused_parameters_says_what_to_type():
         {"gamma": ["head"]},
         {"other": [""]},
         {"gamma": "head"},
-        {"gamma": ["", ""]},
         ["gamma"],
         None,
     ],
@@ -185,5 +184,5 @@ def test_a_file_that_measures_a_parameter_elsewhere_is_refused(calls, tmp_path):
     header["__metadata__"]["header"] = json.dumps(told)
     text = json.dumps(header).encode()
     path.write_bytes(resealed(len(text).to_bytes(8, "little") + text + raw[end:]))
-    with pytest.raises(ValueError, match=r"saved for another model|it has calls = .*, expected"):
+    with pytest.raises(ValueError, match=r"saved for another model|damaged, or no posterior file"):
         Laplace.load(path, model)

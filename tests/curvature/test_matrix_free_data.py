@@ -10,7 +10,6 @@ import torch
 from conformance import fingerprint
 from networks import (
     LABELS,
-    ROWS,
     N,
     Net,
     W,
@@ -300,9 +299,9 @@ BAD = {
         "pos_weight of shape",
     ),
     "weight rows": (
-        {"loss": nn.BCEWithLogitsLoss(weight=ROWS[:3]), "data": batches(inputs(3), zero_one(3), 3)},
+        {"loss": nn.BCEWithLogitsLoss(weight=W[:2, None]), "data": [(inputs(3), zero_one(3))]},
         ValueError,
-        "6 rows",
+        "weights of examples belong to a loss of your own",
     ),
     "ignore probabilities": (
         {"loss": nn.CrossEntropyLoss(ignore_index=1), "data": [(inputs(3), probabilities(3))]},

@@ -7,11 +7,9 @@ import pytest
 import torch
 from networks import (
     LABELS,
-    LOSSES,
     N,
     batches,
     build,
-    case,
     close,
     dense_ggn,
     dense_hessian,
@@ -22,11 +20,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from laplace_debias import Categorical, Laplace, OneArgument
+from laplace_debias import Laplace, OneArgument
 from laplace_debias.curvature import (
     GGN,
     KFAC,
-    EmpiricalFisher,
     Fisher,
     Hessian,
     Jacobian,
@@ -92,7 +89,7 @@ def test_a_mapping_goes_through_a_loader_and_an_exported_program(tmp_path):
     la = Laplace(model, params="last_layer").fit(DataLoader(examples, batch_size=4))
     plain = Laplace(model.net, params="last_layer").fit(batches(x, y, 4), num_data=N)
     torch.testing.assert_close(la.predict(mapping(x)).probs, plain.predict(x).probs)
-    la.export(tmp_path / "predictive.pt2", mapping(x))
+    la.export(tmp_path / "predictive.pt2", OneArgument(a=x - x.round(), b=x.round().long()))
     program = torch.export.load(tmp_path / "predictive.pt2").module()
     found = program(a=x - x.round(), b=x.round().long())["probs"]
     torch.testing.assert_close(found, plain.predict(x).probs)
@@ -205,70 +202,3 @@ def test_kfac_of_a_function_has_its_exact_blocks():
         found[at, at] = 0
     assert start == len(found)
     assert not found.any()
-
-
-# ------------------------------------------------- the empirical Fisher of single terms
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_empirical_fisher_per_token_sums_the_terms(name):
-    """Term by term: the loss's gradient in one position's outputs alone, through its Jacobian."""
-    model, loss, x, y = case(name)
-    outputs = model(x).detach()
-    classes = 1 if isinstance(loss, nn.CrossEntropyLoss) else -1
-    J = dense_jacobian(model, x)
-    J = J.movedim(classes if classes > 0 else -2, -2)  # [N, positions, C, D]
-    total = torch.zeros(J.shape[-1], J.shape[-1], dtype=J.dtype)
-    rest = outputs.movedim(classes, -1)
-    count = 0
-    summed = type(loss).__new__(type(loss))
-    summed.__dict__.update(loss.__dict__)
-    summed.reduction = "sum"
-    divisor = (summed(outputs, y) / loss(outputs, y)).item()
-    for position in torch.cartesian_prod(*map(torch.arange, rest.shape[:-1])).reshape(
-        -1, outputs.ndim - 1
-    ):
-        index = tuple(position.tolist())
-        leaf = rest[index].clone().requires_grad_()
-        put = rest.clone()
-        put[index] = leaf
-        (g,) = torch.autograd.grad(summed(put.movedim(-1, classes), y), leaf)
-        row = g @ J[index]
-        total += torch.outer(row, row)
-        count += 1
-    assert count == outputs.numel() // outputs.shape[classes]
-    operator = EmpiricalFisher(model, loss, batches(x, y, 3), per="token")
-    close(operator, total / divisor)
-    assert operator.is_positive_semidefinite
-    V = torch.randn(J.shape[-1], 3, generator=torch.Generator().manual_seed(0), dtype=J.dtype)
-    one_by_one = torch.stack([operator @ v for v in V.T], 1)
-    together = EmpiricalFisher(model, loss, batches(x, y, 3), per="token", chunk_size=3) @ V
-    torch.testing.assert_close(together, one_by_one)
-
-
-def test_per_token_and_per_example_are_one_without_positions_and_two_with_them():
-    for name, is_same in (("ce", True), ("mse", True), ("ce positions", False)):
-        model, loss, x, y = case(name)
-        by_token, by_example = (
-            EmpiricalFisher(model, loss, batches(x, y, 3), per=per).to_dense()
-            for per in ("token", "example")
-        )
-        assert torch.allclose(by_token, by_example) is is_same
-
-
-def test_a_likelihood_has_terms_and_a_callable_has_none():
-    model = nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (2, 3))).double()
-    x, y = inputs(3), torch.randint(3, (N, 2), generator=torch.Generator().manual_seed(0))
-    operator = EmpiricalFisher(model, Categorical(), [(x, y)], per="token")
-    residuals = model(x).softmax(-1).detach() - nn.functional.one_hot(y, 3)
-    rows = torch.einsum("ntc,ntcd->ntd", residuals, dense_jacobian(model, x)).flatten(0, 1)
-    close(operator, rows.T @ rows / N)
-
-    def loss(f, y):
-        return nn.functional.cross_entropy(f.movedim(-1, 1), y)
-
-    with pytest.raises(TypeError, match="needs the terms of the loss"):
-        EmpiricalFisher(model, loss, [(x, y)], reduction="mean", per="token")
-    with pytest.raises(ValueError, match="Unknown per='sequence'"):
-        EmpiricalFisher(model, Categorical(), [(x, y)], per="sequence")

@@ -6,7 +6,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import sums
-from laplace_debias.curvature.layers import stream
+from laplace_debias.curvature.layers import backends as stream
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 

@@ -11,12 +11,11 @@ from laplace_debias import Laplace
 from laplace_debias.curvature import GGN
 from laplace_debias.curvature.layers import calls, resolve
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network import chosen_positions, next_token
+from laplace_debias.curvature.network import chosen_positions
+from laplace_debias.curvature.network import reader as next_token
 from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.operators import linearisation
-from laplace_debias.laplace.export import writing
-from laplace_debias.laplace.export.programs import Predictive
 from laplace_debias.system.out_of_memory import is_out_of_memory
 
 ERRORS = {
@@ -134,14 +133,12 @@ def test_while_the_labels_of_a_language_model_are_looked_at(error, monkeypatch):
         next_token.shifts_labels(linear(), {}, torch.zeros(1, 4, dtype=torch.long))
 
 
-def test_while_a_prediction_is_exported(error, monkeypatch):
-    class Stub(Predictive):
-        def __init__(self):
-            nn.Module.__init__(self)
-
+def test_while_a_prediction_is_exported(error, monkeypatch, tmp_path):
+    x = torch.randn(4, 4).double()
+    la = Laplace(linear(), params="last_layer").fit([(x, torch.zeros(4, dtype=torch.long))])
     monkeypatch.setattr(torch.export, "export", raising(error))
     with pytest.raises(type(error), match=escaped(error)):
-        writing.traced(Stub(), torch.randn(1, 4).double())
+        la.export(tmp_path / "p.pt2", x)
 
 
 @pytest.fixture

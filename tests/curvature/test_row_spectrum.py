@@ -91,7 +91,7 @@ def test_a_part_of_the_parameters_and_their_order():
     [
         ({"k": 0}, ValueError, "at least 1"),
         ({"tol": 1.0}, ValueError, "below 1"),
-        ({"memory_bound": 0}, ValueError, "positive number"),
+        ({"memory_bound": 0}, ValueError, "at least 1"),
         ({"memory_bound": 10}, ValueError, "too small"),
         ({"loss": nn.SmoothL1Loss()}, TypeError, "GGN"),
     ],

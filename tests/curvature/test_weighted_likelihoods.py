@@ -43,7 +43,7 @@ def test_value_gradient_and_curvature_are_those_of_the_formula(name):
     likelihood, f, y, ell = case(name)
     loss = NegativeLogLikelihood(likelihood)
     loss.check(f, y)
-    labels = loss.labels(y, 0, 2)
+    labels = loss.labels(y, 2)
     values = torch.stack([ell(*row) for row in zip(f, y, strict=True)])
     close(likelihood.nll(f, y), values)
     close(loss.value(f, labels), values.sum())
@@ -97,8 +97,8 @@ def test_one_hot_targets_are_class_indices():
         NegativeLogLikelihood(Categorical(class_weights=W3, label_smoothing=0.1)) for _ in range(2)
     )
     q = F.one_hot(y, 3).double()
-    close(soft.value(f, soft.labels(q, 0, 2)), hard.value(f, hard.labels(y, 0, 2)))
-    close(soft.root(f, soft.labels(q, 0, 2)), hard.root(f, hard.labels(y, 0, 2)))
+    close(soft.value(f, soft.labels(q, 2)), hard.value(f, hard.labels(y, 2)))
+    close(soft.root(f, soft.labels(q, 2)), hard.root(f, hard.labels(y, 2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -176,7 +176,7 @@ ONES3 = torch.ones(4, 3).double()
 def test_what_does_not_fit_is_refused(likelihood, outputs, targets, error, says):
     loss = NegativeLogLikelihood(likelihood)
     # What sees labels before the check must not fail with an error of its own.
-    Cotangents(loss, FisherType()).counted(targets, 2, 0)
+    Cotangents(loss, FisherType()).counted(targets, 2)
     with pytest.raises(error, match=says):
         loss.check(torch.zeros(4, outputs).double(), targets)
 

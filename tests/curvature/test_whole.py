@@ -158,7 +158,7 @@ def test_samples_of_a_low_rank_posterior_have_its_covariance():
 
 def test_a_rank_belongs_to_low_rank():
     model, _, _ = conv2d()
-    with pytest.raises(ValueError, match='only to "lowrank"'):
+    with pytest.raises(ValueError, match='rank belongs to curvature="lowrank"'):
         Laplace(model, rank=3)
-    with pytest.raises(ValueError, match="positive rank"):
+    with pytest.raises(ValueError, match="rank must be at least 1"):
         Laplace(model, curvature="lowrank", rank=0)

@@ -7,14 +7,14 @@ from cases import one_axis_at_a_time, others_slow
 from language import GPT, with_lora
 from torch import nn
 
-from laplace_debias import Laplace
-from laplace_debias.problems.models import (
+from examples.paper.networks import (
     all_cnn_c,
     conv_net,
     resnet50,
     vit_little,
     wide_resnet,
 )
+from laplace_debias import Laplace
 
 BATCH = 6
 

@@ -253,7 +253,7 @@ def test_a_file_has_the_prior_precisions_of_all_blocks(tmp_path):
     la.save(tmp_path / "posterior.safetensors")
     loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
     assert torch.equal(loaded.prior_precision, la.prior_precision)
-    assert torch.equal(loaded.predict(x).probs, la.predict(x).probs)
+    torch.testing.assert_close(loaded.predict(x).probs, la.predict(x).probs, rtol=1e-12, atol=0)
     assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
     again = loaded.tune(method="marglik", per="kind")
     assert again.prior_precision == la.prior_precision.tolist()
@@ -274,7 +274,7 @@ def test_what_does_not_go_together_is_refused():
     la = Laplace(model).fit_batches([(x, y)])
     with pytest.raises(ValueError, match="'kind', 'block' or None"):
         la.tune(method="marglik", per="layer")
-    with pytest.raises(ValueError, match='pass method="marglik"'):
+    with pytest.raises(ValueError, match="use tune_evidence"):
         la.tune([(x, y)], per="kind")
     for curvature in ("full", "lowrank"):
         dense = Laplace(nn.Linear(4, 2).double(), curvature=curvature)

@@ -4,19 +4,17 @@ import tempfile
 from pathlib import Path
 
 import fuzz_posterior_files
-import fuzz_posterior_folders
 import pytest
 from fuzz_posterior_files import (
-    BROKEN,
     CRASHED,
     DIFFERENT,
     OTHER,
     REFUSED,
     SAME,
     Report,
-    as_format_3,
     fuzz,
     outcome_of,
+    resealed,
 )
 from jaxtyping import config
 
@@ -49,8 +47,7 @@ def test_mutations_reach_behind_the_checksum(report):
     """Or the fuzzer would test the checksum alone."""
     assert report.total(REFUSED) > 1500
     assert report.total(OTHER) > 50
-    assert report.total(SAME) > 10
-    assert len(report.counts) > 30
+    assert len(report.counts) > 20
 
 
 def test_no_damage_is_accepted(report):
@@ -60,28 +57,12 @@ def test_no_damage_is_accepted(report):
 
 
 def test_the_fuzzer_notices_what_it_looks_for(subjects, tmp_path, monkeypatch):
-    """A loader without checksum, one that raises something else, and one that breaks numbers."""
-    classification = subjects[0]
-    binary = subjects[1]
+    """A loader without checksum, and one that raises something else."""
+    classification, binary = subjects[:2]
     path = tmp_path / "file"
     assert outcome_of(binary.raw, classification, path, is_damaged=False)[0] == REFUSED
-    edited = as_format_3(classification.raw).replace(b'num_data\\": 50', b'num_data\\": 51')
+    edited = resealed(classification.raw.replace(b'num_data\\": 50', b'num_data\\": 51'))
     assert outcome_of(edited, classification, path, is_damaged=False)[0] == OTHER
     assert outcome_of(edited, classification, path, is_damaged=True)[0] == DIFFERENT
-    with monkeypatch.context() as patch:
-        patch.setattr(fuzz_posterior_files.Laplace, "load", lambda *_: {}["key"])
-        assert outcome_of(edited, classification, path, is_damaged=True)[0] == CRASHED
-    with monkeypatch.context() as patch:
-        patch.setattr(fuzz_posterior_files.Laplace, "num_data", float("nan"))
-        assert outcome_of(edited, classification, path, is_damaged=False)[0] == BROKEN
-
-
-def test_mutated_folders_are_refused_or_answer_as_the_original(tmp_path):
-    report = fuzz_posterior_folders.fuzz(400, seed=1, folder=tmp_path)
-    assert not report.failures, str(report)
-    for kind, counts in report.counts.items():
-        if kind.startswith("damaged"):
-            assert counts[SAME] == counts[OTHER] == 0, str(report)
-    # Or the fuzzer would test the checksums alone.
-    assert report.total(OTHER) > 10, str(report)
-    assert len(report.counts) == 6
+    monkeypatch.setattr(fuzz_posterior_files.Laplace, "load", lambda *_: {}["key"])
+    assert outcome_of(edited, classification, path, is_damaged=True)[0] == CRASHED

@@ -228,14 +228,14 @@ def test_positions_of_a_head_that_does_not_give_the_outputs_itself(curvature):
 
 
 def test_links_and_samples_of_the_outputs():
-    """The bridge takes the covariance of each position; draws have its moments."""
+    """The pairwise link takes the covariance of each position; draws have its moments."""
     model = build("gpt2", False)
     la = Laplace(model, fisher="mc", params=lambda name, _: "lm_head" in name)
     la.fit([batch_of()], generator=torch.Generator().manual_seed(2))
     x = inputs_of(batch_of("left"))
-    everywhere = la.predict(x, link="bridge").probs
-    close(la.predict(x, link="bridge", positions=[-1, 3]).probs, everywhere[:, [T - 1, 3]])
-    close(la.predict(x, link="bridge", positions=-1).probs, everywhere[:, T - 1])
+    everywhere = la.predict(x, link="pairwise").probs
+    close(la.predict(x, link="pairwise", positions=[-1, 3]).probs, everywhere[:, [T - 1, 3]])
+    close(la.predict(x, link="pairwise", positions=-1).probs, everywhere[:, T - 1])
     generator = torch.Generator().manual_seed(0)
     drawn = la.predict(x, samples=20_000, generator=generator, positions=-1).probs
     mean, covariance = la.functional(x, positions=-1)

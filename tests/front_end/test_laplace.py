@@ -1,13 +1,10 @@
 """The front-end's contract: predictives, tuning, files, bad input, and the model left alone."""
 
-import json
 import math
 
 import pytest
 import torch
 from cases import one_axis_at_a_time
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, MultivariateNormal
 from torch.utils.data import DataLoader, TensorDataset
@@ -282,57 +279,14 @@ def damaged(path, how):
         torch.save({"mean": torch.zeros(3)}, path)
     elif how == "empty":
         path.write_bytes(b"")
-    else:
-        with safe_open(path, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            metadata = file.metadata()
-        # As of format 3, which has no checksum: what else is checked.
-        metadata["format"] = "laplace-debias/3"
-        del metadata["checksum"]
-        header = json.loads(metadata["header"])
-        del header["class_dim"], header["mode"], header["calls"]
-        metadata["header"] = json.dumps(header)
-        if how == "format":
-            metadata["format"] = "laplace-debias/999"
-        elif how == "missing":
-            del tensors["0.U_A"]
-        elif how == "shape":
-            tensors["0.magnitudes"] = tensors["0.magnitudes"][:, :-1].contiguous()
-        elif how == "nan":
-            tensors["0.magnitudes"][0, 0] = torch.nan
-        elif how == "negative":
-            tensors["0.magnitudes"][0, 0] = -1.0
-        elif how in ("likelihood", "num_data"):
-            header |= {"likelihood": {"name": "poisson"}} if how == "likelihood" else {}
-            header |= {"num_data": -3} if how == "num_data" else {}
-            metadata["header"] = json.dumps(header)
-        elif how == "json":
-            metadata["header"] = "{"
-        save_file(tensors, path, metadata)
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("truncated", "damaged or not a safetensors file"),
-        ("header", "damaged or not a safetensors file"),
-        ("pickle", "damaged or not a safetensors file"),
-        ("empty", "damaged or not a safetensors file"),
-        ("format", "is of format 'laplace-debias/999'"),
-        ("missing", r"\['0.U_A'\] are missing"),
-        ("shape", r"\['0.magnitudes'\] are missing, superfluous or of another shape"),
-        ("nan", "NaN or Inf"),
-        ("negative", "negative magnitudes"),
-        ("json", "The header of .* is damaged"),
-        ("likelihood", "likelihood .* is unknown"),
-        ("num_data", "num_data = -3"),
-    ],
-)
-def test_damaged_files_are_refused(fitted, model, tmp_path, how, says):
+@pytest.mark.parametrize("how", ["truncated", "header", "pickle", "empty"])
+def test_damaged_files_are_refused(fitted, model, tmp_path, how):
     path = tmp_path / "posterior"
     fitted.save(path)
     damaged(path, how)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match="damaged, or no posterior file"):
         Laplace.load(path, model)
 
 
@@ -378,7 +332,7 @@ pytest_unchecked = pytest.mark.usefixtures("unchecked")
         ({"prior_precision": torch.ones(2)}, ValueError, "6 blocks"),
         ({"sigma": 1.0}, ValueError, 'belongs to likelihood="regression"'),
         ({"factor_dtype": torch.int32}, ValueError, "float64"),
-        ({"memory_bound": 0}, ValueError, "positive number of bytes"),
+        ({"memory_bound": 0}, ValueError, "at least 1"),
     ],
 )
 def test_unknown_options_are_refused_at_once(model, options, error, says):
@@ -515,7 +469,7 @@ def test_bad_arguments_after_the_fit_change_nothing(fitted, loader):
     for call, says in (
         (lambda: fitted.predict(x, "laplace"), "glm, glm-mc, nn, map"),
         (lambda: fitted.predict(x, "map", samples=3), "none to"),
-        (lambda: fitted.predict(x, samples=0), "positive number"),
+        (lambda: fitted.predict(x, samples=0), "samples must be at least 1"),
         (lambda: fitted.predict(x[:0]), "at least one example"),
         (lambda: fitted.sample(0), "at least 1"),
         (lambda: fitted.tune(loader, metric="f1"), "accuracy, brier, ece, nll"),

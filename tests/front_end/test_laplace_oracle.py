@@ -10,7 +10,7 @@ from cases import one_axis_at_a_time
 from torch.func import functional_call
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.layers.backpack import why_not_backpack
+from laplace_debias.curvature.layers.backends import why_not_backpack
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 
 NUM_DATA = 40
@@ -156,12 +156,12 @@ def test_grids_of_covariances_equal_one_posterior_each(points):
         _, covariances = functional_moments(
             case.model,
             la._known.blocks,
-            [la.posterior],
+            la.posterior,
             case.x,
-            deltas[None],
+            deltas,
             OutputRequest(diagonal, None, 2**20),
         )
-        for point, covariance in zip(deltas, covariances[0], strict=True):
+        for point, covariance in zip(deltas, covariances, strict=True):
             la.prior_precision = point
             close(covariance, la.functional(case.x, diagonal)[1])
 
@@ -322,7 +322,7 @@ def test_debiased_magnitudes_do_not_depend_on_how_the_data_is_cut():
 def test_linearised_samples_follow_the_dense_jacobian(name):
     case = Case(name)
     la = case.fit("full")
-    from laplace_debias.laplace.predictive import linearised_outputs, sampled_outputs
+    from laplace_debias.laplace.sampling import linearised_outputs, sampled_outputs
 
     draws = la.sample(11, torch.Generator().manual_seed(0))
     J = oracle.flat_jacobian(case.model, case.x, la.param_names)

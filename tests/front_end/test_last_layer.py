@@ -207,8 +207,7 @@ TOKENS = torch.randint(7, (6, 4), generator=torch.Generator().manual_seed(2))
 )
 def test_a_tied_head_is_refused_with_the_remedy(has_head, says):
     la = Laplace(TiedGpt(has_head).eval(), params="last_layer")
-    remedy = r".*params=\['mlp.weight', 'mlp.bias'\]"
-    with pytest.raises(ValueError, match=says + remedy):
+    with pytest.raises(ValueError, match=says + r".*params=\["):
         la.fit_batches([(TOKENS, TOKENS[:, 0])])
     with pytest.raises(RuntimeError, match="Not fitted"):
         la.posterior
@@ -242,7 +241,7 @@ def all_lora():
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (frozen_head, r"come from head \(Linear\), which is frozen .*params=\['body.weight'"),
+        (frozen_head, r"come from head \(Linear\), which is frozen .*requires_grad_\(True\)"),
         (lambda: with_lora(two(logits), 2, "body"), r"head \(Linear\), which is frozen"),
         (
             all_lora,

@@ -1,141 +1,276 @@
-"""The Laplace bridge beside the probit link."""
+"""Links: from Gaussian logits to probabilities, beside draws and closed forms in float64."""
 
 import math
 
 import oracle
 import pytest
 import torch
+from torch import nn
 
-from laplace_debias import Laplace
-from laplace_debias.laplace.links import log_bridge
+from laplace_debias import Laplace, Link
+from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, MultiLabel
+from laplace_debias.laplace import links
+from laplace_debias.laplace.links import FORMULAS, exact, pairwise
 
-
-def bridge_of(mean, covariance):
-    """α of one example, entry by entry, as Hobbhahn et al. (2022) write it."""
-    C = len(mean)
-    total = sum(covariance[k][j] for k in range(C) for j in range(C))
-    row = [sum(covariance[k][j] for j in range(C)) for k in range(C)]
-    mu = [mean[k] - row[k] * sum(mean) / total for k in range(C)]
-    sigma = [covariance[k][k] - row[k] * row[k] / total for k in range(C)]
-    spread = sum(math.exp(-m) for m in mu)
-    return [(1 - 2 / C + math.exp(mu[k]) / C**2 * spread) / sigma[k] for k in range(C)]
+same = torch.testing.assert_close
+WITHOUT_THE_COMMON_PART = pytest.mark.parametrize("formula", [pairwise, exact])
 
 
-def fitted(likelihood="classification", **options):
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussians(num_classes, batch=20, scale=1.0, seed=0, rank=None):
+    """Means and covariances of rank C, or less."""
+    g = generator(seed)
+    mean = 2 * torch.randn(batch, num_classes, generator=g, dtype=torch.float64)
+    shape = (batch, num_classes, rank or num_classes)
+    root = torch.randn(shape, generator=g, dtype=torch.float64) / math.sqrt(shape[-1])
+    return mean, scale**2 * root @ root.mT
+
+
+def drawn(mean, covariance, num_draws=100_000):
+    """The expected softmax over independent draws, in pairs of opposite sign."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT  # Smooth.
+    total = torch.zeros_like(mean)
+    noise = torch.randn(num_draws, mean.shape[-1], generator=generator(9), dtype=torch.float64)
+    for z in noise.split(5000):
+        steps = torch.einsum("...ij,sj->s...i", root, z)
+        total += (mean + steps).softmax(-1).sum(0) + (mean - steps).softmax(-1).sum(0)
+    return total / (2 * num_draws)
+
+
+def divergence(p, q):
+    return (p * (p.log() - q.log())).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
+def test_two_classes_are_the_binary_case_of_their_difference(scale):
+    mean, covariance = gaussians(2, 50, scale)
+    d = mean[:, 0] - mean[:, 1]
+    variance = covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]
+    expected = (d / (1 + torch.pi / 8 * variance).sqrt()).sigmoid()
+    same(pairwise(mean, covariance).softmax(-1)[:, 0], expected)
+    # The integral, on a grid of ±10 standard deviations.
+    z = torch.linspace(-10, 10, 20001, dtype=torch.float64)
+    weights = (-z.square() / 2).exp() / (-z.square() / 2).exp().sum()
+    integral = ((d[:, None] + variance.sqrt()[:, None] * z).sigmoid() * weights).sum(1)
+    same(exact(mean, covariance).softmax(-1)[:, 0], integral, rtol=0, atol=1e-3)
+    assert (FORMULAS["probit"](mean, covariance).softmax(-1)[:, 0] - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "scale", "most"), [(2, 1, 1e-4), (10, 1, 4e-4), (10, 3, 4e-3), (100, 1, 1e-2)]
+)
+def test_exact_is_near_a_hundred_thousand_draws(num_classes, scale, most):
+    mean, covariance = gaussians(num_classes, 8, scale)
+    expected = drawn(mean, covariance)
+    found = exact(mean, covariance)
+    assert 0 <= divergence(expected, found.exp()) < most
+    same(found.exp().sum(-1), torch.ones(8).double())
+    others = [divergence(expected, FORMULAS[n](mean, covariance).softmax(-1)) for n in FORMULAS]
+    assert min(others) == others[list(FORMULAS).index("exact")]
+
+
+@WITHOUT_THE_COMMON_PART
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_all_logits_have_in_common_cancels(formula, dtype):
+    mean, covariance = gaussians(6)
+    # Entries that single precision holds beside a million.
+    covariance = (covariance * 8).round() / 8
+    expected = formula(mean, covariance).softmax(-1)
+    # Half of them: covariances that no sum of squares makes, which a float32 sum may be, too.
+    v = torch.arange(6.0).double() / 8
+    across = v + v.unsqueeze(-1)
+    for common in (torch.tensor(1e6).double(), across, across + 1e6):
+        found = formula((mean + 3).to(dtype), (covariance + common).to(dtype))
+        assert found.dtype == dtype
+        same(found.softmax(-1).double(), expected, rtol=0, atol=1e-4)
+    least = FORMULAS["probit"](mean, covariance + 1e6).softmax(-1)
+    assert (least - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_classes_permute_and_zero_covariance_is_the_softmax(name):
+    mean, covariance = gaussians(7)
+    order = torch.randperm(7, generator=generator())
+    found = FORMULAS[name](mean, covariance).softmax(-1)
+    permuted = FORMULAS[name](mean[:, order], covariance[:, order][:, :, order]).softmax(-1)
+    same(permuted, found[:, order])
+    for least in (0.0, 1e-30):
+        same(FORMULAS[name](mean, covariance * least).softmax(-1), mean.softmax(-1))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_batch_dimensions_and_large_logits(name):
+    mean, covariance = gaussians(4, 6, rank=1)
+    found = FORMULAS[name](mean.view(2, 3, 4), covariance.view(2, 3, 4, 4))
+    for n in range(6):
+        same(found[n // 3, n % 3], FORMULAS[name](mean[n : n + 1], covariance[n : n + 1])[0])
+    for dtype in (torch.float32, torch.float64):
+        for factor in (1e-30, 1.0, 1e4):
+            log_p = FORMULAS[name]((mean * 1e4).to(dtype), (covariance * factor).to(dtype))
+            assert log_p.log_softmax(-1).isfinite().all()
+
+
+@pytest.mark.parametrize("rank", [None, 1, 0])
+def test_gradients_are_those_of_finite_differences(rank):
+    mean, covariance = gaussians(5, 3, rank=rank or None)
+    covariance = covariance * (rank != 0)
+    g = torch.randn(3, 5, generator=generator(3), dtype=torch.float64)
+    step = torch.randn(3, 5, 5, generator=generator(4), dtype=torch.float64)
+    step = step @ step.mT  # A way on which covariances stay covariances.
+
+    def slopes(function):
+        m, s = mean.clone().requires_grad_(), covariance.clone().requires_grad_()
+        of_mean, of_covariance = torch.autograd.grad((function(m, s) * g).sum(), (m, s))
+        return of_mean, (of_covariance * step).sum((1, 2))
+
+    def differences(function, h):
+        def value(m, s):
+            return (function(m, s) * g).sum(-1)
+
+        unit = torch.eye(5).double() * h
+        of_mean = [
+            (value(mean + e, covariance) - value(mean - e, covariance)) / (2 * h) for e in unit
+        ]
+        ahead = [value(mean, covariance + k * h * step) for k in (0, 1, 2)]
+        return torch.stack(of_mean, -1), (4 * ahead[1] - 3 * ahead[0] - ahead[2]) / (2 * h)
+
+    def log_p(m, s):
+        return pairwise(m, s).log_softmax(-1)
+
+    for found, expected in zip(slopes(log_p), differences(log_p, 1e-5), strict=True):
+        same(found, expected, rtol=1e-5, atol=1e-6)
+
+    def of_draws(m, s):
+        return drawn(m, s).log()
+
+    # The gradient of the expectation, which 128 points tell to a few per cent.
+    for found, expected in zip(slopes(exact), differences(of_draws, 1e-3), strict=True):
+        assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+def fitted(likelihood="classification", num_outputs=None, **options):
     model, x, y, _, _ = oracle.SMALL_MODELS["mlp_tanh"]()
     if likelihood == "regression":
         y = torch.zeros(len(x), 4).double()
-    return Laplace(model, likelihood, prior_precision=0.7, **options).fit_batches([(x, y)]), x, y
+    if likelihood in ("binary", "multilabel"):
+        model = nn.Sequential(model, nn.Linear(4, num_outputs).double()).eval()
+        y = torch.randint(2, (len(x), num_outputs), generator=generator())
+    options = {"prior_precision": 0.7, **options}
+    return Laplace(model, likelihood, **options).fit_batches([(x, y)]), x, y
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "full"])
-def test_the_bridge_is_the_formula_of_the_dense_covariance(curvature):
-    la, x, _ = fitted(curvature=curvature)
-    blocks = [block.to_dense() for block in la.posterior.curvature.blocks.values()]
-    J = oracle.flat_jacobian(la.model, x, la.param_names)
-    covariance = oracle.functional_covariance(
-        J, oracle.posterior_covariance(blocks, la.num_data, 0.7)
-    )
-    mean = la.model(x).detach()
-    alphas = torch.tensor(
-        [bridge_of(m.tolist(), c.tolist()) for m, c in zip(mean, covariance, strict=True)],
-        dtype=torch.float64,
-    )
-    expected = alphas / alphas.sum(1, keepdim=True)
-    actual = la.predict(x, link="bridge").probs
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-    assert (actual - la.predict(x).probs).abs().max() > 1e-3
+@pytest.mark.parametrize(("name", "step", "rel"), [("pairwise", 1e-4, 1e-5), ("exact", 0.05, 0.1)])
+def test_the_slope_in_the_prior_precision(name, step, rel):
+    """By way of the covariance J P⁻¹ Jᵀ, of which the posterior is known."""
+    la, x, _ = fitted(curvature="full")
+    J = oracle.flat_jacobian(la.model, x, la.param_names).detach()
+    (block,) = la.posterior.curvature.blocks.values()
+    NC = la.num_data * block.to_dense()
+    mean, delta = la.model(x).detach(), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    def value(d, formula=FORMULAS[name]):
+        P = NC + d * torch.eye(len(NC)).double()
+        return formula(mean, J @ torch.linalg.solve(P, J.mT)).log_softmax(-1)[:, 0]
+
+    same(value(delta).detach(), la.predict(x, link=name).logits[:, 0])
+    slopes = torch.autograd.functional.jacobian(value, delta)
+    by = {"pairwise": pairwise, "exact": lambda m, s: drawn(m, s).log()}[name]
+    with torch.no_grad():
+        differences = (value(delta + step, by) - value(delta - step, by)) / (2 * step)
+    assert (slopes - differences).norm() < rel * differences.norm()
 
 
-def test_the_bridge_of_a_dirichlet_is_that_dirichlet():
-    """The Gaussian that a Dirichlet makes of its logits, Eq. 6 and 7 of the paper, and back.
-
-    Its covariance has no variance along the ones, so that nothing is left to condition on.
-    """
-    alpha = torch.tensor([[0.3, 2.0, 5.0, 11.0], [40.0, 30.0, 20.0, 10.0]]).double()
-    C = alpha.shape[1]
-    mean = alpha.log() - alpha.log().mean(1, keepdim=True)
-    inverse = 1 / alpha
-    covariance = (
-        torch.diag_embed(inverse)
-        - (inverse[:, :, None] + inverse[:, None, :] - inverse.mean(1)[:, None, None]) / C
-    )
-    torch.testing.assert_close(log_bridge(mean, covariance).exp(), alpha, rtol=1e-9, atol=0)
-    # A softmax does not see the same number added to every logit.
-    torch.testing.assert_close(log_bridge(mean + 3.0, covariance).exp(), alpha, rtol=1e-9, atol=0)
-
-
-def test_two_classes_have_the_softmax_of_the_conditioned_logits():
-    mean = torch.tensor([[1.3, -0.4]], dtype=torch.float64)
-    covariance = torch.tensor([[[2.0, 0.3], [0.3, 0.7]]], dtype=torch.float64)
-    shares = torch.tensor([2.3, 1.0], dtype=torch.float64) / 3.3
-    expected = (mean - shares * 0.9).softmax(1)
-    torch.testing.assert_close(log_bridge(mean, covariance).softmax(1), expected)
+def test_predict_takes_the_formula_of_the_functional_covariance():
+    la, x, _ = fitted()
+    mean, covariance = la.functional(x)
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    expected = {
+        "pairwise": pairwise(mean, covariance),
+        "exact": exact(mean, covariance),
+        "probit": mean / (1 + torch.pi / 8 * variances).sqrt(),
+    }
+    for name, logits in expected.items():
+        same(la.predict(x, link=name).probs, logits.softmax(-1))
+        at = Link(name, 1.7)
+        tempered = FORMULAS[name](mean / 1.7, covariance / 1.7**2).softmax(-1)
+        same(la.predict(x, link=at).probs, tempered)
+        same(la.predict_grid(x, [0.7, 3.0], link=at)[0].probs, tempered)
+    same(la.predict(x).probs, expected["pairwise"].softmax(-1))
+    la.prior_precision = 1e12
+    same(la.predict(x, link=Link("pairwise", 1.7)).probs, (mean / 1.7).softmax(-1))
 
 
-def test_equal_logits_of_equal_variances_are_uniform_and_variance_is_a_lack_of_counts():
-    mean, covariance = torch.full((1, 5), 7.0), torch.eye(5).expand(1, 5, 5)
-    few, many = log_bridge(mean, 4 * covariance).exp(), log_bridge(mean, covariance).exp()
-    torch.testing.assert_close(few / few.sum(), torch.full((1, 5), 0.2))
-    torch.testing.assert_close(many, 4 * few)
+@pytest.mark.parametrize(("likelihood", "size"), [("binary", 1), ("multilabel", 3)])
+def test_labels_that_apply_or_not_are_choices_of_two(likelihood, size):
+    la, x, _ = fitted(likelihood, size)
+    mean, covariance = la.functional(x)
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    for name in FORMULAS:
+        found = la.predict(x, link=Link(name, 1.3)).mean.view(-1, size)
+        for label in range(size):
+            two = torch.stack([torch.zeros(len(x)).double(), mean[:, label] / 1.3], 1)
+            sigma = torch.zeros(len(x), 2, 2).double()
+            sigma[:, 1, 1] = variances[:, label] / 1.3**2
+            same(found[:, label], FORMULAS[name](two, sigma).softmax(-1)[:, 1])
+    same(la.predict(x).mean, la.predict(x, link="probit").mean, rtol=0, atol=0)
+    assert links.variances_suffice(la.likelihood, Link("exact"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("logit", [90.0, 1e4])
-def test_nothing_overflows(dtype, scale, logit):
-    """exp(90) is beyond single precision, exp(10000) beyond double."""
-    mean = torch.tensor([[logit, 0.0, -logit, 1.0]], dtype=dtype)
-    root = torch.randn(4, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    probs = log_bridge(mean, scale * (root @ root.T)[None]).softmax(1)
-    assert probs.isfinite().all()
-    torch.testing.assert_close(probs.sum(), torch.ones((), dtype=dtype))
-    if scale in (0.0, 1e-30):
-        torch.testing.assert_close(probs[0, 0], torch.ones((), dtype=dtype))
+def test_the_default_looks_at_the_outputs():
+    classes = Categorical()
+    assert links.default_link(classes, torch.Size([8, 100])) == Link("pairwise")
+    assert links.default_link(classes, torch.Size([8, 101])) == Link("probit")
+    assert links.default_link(classes, torch.Size([8, 5, 10])) == Link("probit")
+    assert links.default_link(Bernoulli(), torch.Size([8, 1])) == Link("probit")
+    assert links.default_link(MultiLabel(), torch.Size([8, 3])) == Link("probit")
+    regression, x, _ = fitted("regression")
+    assert links.default_link(regression.likelihood, torch.Size([8, 4])) is None
+    assert regression.predict(x).mean.shape == (len(x), 4)
 
 
-def test_positions_have_a_bridge_each():
-    g = torch.Generator().manual_seed(0)
-    mean = torch.randn(2, 3, 4, generator=g, dtype=torch.float64)
-    root = torch.randn(2, 3, 4, 4, generator=g, dtype=torch.float64)
-    covariance = root @ root.mT
-    together = log_bridge(mean, covariance)
-    for index in ((0, 0), (1, 2)):
-        expected = bridge_of(mean[index].tolist(), covariance[index].tolist())
-        expected = torch.tensor(expected, dtype=torch.float64)
-        torch.testing.assert_close(together[index].exp(), expected)
-
-
-def test_tune_and_evaluate_use_the_link():
+def test_a_chosen_link_is_set_saved_loaded_and_told(tmp_path):
     la, x, y = fitted()
-    grid = [1e-2, 1.0, 100.0]
-    tuned = la.tune([(x, y)], grid=grid, link="bridge")
-    for row in tuned.table:
-        la.prior_precision = row["prior_precision"]
-        expected = -la.predict(x, link="bridge").log_prob(y).mean()
-        assert row["nll"] == pytest.approx(float(expected))
-        assert la.evaluate([(x, y)], link="bridge")["nll"] == pytest.approx(float(expected))
-    assert tuned.table != la.tune([(x, y)], grid=grid).table
-    by_grid = la.predict_grid(x, grid, link="bridge")
-    la.prior_precision = 100.0
-    torch.testing.assert_close(by_grid[2].probs, la.predict(x, link="bridge").probs)
+    plain = la.predict(x).probs
+    assert la.link is None
+    assert "link" not in repr(la)
+    la.link = Link("exact", 1.25)
+    expected = la.predict(x, link=Link("exact", 1.25)).probs
+    same(la.predict(x).probs, expected, rtol=0, atol=0)
+    same(la.predict_grid(x, [0.7])[0].probs, expected)
+    nll = -expected.log().gather(1, y[:, None]).mean().item()
+    assert la.evaluate([(x, y)])["nll"] == pytest.approx(nll)
+    assert "link: exact at temperature 1.25" in repr(la)
+    la.save(tmp_path / "posterior.safetensors")
+    again = Laplace.load(tmp_path / "posterior.safetensors", la.model)
+    assert again.link == Link("exact", 1.25)
+    same(again.predict(x).probs, expected)
+    la.link = "probit"
+    same(la.predict(x).probs, la.predict(x, link="probit").probs, rtol=0, atol=0)
+    la.link = None
+    same(la.predict(x).probs, plain, rtol=0, atol=0)
 
 
 def test_a_link_that_has_no_use_is_refused():
     la, x, y = fitted()
     with pytest.raises(ValueError, match="Unknown link='laplace'"):
         la.predict(x, link="laplace")
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="give a positive number"):
+            Link("probit", wrong)
     for options in ({"method": "nn"}, {"samples": 5}, {"method": "map"}):
         with pytest.raises(ValueError, match="belongs to the closed form"):
-            la.predict(x, link="bridge", **options)
-    with pytest.raises(ValueError, match="a link nor a metric"):
-        la.tune(method="marglik", link="bridge")
+            la.predict(x, link="probit", **options)
     regression, x, y = fitted("regression")
     for call in (
-        lambda: regression.predict(x, link="bridge"),
-        lambda: regression.predict_grid(x, [1.0], link="bridge"),
-        lambda: regression.tune([(x, y)], link="bridge"),
-        lambda: regression.evaluate([(x, y)], link="bridge"),
+        lambda: regression.predict(x, link="probit"),
+        lambda: regression.predict_grid(x, [1.0], link="probit"),
+        lambda: regression.tune([(x, y)], link="probit"),
+        lambda: regression.evaluate([(x, y)], link="probit"),
+        lambda: setattr(regression, "link", "probit"),
     ):
         with pytest.raises(ValueError, match="not of a Gaussian"):
             call()

@@ -44,7 +44,7 @@ _PREDICT = """
 import ctypes
 import torch
 from laplace_debias import Laplace
-from laplace_debias.problems import all_cnn_c
+from examples.paper.networks import all_cnn_c
 
 torch.manual_seed(0)
 model = all_cnn_c().eval()

@@ -1,24 +1,19 @@
-"""A plan: bytes, operations and messages against what a fit holds, computes and refuses."""
+"""A plan: bytes and seconds against what a fit holds and takes, and what is refused."""
 
-import subprocess
-import sys
-from pathlib import Path
+import json
+from dataclasses import replace
 
 import pytest
 import torch
 from networks import Attention
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.flop_counter import FlopCounterMode
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import costs, sums, sweep
-from laplace_debias.curvature.fits.tracked import TrackedMemory
-from laplace_debias.laplace import planning
-from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.curvature.fits import dense, sums
+from laplace_debias.laplace import plan as plans
+from laplace_debias.laplace.plan import Tracked
 from laplace_debias.system import available
-
-ROOT = Path(__file__).parents[2]
 
 
 class Tokens(nn.Module):
@@ -102,51 +97,36 @@ def test_bytes_of_the_factors_are_those_of_the_sums(case, curvature, monkeypatch
     assert {b.name: b.factors for b in la.plan(data).blocks} == found["bytes"]
 
 
-@pytest.mark.parametrize("fisher", ["exact", "mc"])
-def test_operations_of_the_factors_are_those_that_torch_counts(case, fisher):
-    """Of layers for which neither symmetry nor displacements save any."""
-    model, data = case
-    la = Laplace(model, fisher=fisher, backend="hooks")
-    plan = la.plan(data)
-    batches = [tuple(next(iter(data)))]
-    problem, _, _ = la._subject.problem(batches, None, la._prior)
-    counted = []
-    measured = sums.gradient_factor, sums.input_factor
+def wide_convolutions():
+    layers = [nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 48, 3), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(48 * 64, 10)).eval()
 
-    def counting(original):
-        def count(*arguments):
-            # torch does not know that a product which is added in place is one.
-            in_place = {torch.ops.aten.addmm_: lambda C, A, B, **_: 2 * A[0] * A[1] * B[1]}
-            with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-                result = original(*arguments)
-            counted.append(counter.get_total_flops())
-            return result
 
-        return count
+def wide_images():
+    data = TensorDataset(torch.randn(24, 3, 12, 12), torch.randint(10, (24,)))
+    return DataLoader(data, batch_size=12)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "gradient_factor", counting(measured[0]))
-        patch.setattr(sums, "input_factor", counting(measured[1]))
-        sums.factor_sums(problem, batches)
-    assert sum(counted) == len(batches[0][1]) * sum(block.factor_flops for block in plan.blocks)
+
+def check_memory(model, data, curvature, mode):
+    la = Laplace(model, curvature=curvature)
+    la.fit(data, mode)
+    with Tracked() as memory:
+        la.fit(data, mode)
+    assert 1 / 1.5 <= la.plan(data, mode).peak / memory.peak <= 1.5
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
+def test_memory_is_near_what_a_fit_holds(case, curvature, mode):
+    check_memory(*case, curvature, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank"])
-def test_memory_is_near_what_a_fit_holds(curvature, mode):
+def test_memory_is_near_what_a_fit_of_large_blocks_holds(curvature, mode):
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 48, 3), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(48 * 64, 10)),
-    ).eval()
-    x, y = torch.randn(24, 3, 12, 12), torch.randint(10, (24,))
-    data = DataLoader(TensorDataset(x, y), batch_size=12)
-    la = Laplace(model, curvature=curvature)
-    la.fit(data, mode)
-    with TrackedMemory() as memory:
-        la.fit(data, mode)
-    assert 0.8 <= la.plan(data, mode).peak / memory.peak <= 1.25
+    check_memory(wide_convolutions(), wide_images(), curvature, mode)
 
 
 def test_memory_counts_no_more_low_rank_directions_than_rows():
@@ -155,9 +135,9 @@ def test_memory_counts_no_more_low_rank_directions_than_rows():
     la = Laplace(model.eval(), curvature="lowrank", fisher="mc")
     data = [(torch.randn(4, 60), torch.randint(3, (4,)))] * 2
     la.fit(data)
-    with TrackedMemory() as memory:
+    with Tracked() as memory:
         la.fit(data)
-    assert 0.8 <= la.plan(data).peak / memory.peak <= 1.25
+    assert 1 / 1.5 <= la.plan(data).peak / memory.peak <= 1.5
 
 
 def test_memory_counts_what_blocks_are_held_against():
@@ -166,48 +146,23 @@ def test_memory_counts_what_blocks_are_held_against():
     layers = [nn.Linear(400, 400) for _ in range(4)]
     la = Laplace(nn.Sequential(*layers, nn.Linear(400, 3)).eval(), curvature="diag", fisher="mc")
     data = [(torch.randn(2, 400), torch.tensor([0, 1]))]
-    with TrackedMemory() as memory:
+    with Tracked() as memory:
         la.fit(data)
     plan = la.plan(data)
-    assert 0.8 <= plan.peak / memory.peak <= 1.25
+    assert 1 / 1.5 <= plan.peak / memory.peak <= 1.5
     assert plan.peak > max(plan.stages[stage] for stage in list(plan.stages)[1:])
-
-
-@pytest.mark.parametrize("curvature", ["kfac", "full"])
-def test_every_stage_counts_where_entries_lie_among_the_parameters(curvature, monkeypatch):
-    """A transposed convolution's entries lie in another order than its block's."""
-    layers = [nn.ConvTranspose2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 3)]
-    la = Laplace(nn.Sequential(*layers).eval(), curvature=curvature)
-    data = [(torch.randn(2, 3, 2, 2), torch.tensor([0, 1]))]
-    # What a look at two examples takes is measured.
-    (_, _), *counted = la.plan(data).stages.items()
-    assert la.fit(data)._known.order is not None
-    monkeypatch.setattr(BayesianParameters, "order_bytes", 0)
-    (_, _), *without = la.plan(data).stages.items()
-    places = 8 * len(la.mean)
-    assert counted == [(stage, value + places) for stage, value in without]
-
-
-@pytest.mark.slow
-def test_memory_is_near_what_the_allocator_gave_out():
-    """The table of `python -m benchmarks.plan`, of two test problems."""
-    command = [sys.executable, "-m", "benchmarks.plan", "--only", "allcnn-digits", "wrn101-digits"]
-    run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_what_does_not_fit_is_refused_with_what_does(case):
     model, data = case
-    la = Laplace(model, curvature="full")
-    plan = la.plan(data)
+    plan = Laplace(model, curvature="full").plan(data)
     plan.check()
-    small = la.plan(data, available=plan.peak - 1)
+    small = replace(plan, available=plan.peak - 1)
     with pytest.raises(ValueError, match=r"takes .* are available.*diag") as error:
         small.check()
-    # What is named does fit, by a plan of its own.
-    assert 'curvature="diag"' in small.alternatives
+    # What is named is the posterior's size by a plan of its own.
     other = Laplace(model, curvature="diag").plan(data)
-    assert small.alternatives['curvature="diag"'] == other.peak <= plan.peak - 1
+    assert small.alternatives['curvature="diag"'] == other.posterior
     assert 'params="last_layer"' in str(error.value)
 
 
@@ -215,11 +170,24 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
     model, data = case
     la = Laplace(model, curvature="full")
     needed = la.plan(data).posterior
-    monkeypatch.setattr(planning, "available_memory", lambda device: needed - 1)
-    monkeypatch.setattr(sweep, "sweep", None)
+    monkeypatch.setattr(plans, "available_memory", lambda device: needed - 1)
+    monkeypatch.setattr(dense, "sweep_rows", None)
     with pytest.raises(ValueError, match=r"posterior of curvature='full' .*diag.*Nothing was"):
         la.fit(data)
     assert la._fitted is None
+
+
+def test_blocks_that_do_not_fit_are_counted_and_nothing_is_run(case, monkeypatch):
+    model, data = case
+    la = Laplace(model)
+    whole = la.plan(data)
+    monkeypatch.setattr(plans, "available_memory", lambda device: whole.posterior)
+    monkeypatch.setattr(plans, "Sweep", None)
+    counted = la.plan(data)
+    assert counted.blocks == whole.blocks
+    assert counted.seconds is None
+    with pytest.raises(ValueError, match="are available"):
+        counted.check()
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
@@ -227,26 +195,25 @@ def test_a_plan_leaves_the_generator_and_the_model(case, curvature):
     model, data = case
     before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
     la = Laplace(model, curvature=curvature, fisher="mc")
-    la.plan(data, timed=True)
+    la.plan(data)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
     assert la._fitted is None
 
 
-@pytest.mark.parametrize(
-    ("curvature", "mode", "passes"),
-    [
-        *(("kfac", "full", [3]), ("kfac", "mini", [1]), ("kfac", "debiased", [1, 1])),
-        *(("ekfac", "full", [3, 3]), ("ekfac", "crossfit", [1, 1]), ("diag", "debiased", [1])),
-    ],
-)
-def test_as_many_batches_as_a_fit_reads(curvature, mode, passes):
+@pytest.mark.parametrize(("mode", "batches"), [("full", 3), ("mini", 1), ("debiased", 2)])
+def test_seconds_are_those_of_one_batch_times_their_number(mode, batches, monkeypatch):
     torch.manual_seed(0)
-    model, data = convolutions(), images()
-    plan = Laplace(model, curvature=curvature).plan(data, mode, timed=True)
-    assert [of.num_batches for of in plan.passes] == passes
-    assert [of.num_examples for of in plan.passes] == [8 * n for n in passes]
-    assert plan.seconds > 0
+    clock = iter(range(100))
+    monkeypatch.setattr(plans, "perf_counter", lambda: next(clock))
+    assert Laplace(convolutions()).plan(images(), mode).seconds == batches
+    assert Laplace(convolutions()).plan(list(images())).seconds == 3
+    assert Laplace(convolutions()).plan(Unsized()).seconds is None
+
+
+class Unsized:
+    def __iter__(self):
+        return iter(images())
 
 
 @pytest.mark.parametrize(
@@ -254,7 +221,6 @@ def test_as_many_batches_as_a_fit_reads(curvature, mode, passes):
     [
         ({"mode": "half"}, ValueError, "Unknown mode"),
         ({"folds": 2}, ValueError, "crossfit"),
-        ({"available": 0}, ValueError, "positive number of bytes"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, match):
@@ -272,11 +238,10 @@ def test_a_printed_plan_is_aligned_and_complete(case):
     plan = Laplace(model).plan(data)
     lines = str(plan).splitlines()
     table = lines[2 : lines.index("", 2)]
-    ends = {line.index(" eigh FLOPs") for line in table[:1]}
     assert len({len(line) for line in table}) == 1
-    assert ends
-    assert [line.split()[0] for line in table[1:-1]] == Laplace(model).block_names
+    assert [line.split()[0] for line in table[1:]] == Laplace(model).block_names
     assert len(plan.to_frame()) == len(plan.blocks)
+    assert json.loads(json.dumps(plan.summary()))["peak"] == plan.peak
 
 
 def test_available_memory_is_no_more_than_a_container_has(tmp_path):
@@ -295,4 +260,3 @@ def test_a_wide_layer_has_no_factor_on_that_side():
     data = [(torch.randn(2, 9000), torch.tensor([0, 1]))]
     (block,) = la.plan(data).blocks
     assert block.factors == 8 * (9 + 9000)
-    assert block.eigh_flops == costs.EIGH * 27

@@ -12,23 +12,21 @@ import sys
 import tempfile
 import textwrap
 import threading
-import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
-from fuzz_posterior_files import answers, as_format_3, resealed
+from fuzz_posterior_files import answers, resealed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.laplace.files.sealed import read_sealed, write_sealed
-from laplace_debias.problems.storage import read_tensors, write_tensors
 from laplace_debias.report.tables import read_csv, write_csv
 from laplace_debias.system import atomic
 from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.sealed import read_sealed, write_sealed
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -161,117 +159,99 @@ def test_tensors_of_any_shape_survive(tmp_path):
     tensors |= {f"{n}.transposed": torch.randn(shape).mT for n, shape in enumerate(shapes[2:3])}
     texts = {"format": "a", "header": '"checksum":"' + "0" * 64 + '"}'}
     write_sealed(tmp_path / "file", texts, tensors)
-    found_texts, found = read_sealed(tmp_path / "file", {"a": True})
+    found_texts, found = read_sealed(tmp_path / "file")
     assert found_texts == texts
     for reading in (found, load_file(tmp_path / "file")):
         assert reading.keys() == tensors.keys()
         assert all(torch.equal(reading[name], tensors[name]) for name in tensors)
 
 
-# ------------------------------------------------------------------------------- older formats
+# -------------------------------------------------------------------- other versions and models
 
 
-def old_file(path: Path, change=lambda header, tensors: None) -> None:
-    """A file of format 3, as the version before wrote it, through the safetensors library."""
-    with safe_open(path, "pt") as file:
-        header = json.loads(file.metadata()["header"])
-    for name in ("class_dim", "mode", "calls"):
-        del header[name]
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+def changed(path: Path, change) -> None:
+    """The file with another header or other tensors, and a checksum of what it holds."""
+    texts, tensors = read_sealed(path)
+    header = json.loads(texts["header"])
     change(header, tensors)
-    path.unlink()
-    save_file(tensors, path, {"format": "laplace-debias/3", "header": json.dumps(header)})
+    write_sealed(path, {**texts, "header": json.dumps(header)}, tensors)
 
 
-def test_files_of_format_3_are_read(la, path):
-    old_file(path)
+def test_a_file_of_format_4_is_read(la, path):
+    texts, tensors = read_sealed(path)
+    header = json.loads(texts["header"])
+    del header["calls"]
+    texts = {"format": "laplace-debias/4", "header": json.dumps(header)}
+    write_sealed(path, texts, tensors)
     assert_alike(Laplace.load(path, la.model), la)
 
 
-def test_a_checksum_cannot_be_left_out(la, path):
-    raw = path.read_bytes()
-    for old, new in ((b"laplace-debias/5", b"laplace-debias/3"), (b'"checksum"', b'"checkskm"')):
-        path.write_bytes(raw.replace(old, new))
-        with pytest.raises(ValueError, match="checksum"):
+def test_an_earlier_format_is_refused_with_what_to_do(la, path):
+    texts, tensors = read_sealed(path)
+    texts["format"] = "laplace-debias/3"
+    says = r"its format is 'laplace-debias/3'.* becomes such a file .* of version 0\.2\.0"
+    for write in (write_sealed, lambda to, told, values: save_file(values, to, told)):
+        write(path, texts, tensors)
+        with pytest.raises(ValueError, match=says):
             Laplace.load(path, la.model)
-    path.write_bytes(as_format_3(raw).replace(b"laplace-debias/3", b"laplace-debias/5"))
-    with pytest.raises(ValueError, match="its checksum is missing"):
-        Laplace.load(path, la.model)
+        says = r"it has no checksum.* becomes such a file .* of version 0\.2\.0"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("nll", value) for value in ("3.0", None, True, [1.0], 10**400)),
-        *(("num_data", value) for value in (0, -3, 2.0, "9", True, None, 2**53 + 1, 10**30)),
-        *(("rank", value) for value in (0, -1, 1.5, "4", True)),
-        *(("joint", value) for value in (0, 1, "true", None)),
-        *(("sharing", value) for value in ("other", 3, None, ["expand"], {"0": "other"})),
-        *(("param_names", value) for value in ([], "0.weight", [3], [["0.weight"]], None, {})),
-        ("param_names", ["0.weight", "0.weight"]),
-        *(("block_names", value) for value in ([], None, [None], 3)),
-        *(("curvature", value) for value in ("kfra", None, ["kfac"], {})),
-        *(("others", value) for value in ([], None, {"a": 1.5}, {"a": True}, {"a": 2**63})),
-        *(("likelihood", value) for value in (None, [], "classification", 3)),
-        *(("noise", value) for value in (3, {}, {"num_targets": 1.0}, {"num_targets": 0.0})),
-        *(("noise", {"num_targets": 2.0, "power": power}) for power in (3, "2", True)),
+        *(("nll", value) for value in ("3.0", None, True, [1.0])),
+        *(("num_data", value) for value in (0, 2.0, "9", True, None, 10**30)),
+        *(("rank", value) for value in (0, 1.5, "4", True)),
+        *(("joint", value) for value in (0, "true", None)),
+        *(("sharing", value) for value in ("other", 3, None, {"0": "other"})),
+        *(("param_names", value) for value in ([], "0.weight", [3], [["0.weight"]], None)),
+        *(("block_names", value) for value in ([], None, [None])),
+        *(("curvature", value) for value in ("kfra", None, ["kfac"])),
+        *(("others", value) for value in ([], None)),
+        *(("calls", value) for value in ([], {"0.weight": 3}, {"0.weight": ["nowhere"]})),
+        *(("likelihood", value) for value in (None, [], "classification", {})),
+        *(("likelihood", value) for value in ({"name": "poisson"}, {"name": "binary", "sigma": 1})),
+        ("likelihood", {"name": "classification", "class_weights": [1.0, -1.0, 0.0]}),
+        *(("likelihood", {"name": "regression", "sigma": value}) for value in (0, "1")),
+        *(("noise", value) for value in (3, {}, {"num_targets": 1.0})),
+        *(("temperature", value) for value in (0, "1", None)),
+        ("more", 1),
     ],
 )
-def test_fields_of_the_header_are_checked_by_name(la, path, field, value):
-    old_file(path, lambda header, tensors: header.update({field: value}))
-    with pytest.raises(ValueError, match=rf"it has {field} = .*, expected"):
-        Laplace.load(path, la.model)
-
-
-@pytest.mark.parametrize(
-    "likelihood",
-    [
-        *({}, {"name": None}, {"name": "poisson"}, {"name": ["classification"]}),
-        *({"name": "classification"}, {"name": "classification", "ignore_index": "a"}),
-        {"name": "binary", "sigma": 1.0},
-        {"name": "classification", "ignore_index": -100, "class_weights": [1.0, -1.0, 0.0]},
-        {"name": "classification", "ignore_index": -100, "class_weights": [0.0, 0.0, 0.0]},
-        {"name": "classification", "ignore_index": -100, "class_weights": []},
-        {"name": "classification", "ignore_index": -100, "label_smoothing": 1.5},
-        {"name": "binary", "positive_weight": 0.0},
-        {"name": "multilabel", "ignore_index": -100, "positive_weights": [[1.0]]},
-        {"name": "heteroscedastic", "sigma": 1.0},
-        *({"name": "own"}, {"name": "own", "class": 3, "options": {}}),
-        *({"name": "regression", "sigma": sigma} for sigma in (0, -1.0, "1", [], [1, None], True)),
-    ],
-)
-def test_likelihoods_are_checked(la, path, likelihood):
-    old_file(path, lambda header, tensors: header.update(likelihood=likelihood))
-    with pytest.raises(ValueError, match="file's likelihood"):
+def test_fields_of_another_kind_are_refused(la, path, field, value):
+    changed(path, lambda header, tensors: header.update({field: value}))
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
         Laplace.load(path, la.model)
 
 
 def test_missing_and_unknown_fields_are_named(la, path):
-    old_file(path, lambda header, tensors: header.pop("joint"))
-    with pytest.raises(ValueError, match="it lacks joint"):
+    changed(path, lambda header, tensors: header.pop("joint"))
+    with pytest.raises(ValueError, match=r"is damaged, or .*'joint'"):
         Laplace.load(path, la.model)
     la.save(path)
-    old_file(path, lambda header, tensors: header.update(more=1))
-    with pytest.raises(ValueError, match=r"it has \['more'\], expected likelihood, "):
+    changed(path, lambda header, tensors: header.update(more=1))
+    with pytest.raises(ValueError, match=r"is damaged, or .*'more'"):
         Laplace.load(path, la.model)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("0.U_A", lambda U: 1.001 * U, r"U_A of 0\.weight .* not orthonormal"),
-        ("0.U_G", lambda U: U * (torch.arange(3) > 0), r"U_G of 0\.weight .* not orthonormal"),
-        ("2.U_A", lambda U: U + 1e-3 * torch.eye(3), r"U_A of 2\.weight .* not orthonormal"),
-        ("1.U_G", lambda U: U.double(), "dtypes of .*1.U_G"),
-        ("0.magnitudes", lambda m: -m, "negative magnitudes"),
+        ("0.U_A", lambda U: U[1:], r"\['0\.U_A'\] are missing, superfluous, or of another shape"),
+        ("1.U_G", lambda U: U.double(), r"\['1\.U_G'\] are missing"),
+        ("0.magnitudes", lambda m: -m, "negative"),
         ("0.magnitudes", lambda m: m / 0, "NaN or Inf"),
         ("prior_precision", lambda d: 0 * d, "positive and finite"),
         ("prior_precision", lambda d: d / 0, "positive and finite"),
-        ("prior_precision", lambda d: d.float(), "dtypes of .*prior_precision"),
+        ("prior_precision", lambda d: d.float(), r"\['prior_precision'\] are missing"),
+        ("mean", lambda m: m + 1, "parameters are not those of the fit"),
+        ("mean", lambda m: m.double(), "holds a posterior in torch.float64"),
+        ("more", lambda _: X, r"\['more'\] are missing, superfluous"),
     ],
 )
 def test_tensors_are_checked(la, path, name, change, says):
-    old_file(path, lambda header, tensors: tensors.update({name: change(tensors[name])}))
+    changed(path, lambda header, tensors: tensors.update({name: change(tensors.get(name))}))
     with pytest.raises(ValueError, match=says):
         Laplace.load(path, la.model)
 
@@ -281,7 +261,7 @@ def test_sigma_of_another_number_of_outputs_is_refused_by_name(tmp_path):
     la = Laplace(model, "regression", sigma=[1.0, 2.0]).fit_batches([(X, torch.randn(3, 2))])
     la.save(tmp_path / "la")
     sigma = {"name": "regression", "sigma": [1.0, 2.0, 3.0]}
-    old_file(tmp_path / "la", lambda header, tensors: header.update(likelihood=sigma))
+    changed(tmp_path / "la", lambda header, tensors: header.update(likelihood=sigma))
     with pytest.raises(ValueError, match="sigma has 3 entries, the model has 2 outputs"):
         Laplace.load(tmp_path / "la", model).predict(X)
 
@@ -293,7 +273,7 @@ def test_a_sigma_that_the_dtype_cannot_square_is_refused(tmp_path, sigma):
     la = Laplace(model, "regression").fit_batches(data)
     la.save(tmp_path / "la")
     likelihood = {"name": "regression", "sigma": [1.0, sigma]}
-    old_file(tmp_path / "la", lambda header, tensors: header.update(likelihood=likelihood))
+    changed(tmp_path / "la", lambda header, tensors: header.update(likelihood=likelihood))
     with pytest.raises(ValueError, match=r"square is out of the range of torch\.float32: rescale"):
         Laplace.load(tmp_path / "la", model).predict(X)
     with pytest.raises(ValueError, match=r"square is out of the range of torch\.float32: rescale"):
@@ -303,10 +283,7 @@ def test_a_sigma_that_the_dtype_cannot_square_is_refused(tmp_path, sigma):
     assert la.predict(X.double()).variance.isfinite().all()
 
 
-# ------------------------------------------------------------------------------- hostile headers
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 990 + "]" * 990])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
 def test_deep_json_is_refused(la, path, text):
     header, data = parts(path)
     rewrite(path, text, data)
@@ -314,55 +291,8 @@ def test_deep_json_is_refused(la, path, text):
         Laplace.load(path, la.model)
     header["__metadata__"]["header"] = text
     rewrite(path, header, data)
-    with pytest.raises(ValueError, match=r"[Hh]eader of .* is damaged"):
+    with pytest.raises(ValueError, match="damaged"):
         Laplace.load(path, la.model)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ('"joint": false', '"joint": true, "joint": false', "names 'joint' twice"),
-        ('"num_data": 40', '"num_data": NaN', "NaN"),
-        ('"num_data": 40', '"num_data": Infinity', "Infinity"),
-        ('"num_data": 40', '"num_data": 1e999', "num_data = inf"),
-        ('"num_data": 40', '"num_data": ' + "9" * 5000, "digits|num_data = 9"),
-    ],
-)
-def test_json_that_python_alone_would_read_is_refused(la, path, old, new, says):
-    header, data = parts(path)
-    text = header["__metadata__"]["header"]
-    assert old in text
-    header["__metadata__"]["header"] = text.replace(old, new)
-    rewrite(path, header, data)
-    with pytest.raises(ValueError, match=says):
-        Laplace.load(path, la.model)
-
-
-@pytest.mark.parametrize("how", ["shape", "offsets", "length", "empty", "sparse"])
-def test_declared_sizes_allocate_nothing(la, path, how):
-    header, data = parts(path)
-    size = 2**40
-    if how == "shape":
-        header["mean"]["shape"] = [size]
-    elif how == "offsets":
-        header["mean"] |= {"shape": [size], "data_offsets": [0, 4 * size]}
-    elif how == "empty":
-        header["more"] = {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}
-    rewrite(path, header, data)
-    if how == "length":
-        path.write_bytes(size.to_bytes(8, "little") + path.read_bytes()[8:])
-    elif how == "sparse":
-        with path.open("r+b") as file:
-            file.truncate(2**40)
-    num_bytes = len(data)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="damaged"):
-            Laplace.load(path, la.model)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 10 * num_bytes + 2**20
 
 
 # ------------------------------------------------------------------------------ what is no file
@@ -389,13 +319,13 @@ def in_time():
         ("nothing", FileNotFoundError, "There is no file .*: check the path"),
         ("below a file", FileNotFoundError, "There is no file .*: check the path"),
         ("dangling link", FileNotFoundError, "There is no file .*: check the path"),
-        ("folder", IsADirectoryError, "is a folder: name the file in it"),
+        ("folder", IsADirectoryError, r"is a folder: name a file.* of version 0\.2\.0"),
         ("pipe", ValueError, "a device or a pipe"),
         ("device", ValueError, "a device or a pipe"),
-        ("empty", ValueError, "damaged or not a safetensors file"),
-        ("text", ValueError, "damaged or not a safetensors file"),
-        ("half", ValueError, "damaged or not a safetensors file"),
-        ("checkpoint", ValueError, "is of format None"),
+        ("empty", ValueError, "is damaged, or no posterior file"),
+        ("text", ValueError, "is damaged, or no posterior file"),
+        ("half", ValueError, "is damaged, or no posterior file"),
+        ("checkpoint", ValueError, "it has no checksum"),
     ],
 )
 def test_what_is_no_posterior_is_told(la, path, tmp_path, what, error, says):
@@ -519,7 +449,7 @@ def test_what_may_not_be_written_is_told(la):
 
 def test_numbers_that_could_not_be_read_again_are_not_saved(la, tmp_path):
     object.__setattr__(la._fitted, "nll", float("inf"))
-    with pytest.raises(ValueError, match="cannot be saved: it has nll = inf"):
+    with pytest.raises(ValueError, match="not JSON compliant"):
         la.save(tmp_path / "posterior")
     assert not list(tmp_path.iterdir())
 
@@ -568,7 +498,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(la, path):
     la.save(path)
     assert len(list(path.parent.iterdir())) == 2
     assert_alike(Laplace.load(path, la.model), la)
-    write_tensors(other, {"a": torch.ones(1)})
+    write_csv([{"a": 1}], other)
     assert sorted(path.parent.iterdir()) == [other, path]
 
 
@@ -621,22 +551,15 @@ def _saved(la: Laplace, folder: Path) -> Path:
     return Path(file.name)
 
 
-@pytest.mark.parametrize(
-    ("write", "read"),
-    [
-        (lambda path: write_csv([{"a": 1}], path), read_csv),
-        (lambda path: write_tensors(path, {"a": torch.ones(2)}), read_tensors),
-    ],
-)
-def test_tables_and_checkpoints_are_written_the_same_way(write, read, tmp_path, monkeypatch):
+def test_tables_are_written_the_same_way(tmp_path, monkeypatch):
     kept, link = tmp_path / "kept", tmp_path / "link"
     kept.touch(0o600)
     kept.chmod(0o600)
     link.symlink_to(kept)
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    write(link)
-    assert read(kept)
+    write_csv([{"a": 1}], link)
+    assert read_csv(kept)
     assert link.is_symlink()
     assert kept.stat().st_mode & 0o777 == 0o600
     assert len(synced) == 2
@@ -645,7 +568,11 @@ def test_tables_and_checkpoints_are_written_the_same_way(write, read, tmp_path, 
 
 # ------------------------------------------------------------------------------ the command line
 
-FIT = ["fit", "--problem=allcnn-digits", "--device=cpu", "--progress=false", "--mode=mini"]
+SOURCE = [
+    *("--model=examples.paper.networks:digits_net", "--data=examples.paper.data:digits_parts"),
+    *("--device=cpu", "--progress=false"),
+]
+FIT = ["fit", *SOURCE, "--mode=mini"]
 
 
 def one_line(capsys) -> str:
@@ -655,7 +582,7 @@ def one_line(capsys) -> str:
     return printed
 
 
-@pytest.mark.parametrize("command", ["fit", "tune", "train"])
+@pytest.mark.parametrize("command", ["fit", "tune"])
 @pytest.mark.parametrize("what", ["folder", "below a file"])
 def test_commands_refuse_a_bad_output_before_work(
     path, tmp_path, what, command, capsys, monkeypatch
@@ -663,11 +590,11 @@ def test_commands_refuse_a_bad_output_before_work(
     def work(*_):
         raise AssertionError("work was done")
 
-    for place in ("fit.load", "tune.load", "train.train"):
+    for place in ("fit.load", "tune.load"):
         monkeypatch.setattr(f"laplace_debias.commands.{place}", work)
     output = tmp_path if what == "folder" else path / "posterior"
     posterior = [f"--posterior={path}", "--method=marglik"] if command == "tune" else []
-    options = ["--problem=allcnn-digits", f"--output={output}", "--overwrite", *posterior]
+    options = [*SOURCE, f"--output={output}", "--overwrite", *posterior]
     assert main([command, *options]) == 2
     assert ("is a folder" if what == "folder" else "is a file and no folder") in one_line(capsys)
 
@@ -675,20 +602,13 @@ def test_commands_refuse_a_bad_output_before_work(
 def test_tune_refuses_a_damaged_posterior_before_work(path, capsys, monkeypatch):
     monkeypatch.delattr("laplace_debias.commands.tune.load")
     path.write_bytes(path.read_bytes()[:-1])
-    assert main(["tune", "--problem=allcnn-digits", f"--posterior={path}"]) == 2
+    assert main(["tune", *SOURCE, f"--posterior={path}"]) == 2
     assert "damaged" in one_line(capsys)
 
 
 def test_fit_tells_of_a_full_disk_in_one_line(tmp_path, capsys):
-    from laplace_debias.problems import DataSource, get_problem, save_checkpoint
-
-    problem = get_problem("allcnn-digits")
-    data = problem.data(DataSource(root=None), seed=0)
-    split = {"split.train": data.train_indices, "split.val": data.val_indices}
-    checkpoint = tmp_path / "network.safetensors"
-    save_checkpoint(problem.model(), checkpoint, split)
     output = tmp_path / "posterior"
     with at_most(65536):
-        assert main([*FIT, f"--checkpoint={checkpoint}", f"--output={output}"]) == 2
+        assert main([*FIT, f"--output={output}"]) == 2
     assert "would be larger" in one_line(capsys)
-    assert sorted(tmp_path.iterdir()) == [checkpoint]
+    assert not list(tmp_path.iterdir())

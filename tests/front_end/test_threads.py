@@ -11,9 +11,12 @@ from functools import partial
 from itertools import chain
 
 import pytest
+import soak
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
@@ -409,3 +412,46 @@ def test_a_fit_beside_readers_is_seen_before_or_after():
             done.set()
         for value in set().union(*(reader.result(30) for reader in readers)):
             assert min(abs(value - a) for a in allowed) < 1e-9
+
+
+class UsesOfLiveParameters(TorchDispatchMode):
+    """Notes what is done under autograd with a model's own parameters, but for detaching them.
+
+    torch makes a node of the graph then, with the parameter locked, and may wait for the GIL, while
+    a thread that holds the GIL waits for the parameter.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.parameters, self.found = list(model.parameters()), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_live = any(x is p for x in tree_leaves((args, kwargs)) for p in self.parameters)
+        if torch.is_grad_enabled() and is_live and function != torch.ops.aten.detach.default:
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(conv, torch.float64), (mlp, torch.bfloat16)])
+def test_no_graph_leads_to_a_parameter_that_threads_share(tmp_path, make, dtype):
+    """It could freeze the process (torch 2.15)."""
+    model = make().to(dtype)
+    x, data = X.to(dtype), [(x.to(dtype), y) for x, y in DATA]
+    with UsesOfLiveParameters(model) as uses:
+        la = Laplace(model).fit_batches(data)
+        la.tune(data, grid=[1.0, 10.0])
+        for method in ("glm", "glm-mc", "nn", "map"):
+            la.predict(x, method, samples=None if method in ("glm", "map") else 3)
+        la.save(tmp_path / "posterior")
+        Laplace.load(tmp_path / "posterior", model).functional(x)
+        Laplace(model, params="last_layer", curvature="full").fit_batches(data)
+        A = GGN(model, nn.CrossEntropyLoss(), data)
+        for _ in range(2):
+            A @ torch.ones(A.shape[1], dtype=A.dtype)
+    assert uses.found == []
+
+
+@pytest.mark.slow
+def test_threads_that_fit_one_model_do_not_freeze():
+    """Before parameters were detached they did in each of seven runs of eight seconds."""
+    assert soak.soak_threads("fit", THREADS, seconds=8) > 0

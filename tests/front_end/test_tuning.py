@@ -9,10 +9,21 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
-from laplace_debias.laplace.search import DEFAULT_GRID, LIMITS, Look, search, tuning_of
+from laplace_debias.laplace.search import (
+    DEFAULT_GRID,
+    LIMITS,
+    TEMPERATURES,
+    Look,
+    first_look,
+    search,
+    tuning_of,
+)
 from laplace_debias.laplace.validation_scores import MetricOverTerms
+
+# Alone: the search for the prior precision without links and temperatures.
+PLAIN = Link("probit")
 
 
 class Passes(list):
@@ -49,20 +60,17 @@ def shaped(curve, num_examples=200, noise=0.0, more_is_better=False, start=DEFAU
     batches = Passes([(torch.zeros(num_examples, 1), torch.zeros(num_examples).long())])
     tried = []
 
-    def predict_grid(x, grid):
+    def predict(x, grid, links):
         tried.append(grid.tolist())
-        found = []
-        for delta in grid.tolist():
+        for number, delta in enumerate(grid.tolist()):
             power = math.log10(delta)
             log_p = -(curve(power) + jitter * power)
             logits = torch.stack([log_p, torch.log1p(-log_p.exp())], 1)
-            found.append(Categorical(logits=logits, validate_args=False))
-        return found
+            yield number, Categorical(logits=logits.unsqueeze(0), validate_args=False)
 
-    look = Look(
-        predict_grid, lambda: batches, Softmax(), None, MetricOverTerms("nll", Softmax(), None)
-    )
-    found = search(look, torch.as_tensor(start, dtype=torch.float64), more_is_better, **options)
+    look = Look(predict, lambda: batches, Softmax(), None, MetricOverTerms("nll", Softmax()))
+    grid = torch.as_tensor(start, dtype=torch.float64)
+    found = search(look, first_look(look, grid, [None], more_is_better), **options)
     return tuning_of(found, "nll", float), batches, tried
 
 
@@ -183,10 +191,10 @@ def test_data_that_differ_from_pass_to_pass_end_the_search():
     la = Laplace(model).fit([(x, y)])
     own = torch.Generator().manual_seed(3)
     shuffled = DataLoader(TensorDataset(x, y), batch_size=250, shuffle=True, generator=own)
-    found = la.tune(shuffled)
+    found = la.tune(shuffled, link=PLAIN)
     assert "other examples, or in another order" in found.message
     assert len(found.table) == 31
-    once = la.tune(iter([(x, y)]))
+    once = la.tune(iter([(x, y)]), link=PLAIN)
     assert "can be read only once" in once.message
     assert len(once.table) == 31
 
@@ -195,12 +203,12 @@ def test_data_that_differ_from_pass_to_pass_end_the_search():
 def test_a_shuffling_loader_gives_every_pass_the_order_of_the_first(with_generator):
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
-    expected = la.tune([(x, y)])
+    expected = la.tune([(x, y)], link=PLAIN)
     assert len(expected.table) > 31
     loader = DataLoader(TensorDataset(x, y), batch_size=250, shuffle=True)
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(5) if with_generator else None
-    found = la.tune(loader, generator=generator)
+    found = la.tune(loader, generator=generator, link=PLAIN)
     assert [row["nll"] for row in found.table] == pytest.approx(
         [row["nll"] for row in expected.table]
     )
@@ -217,18 +225,18 @@ def test_passes_of_the_front_end():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
     data = Passes([(x, y)])
-    found = la.tune(data)
+    found = la.tune(data, link=PLAIN)
     assert data.count == 2
     assert la.prior_precision.item() == found.prior_precision
     assert found.value == pytest.approx(la.evaluate([(x, y)])["nll"], rel=1e-9)
     data = Passes([(x, y)])
-    one = la.tune(data, extend=False)
+    one = la.tune(data, extend=False, link=PLAIN)
     assert (data.count, len(one.table)) == (1, 31)
     data = Passes([(x, y)])
-    given = la.tune(data, grid=[1e-4, 1e-3])
+    given = la.tune(data, grid=[1e-4, 1e-3], link=PLAIN)
     assert (data.count, len(given.table)) == (1, 2)
     assert "pass extend=True" in given.message
-    on = la.tune([(x, y)], grid=[1e-4, 1e-3], extend=True)
+    on = la.tune([(x, y)], grid=[1e-4, 1e-3], extend=True, link=PLAIN)
     assert math.log10(on.prior_precision) == pytest.approx(
         math.log10(found.prior_precision), abs=0.1
     )
@@ -241,7 +249,7 @@ def test_standard_errors_are_those_of_the_examples(metric):
     """Of means over examples the textbook's; of the ECE the bootstrap's."""
     model, x, y = problem(2.0, num_data=400, temperature=0.4)
     la = Laplace(model).fit([(x, y)])
-    (row,) = la.tune([(x[:150], y[:150]), (x[150:], y[150:])], metric, grid=[3.0]).table
+    (row,) = la.tune([(x[:150], y[:150]), (x[150:], y[150:])], metric, [3.0], link=PLAIN).table
     probs = la.predict(x).probs
     label = probs[torch.arange(400), y]
     terms = {
@@ -317,20 +325,139 @@ def test_one_example_has_no_error():
 def test_it_reads_well():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
-    found = la.tune([(x, y)])
+    found = la.tune([(x, y)], link="probit")
     error = next(
         r["standard_error"] for r in found.table if r["prior_precision"] == found.prior_precision
     )
     low, high = found.flat
     assert repr(found) == (
         f"Tuning(prior_precision={found.prior_precision:.3g}, nll={found.value:.4g} ± {error:.2g}, "
-        f"flat={low:.3g} to {high:.3g}, tried={len(found.table)} from 0.0001 to 1e+08)"
+        f"link={found.link}, flat={low:.3g} to {high:.3g}, tried={len(found.table)} from 0.0001 to "
+        "1e+08)"
     )
     assert found.message.startswith(
-        f"Prior precision {found.prior_precision:.3g}: nll {found.value:.4g} ± {error:.2g}. Flat "
-        f"between {low:.3g} and {high:.3g}: the nll there is within one standard error of the best."
+        f"Prior precision {found.prior_precision:.3g}, link {found.link}: nll {found.value:.4g} ± "
+        f"{error:.2g}. Flat between {low:.3g} and {high:.3g}: the nll there is within one standard "
+        "error of the best."
     )
+    assert "Differences to it on these data: network +" in found.message
     assert float(found) == found.prior_precision
+
+
+# ------------------------------------------------------------- the link and its temperature
+
+
+def test_links_and_temperatures_are_those_of_predictions_one_by_one():
+    """The rows of the comparison, against predictions at every point of the grid."""
+    model, x, y = problem(3.0, 300, temperature=0.3)
+    la, grid = Laplace(model).fit([(x, y)]), [1e-3, 1e-2, 0.1, 1.0]
+    data = Passes([(x[:100], y[:100]), (x[100:], y[100:])])
+    found = la.tune(data, grid=grid)
+    assert data.count == 1
+
+    def losses(delta, link):
+        (predictive,) = la.predict_grid(x, [delta], link=link)
+        return -predictive.log_prob(y)
+
+    def least(links):
+        every = [(delta, link) for delta in grid for link in links]
+        return min(every, key=lambda at: losses(*at).mean())
+
+    chosen = losses(found.prior_precision, found.link)
+    assert found.value == pytest.approx(chosen.mean().item(), rel=1e-12)
+    rows = {row["name"]: row for row in found.compared}
+    for name in ("pairwise", "probit"):
+        for key, some in ((name, [1.0]), (f"{name}, tempered", TEMPERATURES)):
+            row, (delta, link) = rows.pop(key), least([Link(name, T) for T in some])
+            assert (row["prior_precision"], row["temperature"]) == (delta, link.temperature)
+            difference = losses(delta, link) - chosen
+            assert row["difference"] == pytest.approx(difference.mean().item(), abs=1e-12)
+            half_width = 1.96 * difference.std().item() / math.sqrt(300)
+            assert row["half_width"] == pytest.approx(half_width, abs=1e-12)
+    logits = model(x).detach()
+    for key, some in (("network", [1.0]), ("temperature scaling", TEMPERATURES)):
+        row = rows.pop(key)
+        by = [torch.nn.functional.cross_entropy(logits / T, y).item() for T in some]
+        assert row["nll"] == pytest.approx(min(by), rel=1e-12)
+        assert row["prior_precision"] is None
+    assert not rows
+
+
+@pytest.mark.parametrize("metric", ["nll", "brier", "accuracy", "ece"])
+def test_what_is_chosen_is_set_and_is_what_evaluate_gives(metric, tmp_path):
+    model, x, y = problem(3.0, 400, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    found = la.tune([(x, y)], metric)
+    assert la.link == found.link
+    assert la.evaluate([(x, y)])[metric] == pytest.approx(found.value, rel=1e-6)
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    assert loaded.link == found.link
+    assert loaded.evaluate([(x, y)])[metric] == pytest.approx(found.value, rel=1e-6)
+
+
+def test_a_temperature_is_taken_only_if_it_is_better_beyond_one_standard_error():
+    """With the prior precision pinned where the posterior adds nothing."""
+    model, x, y = problem(3.0, 400, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    too_sure = la.tune([(x, y)], grid=[1e6])
+    assert too_sure.link.temperature == pytest.approx(1 / 0.3, rel=0.2)
+    assert too_sure.link.name == "pairwise"
+    (plain,) = (row for row in too_sure.compared if row["name"] == "pairwise")
+    assert plain["difference"] > plain["half_width"] / 1.96
+    # Labels of the network itself: the best temperature is near 1, and tells next to nothing.
+    model, x, y = problem(3.0, 400, temperature=1.0)
+    right = Laplace(model).fit([(x, y)]).tune([(x, y)], grid=[1e6])
+    assert right.link == Link("pairwise")
+    assert min(row["difference"] for row in right.compared) <= 0
+
+
+def test_few_examples_take_the_simplest_link_and_another_link_can_win():
+    model, x, y = problem(3.0, 400, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    for start in range(0, 400, 20):
+        some = slice(start, start + 20)
+        assert la.tune([(x[some], y[some])]).link == Link("pairwise")
+    # Class probabilities of the probit are the truth: with δ known, nothing else is as good.
+    la.prior_precision = 0.01
+    probs = la.predict_grid(x, [0.01], link="probit")[0].probs
+    g = torch.Generator().manual_seed(0)
+    many = torch.multinomial(probs, 50, replacement=True, generator=g)
+    data = [(x.repeat_interleave(50, 0), many.flatten())]
+    assert la.tune(data, grid=[0.01]).link == Link("probit")
+
+
+def test_a_link_that_is_asked_for_is_the_only_one():
+    model, x, y = problem(3.0, 400, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    found = la.tune([(x, y)], grid=[1e-2, 1e6], link="exact")
+    assert {row["name"] for row in found.compared} == {
+        "network", "temperature scaling", "exact", "exact, tempered"
+    }  # fmt: skip
+    assert found.link.name == "exact"
+    alone = la.tune([(x, y)], grid=[1e-2, 1.0], link=Link("probit", 1.5))
+    assert alone.link == Link("probit", 1.5)
+    for row in alone.table:
+        (predictive,) = la.predict_grid(x, [row["prior_precision"]], link=Link("probit", 1.5))
+        assert row["nll"] == pytest.approx(-predictive.log_prob(y).mean().item())
+    at_end = la.tune([(x, y)], grid=[1e2, 1e4, 1e6, 1e8, 1e10], link="pairwise")
+    assert at_end.link.temperature != 1
+    assert at_end.prior_precision < 1e10
+
+
+def test_evidence_is_a_function_of_its_own_and_leaves_the_link():
+    model, x, y = problem()
+    la = Laplace(model).fit([(x, y)])
+    la.link = "exact"
+    found = la.tune_evidence()
+    assert la.prior_precision.item() == found.prior_precision
+    assert (la.link, found.link, found.compared) == (Link("exact"), None, [])
+    assert la.tune(method="marglik") == found
+    assert len(la.tune_evidence(per="kind").table) == 2
+    with pytest.raises(ValueError, match=r"use tune_evidence\(per='kind'\)"):
+        la.tune([(x, y)], per="kind")
+    with pytest.raises(ValueError, match=r"or use tune_evidence\(\)"):
+        la.tune()
 
 
 # ------------------------------------------------------------------ the noise on held-out data

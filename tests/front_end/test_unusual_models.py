@@ -1,18 +1,26 @@
 """Models that are not what they look like: computed right, or refused with a reason."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import dense_ggn, dense_jacobian
 from oracle import flat_jacobian, functional_covariance, ggn_block
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset
 
 from laplace_debias import Laplace
+from laplace_debias.curvature import GGN
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 
 
 def examples(number=12):
     return torch.randn(number, 4), torch.randint(3, (number,))
+
+
+def ggn(model, data, params=None):
+    return GGN(model, nn.CrossEntropyLoss(), data, params=params)
 
 
 class Mlp(nn.Module):
@@ -169,8 +177,30 @@ def test_a_mask_of_minus_infinity_is_no_damage():
     torch.testing.assert_close(la.functional(x[:2])[1], expected)
     for damage in (torch.nan, torch.inf):
         model.mask[0, 0] = damage
-        with pytest.raises(ValueError, match="mask holds NaN or Inf"):
-            Laplace(model)
+        with pytest.raises(ValueError, match="outputs hold NaN or Inf"):
+            Laplace(model).fit_batches([(x, torch.randint(3, (6,)))])
+
+
+class Bounded(nn.Module):
+    """As timm's `gemma4_vit` has it: a bound that clips nothing."""
+
+    def __init__(self, bound):
+        super().__init__()
+        self.inner = Mlp()
+        self.register_buffer("bound", torch.tensor(bound))
+
+    def forward(self, x):
+        return self.inner(x).clamp(max=self.bound)
+
+
+def test_a_bound_of_infinity_is_no_damage():
+    x, y = examples()
+    curvatures = []
+    for bound in (torch.inf, 1e30):
+        torch.manual_seed(0)
+        la = Laplace(Bounded(bound).eval(), curvature="full").fit_batches([(x, y)])
+        curvatures.append(la.posterior.curvature.to_dense())
+    assert torch.equal(*curvatures)
 
 
 def test_an_embedding_alone_predicts():
@@ -286,7 +316,8 @@ def test_batches_that_the_user_makes_tell_the_number_of_examples():
     assert Laplace(Mlp().eval()).fit(loader).num_data == 8
     lists = DataLoader(data, batch_sampler=[[0, 1, 2], [3, 4]])
     assert Laplace(Mlp().eval()).fit(lists).num_data == 5
-    assert Laplace(Mlp().eval()).fit(lists, mode="mini").num_data == 5
+    with pytest.raises(ValueError, match=r"loader does not tell .* pass num_data="):
+        Laplace(Mlp().eval()).fit(lists, mode="mini")
     batches = DataLoader([data[:4], data[4:6]], batch_size=None)
     assert Laplace(Mlp().eval()).fit(batches).num_data == 6
     with pytest.raises(ValueError, match="pass num_data="):
@@ -307,3 +338,157 @@ def test_grids_are_tensors_or_lists_and_keep_their_digits():
             la.predict_grid(x, wrong)
     chosen = la.functional(x[:2], outputs=[[0], [2]])[0]
     torch.testing.assert_close(chosen[:, 0], la.functional(x[:2])[0][[0, 1], [0, 2]])
+
+
+# --------------------------------------------------- models whose examples take different ways
+
+
+class Experts(nn.Module):
+    """A mixture of experts, of which each example sees one: hard, or weighed by the gate."""
+
+    def __init__(self, is_weighed, calls_idle):
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+        self.is_weighed, self.calls_idle = is_weighed, calls_idle
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(1)
+        choice, outputs = weights.argmax(1), x.new_zeros(len(x), 3)
+        for index, expert in enumerate(self.experts):
+            rows = (choice == index).nonzero().flatten()
+            if len(rows) or self.calls_idle:
+                part = expert(x[rows])
+                part = part * weights[rows, index, None] if self.is_weighed else part
+                outputs = outputs.index_copy(0, rows, part)
+        return outputs
+
+
+EXPERTS = [(False, False), (True, False), (True, True)]
+
+
+def routed(seed, is_weighed, calls_idle):
+    """Experts and examples, of whose first eight and last eight each expert sees some."""
+    torch.manual_seed(seed)
+    model = Experts(is_weighed, calls_idle).double().eval()
+    nn.init.zeros_(model.gate.bias)
+    x = torch.randn(200, 4).double()
+    choice = model.gate(x).argmax(1)
+    some = [(choice == index).nonzero().flatten()[:3] for index in range(3)]
+    assert all(len(of_expert) == 3 for of_expert in some)
+    # The first two see one expert, or two.
+    first = [some[0][0], some[0][1] if seed % 2 else some[1][1], *(s[2] for s in some)]
+    rest = [s[0] for s in some[1:]]
+    x = torch.cat([x[torch.stack([*first, *rest])], x[torch.stack([*rest, *first])]])
+    return model, x, torch.arange(len(x)) % 3
+
+
+@pytest.mark.parametrize(("is_weighed", "calls_idle"), EXPERTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_that_see_some_examples_have_the_dense_curvature(seed, is_weighed, calls_idle):
+    model, x, y = routed(seed, is_weighed, calls_idle)
+    la = Laplace(model, curvature="full").fit_batches([(x[:7], y[:7]), (x[7:], y[7:])])
+    assert la.param_names == [
+        name for name, _ in model.named_parameters() if is_weighed or name.startswith("experts")
+    ]
+    expected = dense_ggn(model, nn.CrossEntropyLoss(), x, y, la.param_names)
+    torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
+    J = dense_jacobian(model, x, la.param_names)
+    for curvature in ("kfac", "diag"):
+        other = Laplace(model, curvature=curvature).fit_batches([(x, y)])
+        covariance = other.posterior.covariance.to_dense()
+        torch.testing.assert_close(other.functional(x)[1], J @ covariance @ J.mT)
+    with pytest.raises(ValueError, match=r"come from .*experts.0 .*experts.1 .*experts.2"):
+        Laplace(model, params="last_layer").fit_batches([(x, y)])
+
+
+def test_routing_that_the_first_batch_does_not_show_is_named():
+    model, x, y = routed(1, False, False)
+    alike = model.gate(x).argmax(1) == 0
+    la = Laplace(model)
+    with pytest.raises(NotImplementedError, match=r"\(a mixture of experts\), shuffle the data"):
+        la.fit_batches([(x[alike], y[alike]), (x, y)])
+
+
+# ----------------------------------------------------------------- tensors that are no plain ones
+
+
+@pytest.mark.parametrize("work", [lambda m, d: Laplace(m).fit_batches(d), ggn], ids=["fit", "GGN"])
+def test_dynamic_quantisation_is_refused(work):
+    """It rounds by the largest number of a batch."""
+    first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    quantised = torch.ao.quantization.quantize_dynamic(first, {nn.Linear})
+    model = nn.Sequential(quantised, nn.Linear(4, 3)).eval()
+    with pytest.raises(ValueError, match=r"0\.0 \(Linear\) is dynamically quantised"):
+        work(model, [examples()])
+
+
+class Complex(nn.Module):
+    """A complex layer; its weight is held as such, or as real and imaginary part."""
+
+    def __init__(self, is_held_apart):
+        super().__init__()
+        weight = torch.randn(4, 4, dtype=torch.complex128)
+        self.weight = nn.Parameter(torch.view_as_real(weight) if is_held_apart else weight)
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        whole = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return self.head((x.to(whole.dtype) @ whole).abs())
+
+
+@pytest.mark.parametrize("params", ["all", ["weight"]], ids=str)
+def test_complex_parameters_are_held_apart_or_frozen(params):
+    x, y = examples()
+    x = x.double()
+    model = Complex(is_held_apart=False).eval()
+    for work in (lambda: Laplace(model, params=params), lambda: ggn(model, [(x, y)], params)):
+        with pytest.raises(ValueError, match=r"weight is complex .*torch\.view_as_real.*freeze"):
+            work()
+    model.weight.requires_grad_(False)
+    Laplace(model).fit_batches([(x, y)])
+    model = Complex(is_held_apart=True).eval()
+    la = Laplace(model, params=params, curvature="full").fit_batches([(x, y)])
+    expected = dense_ggn(model, nn.CrossEntropyLoss(), x, y, la.param_names)
+    torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
+
+
+class Returns(nn.Module):
+    """Applies a function to the outputs of a linear layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 3), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_refused(layout):
+    def nested(*shapes):
+        return torch.nested.nested_tensor([torch.ones(shape) for shape in shapes], layout=layout)
+
+    x, y = examples(2)
+    ragged = nested((2, 4), (3, 4))
+    model = Returns(lambda z: z.unflatten(-1, (-1, 3)).mean(-2)).eval()
+    la = Laplace(model).fit_batches([(x, y)])
+    for work in (la.fit_batches, partial(ggn, model)):
+        with pytest.raises(TypeError, match=r"Inputs hold a nested tensor.*to_padded_tensor"):
+            work([(ragged, y)])
+        with pytest.raises(TypeError, match=r"Targets are a nested tensor.*to_padded_tensor"):
+            work([(x, nested((1,), (2,)))])
+    for method in ("glm", "nn", "map"):
+        with pytest.raises(TypeError, match="Inputs hold a nested tensor"):
+            la.predict(ragged, method)
+    for work in (lambda m: Laplace(m).fit_batches([(x, y)]), lambda m: ggn(m, [(x, y)])):
+        model = Returns(nn.Identity()).eval()
+        model.table = nn.Parameter(ragged)
+        with pytest.raises(NotImplementedError, match="table is a nested tensor"):
+            work(model)
+        model = Returns(lambda _: nested((2,), (3,)))
+        with pytest.raises(TypeError, match="outputs are a nested tensor"):
+            work(model)
+        model = Returns(lambda z: z.to(torch.complex64))
+        with pytest.raises(TypeError, match=r"outputs are complex .*view_as_real"):
+            work(model)

@@ -39,14 +39,6 @@ def test_those_of_a_fit():
     assert only_one(caught, "do not depend on ['beside.weight'") == __file__
 
 
-def test_those_of_a_search(tmp_path):
-    la = Laplace(nn.Linear(4, 2).eval(), "regression", sigma=0.5).fit([(X, Y)])
-    (tmp_path / "pass-1.safetensors").write_bytes(b"cut")
-    with pytest.warns() as caught:
-        la.tune([(X, Y)], grid=[1.0], resume=tmp_path)
-    assert only_one(caught, "is damaged") == __file__
-
-
 def test_those_of_algorithms():
     A = Diagonal(torch.linspace(1, 100, 64, dtype=torch.float64))
     with pytest.warns() as caught:

@@ -82,10 +82,15 @@ def is_the_same(wrap, tmp_path):
                 for la in (of_plain, of_wrapped)
             ]
             torch.testing.assert_close(drawn[1], drawn[0], rtol=0, atol=0)
+        loaded = []
         for la, other in ((of_plain, wrapped), (of_wrapped, model)):
             la.save(tmp_path / "posterior.safetensors")
-            loaded = Laplace.load(tmp_path / "posterior.safetensors", other)
-            torch.testing.assert_close(loaded.predict(X).probs, expected, rtol=0, atol=0)
+            read = Laplace.load(tmp_path / "posterior.safetensors", other)
+            loaded.append(read.predict(X).probs)
+        torch.testing.assert_close(*loaded, rtol=0, atol=0)
+        # To rounding: a basis from a file lies in rows, one that was decomposed in columns, and
+        # some processors' products round differently for the two.
+        torch.testing.assert_close(loaded[0], expected)
 
 
 def operators_are_the_same(wrap):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.integrations.gaussian_process import joint_moments
+from laplace_debias.integrations.botorch import joint_moments
 
 
 def fitted(num_outputs=2, sigma=0.3):

@@ -1,7 +1,5 @@
 """Conjugate gradients and debiased conjugate gradients."""
 
-import warnings
-
 import numpy as np
 import pytest
 import scipy.sparse.linalg
@@ -14,9 +12,7 @@ from laplace_debias.linalg import (
     Status,
     cg,
     debiased_cg,
-    overlaps,
     relative_progress,
-    replay,
 )
 from laplace_debias.operators import Dense
 
@@ -70,19 +66,6 @@ def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
             assert (b - M @ result).norm() <= 1.1e-8 * b.norm()
     # Rounding makes single runs take 2 % more or less, the mean of 4 up to 1.5 %.
     assert sum(ours) <= 1.03 * sum(theirs)
-
-
-def test_reorthogonalised_it_needs_no_more_products_than_dimensions():
-    M, b = symmetric(logspace(-6, 0, 100)), randn(100)
-    A = Counted(M)
-    solution = cg(A, b, tol=1e-8, reorthogonalize=True)
-    assert solution.converged
-    assert (b - M @ solution.x).norm() <= 1.1e-8 * b.norm()
-    assert A.products <= 100 < scipy_cg(M, b, 1e-8)[1] / 10
-    P = Counted(torch.diag(1 / M.diag()))
-    preconditioned = cg(A, b, tol=1e-8, preconditioner=P, reorthogonalize=True)
-    assert preconditioned.converged
-    assert preconditioned.num_matvecs <= 101
 
 
 def test_directions_are_normalised_conjugate_and_give_the_slopes_and_curvatures():
@@ -157,12 +140,6 @@ def test_negative_curvature_is_found_with_its_direction():
     assert len(solution.values) == solution.num_iterations + 1
 
 
-def test_an_operator_that_claims_to_be_positive_and_is_not_is_reported():
-    M = symmetric(torch.tensor([1.0, 2.0, -1.0]).double())
-    with pytest.warns(RuntimeWarning, match="Counted claims to be positive semi-definite"):
-        assert cg(Counted(M, claim=True), randn(3)).status is Status.NEGATIVE_CURVATURE
-
-
 def test_a_singular_operator_has_zero_curvature_where_there_is_no_solution():
     M = symmetric(torch.tensor([1.0, 2.0, 3.0, 0.0]).double())
     U = torch.linalg.eigh(M).eigenvectors
@@ -171,14 +148,6 @@ def test_a_singular_operator_has_zero_curvature_where_there_is_no_solution():
     assert_close((U[:, 0] @ solution.negative_direction).abs(), torch.ones(()).double())
     assert cg(Counted(M), M @ randn(4), tol=1e-10).converged
     assert cg(Counted(torch.zeros(4, 4).double()), randn(4)).status is Status.ZERO_CURVATURE
-
-
-def test_a_singular_operator_may_claim_to_be_positive_semidefinite():
-    M = torch.diag(torch.tensor([1.0, 2.0, 0.0]).double())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        solution = cg(Counted(M, claim=True), torch.tensor([1.0, 1.0, 1.0]).double())
-    assert solution.status is Status.ZERO_CURVATURE
 
 
 def test_each_column_stops_for_its_own_reason():
@@ -357,10 +326,9 @@ def test_the_single_trajectory_beside_it_is_that_of_cg():
 
 
 @pytest.mark.parametrize("k", [None, 3])
-@pytest.mark.parametrize("reorthogonalize", [False, True])
-def test_on_one_quadratic_it_is_cg_itself(k, reorthogonalize):
+def test_on_one_quadratic_it_is_cg_itself(k):
     A, _, b, _ = pair(k=k)
-    options = {"tol": 1e-9, "reorthogonalize": reorthogonalize, "keep": "trajectory"}
+    options = {"tol": 1e-9, "keep": "trajectory"}
     solution = debiased_cg(Counted(A), Counted(A), b, b, **options)
     alone = cg(Counted(A), b, **options)
     assert torch.equal(solution.x, alone.x)
@@ -370,27 +338,8 @@ def test_on_one_quadratic_it_is_cg_itself(k, reorthogonalize):
     assert solution.single.converged
 
 
-@pytest.mark.parametrize("k", [None, 2])
-def test_one_after_the_other_equals_side_by_side(k):
-    A, A2, b, b2 = pair(k=k)
-    together = debiased_cg(Counted(A), Counted(A2), b, b2, max_iter=10, keep="directions")
-    stored = cg(Counted(A), b, max_iter=10, keep="directions").directions
-    second = Counted(A2)
-    afterwards = replay(stored, second, b2)
-    assert_close(afterwards.x, together.x, rtol=1e-12, atol=1e-12)
-    assert_close(afterwards.step_sizes, together.debiased.step_sizes, rtol=1e-10, atol=1e-12)
-    assert afterwards.status is Status.EXHAUSTED
-    assert second.products == 10 * (k or 1)
-    streamed = replay((7 * d for d in stored.unbind(1)), Counted(A2), b2, stop=lambda _: False)
-    assert_close(streamed.x, together.x, rtol=1e-12, atol=1e-12)
-    assert_close(streamed.slopes, together.debiased.slopes, rtol=1e-9, atol=1e-12)
-
-
-def test_the_debiased_quadratic_falls_and_ends_at_its_minimum_once_directions_span_the_space():
+def test_the_debiased_quadratic_falls():
     A, A2, b, b2 = pair(12)
-    U = torch.linalg.eigh(A2).eigenvectors
-    solution = replay(U, Counted(A2), b2, keep="trajectory")
-    assert_close(solution.x, torch.linalg.solve(A2, b2), rtol=1e-8, atol=1e-8)
     debiased = debiased_cg(Counted(A), Counted(A2), b, b2).debiased
     assert (debiased.values.diff() <= 0).all()
 
@@ -427,37 +376,6 @@ def test_it_ends_where_either_quadratic_has_no_curvature():
     assert u @ bad @ u < 0
 
 
-def test_a_zero_direction_is_no_step_and_no_product():
-    A, _, b, _ = pair(8)
-    directions = torch.stack([randn(8), torch.zeros(8).double(), randn(8, seed=3)], dim=1)
-    operator = Counted(A)
-    solution = replay(directions, operator, b)
-    assert operator.products == 2
-    assert solution.step_sizes[1] == 0
-    assert solution.num_iterations == 2
-    assert_close(solution.x, replay(directions[:, ::2], Counted(A), b).x)
-
-
-def test_overlaps_of_long_directions_in_single_precision():
-    """One great entry and a million small ones, whose squares single precision adds up wrong."""
-    n = 1_500_000
-    u = torch.full((n, 1), (0.5 / (n - 1)) ** 0.5)
-    u[0] = 0.5**0.5
-    assert abs(float(u.T @ u) - 1) > 1e-2
-    torch.testing.assert_close(overlaps(u, u), torch.ones(1, 1), rtol=0, atol=1e-6)
-
-
-def test_overlaps_are_squared_inner_products():
-    U = torch.linalg.qr(randn(6, 6)).Q
-    V = torch.linalg.qr(randn(6, 6, seed=1)).Q
-    W = overlaps(U[:, :4], V)
-    for i in range(4):
-        for j in range(6):
-            assert_close(W[i, j], torch.dot(U[:, i], V[:, j]) ** 2)
-    with pytest.raises(ValueError, match="columns of V are not orthonormal"):
-        overlaps(U, 2 * V)
-
-
 # ------------------------------------------------------------------ bad input
 
 
@@ -469,7 +387,7 @@ def test_overlaps_are_squared_inner_products():
         ({"b": torch.tensor([1.0, torch.nan, 0.0]).double()}, "`b` holds NaN or Inf"),
         ({"b": torch.ones(3, 1, 1).double()}, "expected"),
         ({"x0": torch.ones(3, 2).double()}, "they must be equal"),
-        ({"A": Counted(torch.ones(3, 2).double())}, "only a square"),
+        ({"A": Counted(torch.ones(3, 2).double())}, "the quadratic needs a square operator"),
         ({"tol": -1.0}, "`tol` is"),
         ({"tol": float("nan")}, "`tol` is"),
         ({"max_iter": 0}, "`max_iter` is 0; expected at least 1"),
@@ -488,15 +406,8 @@ def test_bad_input_is_named_before_any_product(unchecked, change, message):
 def test_two_systems_must_fit_each_other(unchecked):
     I3, I4 = Counted(torch.eye(3).double()), Counted(torch.eye(4).double())
     b = torch.ones(3).double()
-    with pytest.raises(ValueError, match="same shapes"):
-        debiased_cg(I3, I4, b, b)
-    with pytest.raises(ValueError, match="share dtype"):
-        debiased_cg(I3, Counted(torch.eye(3)), b, b)
-    with pytest.raises(ValueError, match="do not fit right-hand sides"):
-        replay(torch.ones(4, 2).double(), I3, b)
-    with pytest.raises(ValueError, match="they must be equal"):
-        replay([torch.ones(4).double()], I3, b)
-    with pytest.raises(ValueError, match="different spaces"):
-        overlaps(torch.eye(3), torch.eye(4))
+    for other, right in ((I4, torch.ones(4).double()), (Counted(torch.eye(3)), b.float())):
+        with pytest.raises(ValueError, match="two systems must be alike, got"):
+            debiased_cg(I3, other, b, right)
     with pytest.raises(ValueError, match="must be positive"):
         relative_progress(epsilon=0.0)

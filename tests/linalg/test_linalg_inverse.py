@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from spectra import Matrix, generator, symmetric, uniform
+from spectra import Matrix, generator, orthogonal, symmetric, uniform
 
 from laplace_debias.linalg import inverse, lsmr, neumann
 from laplace_debias.operators import Diagonal, Identity
@@ -77,7 +77,7 @@ def test_inverse_warns_where_a_solve_does_not_converge():
 
 
 def test_options_that_a_method_does_not_know_are_refused():
-    with pytest.raises(ValueError, match=r"`damping` is not an option of method='cg'.*'lsmr'"):
+    with pytest.raises(ValueError, match=r"`damping` is not an option.*'cg'.*'lsmr' would"):
         inverse(POSITIVE, "cg", damping=0.1)
     with pytest.raises(ValueError, match="Did you mean 'neumann'"):
         inverse(POSITIVE, "neuman")
@@ -114,6 +114,20 @@ def test_lsmr_starts_where_it_is_told_and_says_why_it_stopped():
     tall = Matrix(torch.randn(40, 20, dtype=torch.float64, generator=generator(6)))
     right = torch.randn(40, dtype=torch.float64, generator=generator(7))
     assert lsmr(tall, right).status == "least_squares"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tol", [1e-4, 1e-6, 1e-12])
+def test_lsmr_converges_by_the_rule_that_it_states(dtype, tol):
+    singular = torch.logspace(0, -2, SIZE, dtype=torch.float64)
+    A = Matrix((orthogonal(SIZE, 8) * singular @ orthogonal(SIZE, 9)).to(dtype))
+    b = B.to(dtype)
+    solution = lsmr(A, b, tol=tol, max_iter=3000)
+    size = b.norm(dim=0) + A.matrix.norm() * solution.x.norm(dim=0)
+    # The estimate of the norm of A grows a little beyond it.
+    is_within = (solution.residual_norms <= 4 * tol * size).all()
+    assert solution.converged == bool(is_within) == (dtype == torch.float64 or tol > 1e-7)
+    assert "`tol` (‖b‖ + ‖A‖ ‖x‖)" in solution.message
 
 
 def test_neumann_series_has_as_many_terms_as_asked_for():

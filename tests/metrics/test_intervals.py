@@ -12,10 +12,8 @@ from scipy import stats
 from sklearn.metrics import average_precision_score
 
 from laplace_debias import metrics
+from laplace_debias.metrics.definitions import METRICS
 from laplace_debias.metrics.intervals import of_area, of_mean, of_proportion
-from laplace_debias.metrics.of_scores import SCORES
-from laplace_debias.metrics.resampling import statistic_of
-from laplace_debias.metrics.statistics import Sampling
 
 
 def predictions(n, generator):
@@ -33,6 +31,13 @@ def scores(n, generator):
     is_ood = (torch.arange(2 * n) >= n).long()
     common = common + 1.5 * is_ood
     return common + 0.5 * noise[0], common + 0.8 * noise[1], is_ood
+
+
+def statistic_of(name, predictions, labels):
+    """The statistic of a metric of probabilities, or of scores with labels 1 where they are OOD."""
+    if predictions.ndim == 1:
+        return METRICS[name].statistic(predictions[labels == 0], predictions[labels == 1])
+    return METRICS[name].statistic(predictions, labels)
 
 
 def seeded(seed=0):
@@ -103,7 +108,7 @@ def test_the_interval_of_a_paired_proportion_adds_half_an_example_to_each_cell()
     a = torch.tensor([[0.9, 0.1]]).repeat(10, 1)
     b, labels = a.clone(), torch.zeros(10, dtype=torch.long)
     b[:3] = torch.tensor([0.1, 0.9])  # b wrong where a is right: cells 3 and 0 of 10
-    interval = metrics.paired_difference(metrics.accuracy, a, b, labels)
+    interval = metrics.compare(metrics.evaluate(a, labels), metrics.evaluate(b, labels))["accuracy"]
     more, fewer, n = 3.5, 0.5, 12
     centre = (more - fewer) / n
     half = 1.959964 / n * math.sqrt(more + fewer - (more - fewer) ** 2 / n)
@@ -122,25 +127,25 @@ def test_the_variance_of_the_auroc_is_delongs():
         placements.append((wins.mean(1).numpy(), wins.mean(0).numpy()))
     value = placements[0][0].mean()
     error = math.sqrt(sum(np.var(part, ddof=1) / 40 for part in placements[0]))
-    found = metrics.confidence_interval(metrics.auroc, rounded[0], is_ood)
+    mine, its = (statistic_of("auroc", part, is_ood) for part in rounded)
+    found = mine.interval(0.95)
     logits = np.log(np.array([found.low, found.high]) / (1 - np.array([found.low, found.high])))
     half = 1.959964 * error / (value * (1 - value))
     np.testing.assert_allclose(
         logits, math.log(value / (1 - value)) + np.array([-half, half]), rtol=1e-5
     )
-    difference = metrics.paired_difference(metrics.auroc, *rounded, is_ood)
+    difference = mine.difference(its, 0.95)
     gaps = [mine - its for mine, its in zip(*placements, strict=True)]
     half = 1.959964 * math.sqrt(sum(np.var(gap, ddof=1) / 40 for gap in gaps))
     assert difference.high - difference.low == pytest.approx(2 * half, rel=1e-5)
 
 
-@pytest.mark.parametrize("metric", [metrics.aupr, metrics.aupr_in])
+@pytest.mark.parametrize("metric", ["aupr_out", "aupr_in"])
 def test_influence_on_average_precision_is_the_slope_in_a_weight(metric):
     a, _, is_ood = scores(25, seeded())
     part = a.round(decimals=1)
-    statistic = SCORES[metric](part[is_ood == 0], part[is_ood == 1])
-    found = torch.cat(statistic.influences).numpy()
-    sign, positive = (1, is_ood) if metric is metrics.aupr else (-1, 1 - is_ood)
+    found = torch.cat(statistic_of(metric, part, is_ood).influences).numpy()
+    sign, positive = (1, is_ood) if metric == "aupr_out" else (-1, 1 - is_ood)
 
     def weighted(index, step):
         weights = np.ones(50)
@@ -159,7 +164,7 @@ def test_influence_on_average_precision_is_the_slope_in_a_weight(metric):
 
 def test_influence_on_the_aurc_is_what_leaving_an_example_out_changes():
     probs, _, labels = predictions(400, seeded())
-    statistic = statistic_of(metrics.aurc, probs, labels)
+    statistic = statistic_of("aurc", probs, labels)
     all_but = []
     for index in range(400):
         kept = torch.arange(400) != index
@@ -183,109 +188,65 @@ def test_an_area_a_rounding_error_beyond_its_ends_has_their_interval(value, exac
     assert of_area(value, 0.0, 50, 0.95) == of_proportion(50 * exact, 50, 0.95)
 
 
-# ------------------------------------------------------------------------------- draws
-
-
-def resampled_by_hand(metric, data, how, groups):
-    """The metric of draws made by indices, from the counts of the same seed."""
-    values = []
-    for counts in how.counts(groups, torch.device("cpu")):
-        for rows in zip(*counts, strict=True):
-            chosen = [torch.arange(len(row)).repeat_interleave(row.long()) for row in rows]
-            values.append(metric(*data(chosen)).item())
-    return np.array(values)
-
-
-@pytest.mark.parametrize(
-    "metric",
-    [metrics.ece, metrics.mce, metrics.classwise_ece, metrics.smooth_ece],
-    ids=lambda metric: metric.__name__,
-)
-def test_products_of_matrices_are_the_metric_of_drawn_examples(metric):
-    probs, _, labels = predictions(80, seeded())
-    how = Sampling(num_resamples=20)
-    statistic = statistic_of(metric, probs, labels)
-    (counts,) = [chunk for (chunk,) in how.counts([80], torch.device("cpu"))]
-    expected = resampled_by_hand(metric, lambda c: (probs[c[0]], labels[c[0]]), how, [80])
-    # The smooth one is on a coarser grid.
-    atol = 2e-3 if metric is metrics.smooth_ece else 1e-5
-    np.testing.assert_allclose(statistic.resample(counts), expected, atol=atol)
-
-
-def test_fpr95_of_counts_is_that_of_drawn_examples():
-    a, _, is_ood = scores(40, seeded())
-    part = a.round(decimals=1)
-    inside, outside = part[is_ood == 0], part[is_ood == 1]
-    how = Sampling(num_resamples=50)
-    (counts,) = how.counts([40, 40], torch.device("cpu"))
-    found = SCORES[metrics.fpr95](inside, outside).resample(*counts)
-    expected = resampled_by_hand(
-        metrics.fpr95, lambda c: (inside[c[0]], outside[c[1]]), how, [40, 40]
+def test_a_metric_with_an_ideal_is_compared_by_its_distance_from_it():
+    """The distance of a value below its ideal falls where the value grows."""
+    labels = torch.arange(200) % 2
+    right = torch.where(torch.arange(200) < 140, labels, 1 - labels)
+    noise = 0.02 * torch.rand(3, 200, generator=seeded(), dtype=torch.float64)
+    # 70 % right: too sure by 0.25, not sure enough by 0.15, and too sure by 0.1.
+    confidences = torch.tensor([[0.95], [0.55], [0.8]]).double() + noise - 0.01
+    reports = [metrics.evaluate(torch.where(right == 1, c, 1 - c), labels) for c in confidences]
+    gaps = [report["overconfidence"] for report in reports]
+    assert gaps[1].high < 0 < gaps[0].low
+    over, under, less = reports
+    found = metrics.compare(over, less)["overconfidence"]
+    assert found.value == pytest.approx(gaps[0].value - gaps[2].value)
+    difference = confidences[0] - confidences[2]
+    assert (found.low, found.high) == pytest.approx(
+        of_mean(difference.mean().item(), difference, 0.95)
     )
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    turned = metrics.compare(under, over)["overconfidence"]
+    assert turned.value == pytest.approx(-gaps[1].value - gaps[0].value)
+    sums = 2 * (right == labels).double() - confidences[0] - confidences[1]
+    assert (turned.low, turned.high) == pytest.approx(of_mean(sums.mean().item(), sums, 0.95))
+    scaled = [
+        metrics.evaluate_regression(0 * noise[0], torch.full((200,), s).double(), noise[0] - 0.01)
+        for s in (0.004, 0.02)
+    ]
+    values = [report["scaled_error"].value for report in scaled]
+    assert values[1] < 1 < values[0]
+    found = metrics.compare(*scaled)["scaled_error"]
+    assert found.value == pytest.approx(values[0] - 1 - (1 - values[1]))
 
 
-def test_fast_draws_of_the_bootstrap_are_those_of_the_loop():
-    probs, _, labels = predictions(60, seeded())
-    for metric in (metrics.accuracy, metrics.nll, metrics.brier):
-        fast = metrics.bootstrap(metric, probs, labels, num_resamples=40, generator=seeded(1))
-        slow = metrics.bootstrap(
-            lambda p, y, metric=metric: metric(p, y),
-            probs,
-            labels,
-            num_resamples=40,
-            generator=seeded(1),
+def test_of_errors_over_bins_no_interval_is_printed():
+    probs, other, labels = predictions(100, seeded())
+    mine, its = metrics.evaluate(probs, labels), metrics.evaluate(other, labels)
+    for name in ("ece", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece"):
+        assert not mine[name].is_known
+        assert not metrics.compare(mine, its)[name].is_known
+        assert METRICS[name].interval.startswith("None")
+
+
+def test_intervals_do_not_depend_on_the_order_of_the_examples():
+    """As they are in another order on several processes."""
+    probs, other, labels = predictions(200, seeded())
+    order = torch.randperm(200, generator=seeded(1))
+    reports = [
+        metrics.compare(
+            *(metrics.evaluate(p[o], labels[o], {"x": other[o]}) for p in (probs, other))
         )
-        assert (fast.low, fast.high) == pytest.approx((slow.low, slow.high))
-
-
-def test_a_difference_of_any_function_is_paired():
-    a, b, labels = predictions(300, seeded())
-    known = metrics.paired_difference(metrics.nll, a, b, labels)
-    own = metrics.paired_difference(lambda p, y: 1.0 * metrics.nll(p, y), a, b, labels)
-    assert own.value == pytest.approx(known.value)
-    assert own.high - own.low == pytest.approx(known.high - known.low, rel=0.15)
-    alone = [metrics.confidence_interval(metrics.nll, part, labels) for part in (a, b)]
-    assert own.high - own.low < 0.7 * sum(part.high - part.low for part in alone)
-    same = metrics.paired_difference(metrics.ece, a, a, labels)
-    assert same == metrics.Interval(0.0, 0.0, 0.0)
-
-
-def test_draws_follow_seed_number_and_level():
-    a, b, labels = predictions(100, seeded())
-
-    def interval(**options):
-        how = {"num_resamples": 50} | options
-        first = metrics.paired_difference(metrics.ece, a, b, labels, **how)
-        second = metrics.paired_difference(
-            lambda p, y: 1.0 * metrics.ece(p, y), a, b, labels, **how
-        )
-        return first, second, metrics.confidence_interval(metrics.ece, a, labels, **how)
-
-    assert interval() == interval()
-    for options in ({"seed": 1}, {"num_resamples": 51}, {"level": 0.5}):
-        assert all(x != y for x, y in zip(interval(), interval(**options), strict=True))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bad_arguments_are_refused():
-    a, b, labels = predictions(10, seeded())
-    with pytest.raises(ValueError, match="expected one of accuracy"):
-        metrics.confidence_interval(max, a, labels)
-    with pytest.raises(ValueError, match="`num_resamples` is 1"):
-        metrics.confidence_interval(metrics.ece, a, labels, num_resamples=1)
-    with pytest.raises(ValueError, match="`level` is 2"):
-        metrics.paired_difference(metrics.ece, a, b, labels, level=2)
-    with pytest.raises(ValueError, match="examples of both"):
-        metrics.paired_difference(metrics.auroc, a[:, 0], b[:, 0], 0 * labels)
-    with pytest.raises(ValueError, match="`labels` 9"):
-        metrics.paired_difference(metrics.nll, a, b, labels[:9])
+        for o in (torch.arange(200), order)
+    ]
+    for name in reports[0]:
+        ends = [(r[name].value, r[name].low, r[name].high) for r in reports]
+        assert ends[1] == pytest.approx(ends[0], abs=1e-6, nan_ok=True), name
 
 
 # -------------------------------------------------------------------------- simulation
 
-OF_PROBS = [metrics.accuracy, metrics.nll, metrics.brier, metrics.aurc]
-OF_SCORES = [metrics.auroc, metrics.aupr, metrics.aupr_in]
+OF_PROBS = ["accuracy", "nll", "brier", "overconfidence", "aurc"]
+OF_SCORES = ["auroc", "aupr_out", "aupr_in", "fpr95"]
 
 
 @pytest.mark.slow
@@ -298,45 +259,24 @@ def test_intervals_cover_the_truth_as_often_as_they_say(n):
     0.6 %, so that a coverage of 91 or 99 % does not pass.
     """
     generator = seeded(n)
-    how = Sampling()
     many = (*predictions(10**6, generator),), (*scores(10**6, generator),)
     truths = {}
     for group, (a, b, y) in zip((OF_PROBS, OF_SCORES), many, strict=True):
-        for metric in group:
-            sets = [(a, y), (b, y)]
-            if metric in OF_SCORES:
-                sets = [(part[y == 0], part[y == 1]) for part in (a, b)]
-            value, other = (metric(*given).item() for given in sets)
-            truths[metric] = value, value - other
-    covered = {metric: [] for metric in truths}
+        for name in group:
+            value, other = (statistic_of(name, part, y).value for part in (a, b))
+            distances = (abs(value), abs(other)) if name == "overconfidence" else (value, other)
+            truths[name] = value, distances[0] - distances[1]
+    covered = {name: [] for name in truths}
     for _ in range(1500):
         drawn = predictions(n, generator), scores(n, generator)
         for group, (a, b, y) in zip((OF_PROBS, OF_SCORES), drawn, strict=True):
-            for metric in group:
-                mine, its = (statistic_of(metric, part, y) for part in (a, b))
-                intervals = mine.interval(how), mine.difference(its, how)
-                covered[metric].append(
-                    [i.low <= t <= i.high for i, t in zip(intervals, truths[metric], strict=True)]
+            for name in group:
+                mine, its = (statistic_of(name, part, y) for part in (a, b))
+                intervals = mine.interval(0.95), mine.difference(its, 0.95)
+                covered[name].append(
+                    [i.low <= t <= i.high for i, t in zip(intervals, truths[name], strict=True)]
                 )
-    for metric, hits in covered.items():
+    for name, hits in covered.items():
         slack = 2 * math.sqrt(0.95 * 0.05 / len(hits))
         for share in np.mean(hits, axis=0):
-            assert 0.93 - slack <= share <= 0.97 + slack, (metric.__name__, n, share)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
-def test_the_interval_of_the_smooth_ece_covers_nearly_as_often():
-    """At least 90 % at 200 examples, where the estimate is too high by chance.
-
-    Of 200 simulations a share of 90 % has a standard error of 2.1 %.
-    """
-    generator = seeded()
-    many, _, labels = predictions(10**6, generator)
-    truth = metrics.smooth_ece(many, labels).item()
-    hits = []
-    for _ in range(200):
-        probs, _, labels = predictions(200, generator)
-        interval = metrics.confidence_interval(metrics.smooth_ece, probs, labels, num_resamples=200)
-        hits.append(interval.low <= truth <= interval.high)
-    assert np.mean(hits) >= 0.9 - 2 * 0.021
+            assert 0.93 - slack <= share <= 0.97 + slack, (name, n, share)

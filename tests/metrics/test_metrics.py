@@ -209,59 +209,13 @@ def test_evaluate_gathers_the_single_metrics(generator):
     expected = {metric.__name__: metric(probs, labels).item() for metric in CLASSIFICATION}
     expected["mean_entropy"] = pair[0].mean().item()
     expected |= {f"{metric.__name__}_noise": metric(*pair).item() for metric in OOD}
-    more = ["ece_equal_mass", "smooth_ece", "mce", "classwise_ece", "aurc"]
+    more = ["overconfidence", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece", "aurc"]
     expected |= {name: getattr(metrics, name)(probs, labels).item() for name in more}
     expected["aupr_in_noise"] = metrics.aupr_in(*pair).item()
     assert result == expected
     assert all(isinstance(value, float) for value in result.values())
     without = metrics.evaluate(probs, labels)
-    assert list(without) == ["accuracy", "nll", "ece", "brier", "mean_entropy", *more]
-
-
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-def test_bootstrap_interval_covers_the_truth_as_often_as_it_says(generator):
-    truth, covered, repeats = 0.7, 0, 100
-    for _ in range(repeats):
-        right = torch.rand(200, generator=generator) < truth
-        probs = torch.tensor([[0.9, 0.1]]).expand(200, 2)
-        labels = (~right).long()
-        interval = metrics.bootstrap(
-            metrics.accuracy, probs, labels, num_resamples=100, level=0.8, generator=generator
-        )
-        covered += interval.low <= truth <= interval.high
-    standard_error = math.sqrt(0.8 * 0.2 / repeats)
-    assert abs(covered / repeats - 0.8) < 3.5 * standard_error
-
-
-def test_bootstrap_interval_is_that_of_the_normal_approximation(generator):
-    probs, labels = predictions(generator, n=2000)
-    interval = metrics.bootstrap(metrics.nll, probs, labels, generator=generator)
-    terms = -probs.gather(1, labels[:, None]).log()
-    half = 1.96 * terms.std().item() / math.sqrt(2000)
-    assert interval.value == metrics.nll(probs, labels).item()
-    assert interval.low == pytest.approx(interval.value - half, abs=0.15 * half)
-    assert interval.high == pytest.approx(interval.value + half, abs=0.15 * half)
-
-
-def test_bootstrap_follows_generator_level_and_number_of_resamples(generator):
-    probs, labels = predictions(generator, n=50)
-
-    def interval(seed=0, **options):
-        generator = torch.Generator().manual_seed(seed)
-        return metrics.bootstrap(
-            metrics.brier, probs, labels, generator=generator, **({"num_resamples": 60} | options)
-        )
-
-    assert interval() == interval()
-    assert interval() != interval(seed=1)
-    assert interval() != interval(num_resamples=61)
-    assert interval(level=0.5).low > interval(level=0.95).low
-    assert interval(level=0.5).high < interval(level=0.95).high
-
-
-def test_bootstrap_of_one_certain_example_has_no_width():
-    interval = metrics.bootstrap(metrics.accuracy, torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
-    assert interval == metrics.Interval(1.0, 1.0, 1.0)
+    assert set(without) == {"accuracy", "nll", "ece", "brier", "mean_entropy", *more}
 
 
 HALVES = torch.full((4, 2), 0.5)
@@ -337,24 +291,6 @@ def test_evaluate_refuses_ood_sets_of_other_classes_by_name():
         metrics.evaluate(HALVES, LABELS, {"noise": torch.full((3, 4), 0.25)})
     with pytest.raises(ValueError, match=r"ood\['noise'\]` is empty"):
         metrics.evaluate(HALVES, LABELS, {"noise": torch.empty(0, 2)})
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("labels", "options", "message"),
-    [
-        (LABELS, {"num_resamples": 0}, "`num_resamples` is 0"),
-        (LABELS, {"level": 1.0}, "`level` is 1.0"),
-        (LABELS, {"level": 95}, "`level` is 95"),
-        (LABELS[:2], {}, "`labels` 2"),
-        (LABELS + 5, {}, "labels` lie in 5"),
-    ],
-)
-def test_bad_bootstraps_are_refused(labels, options, message):
-    with pytest.raises(ValueError, match=message):
-        metrics.bootstrap(metrics.nll, HALVES, labels, **options)
-    with pytest.raises(ValueError, match="`probs` is empty"):
-        metrics.bootstrap(metrics.nll, torch.empty(0, 2), torch.empty(0, dtype=torch.long))
 
 
 @pytest.mark.slow

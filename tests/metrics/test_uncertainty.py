@@ -18,7 +18,6 @@ def test_epistemic_uncertainty_is_the_mean_divergence_from_the_mixture():
     torch.testing.assert_close(found.aleatoric, Categorical(probs).entropy().mean(0))
     divergence = kl_divergence(Categorical(probs), Categorical(probs.mean(0).expand(30, 7, 4)))
     torch.testing.assert_close(found.epistemic, divergence.mean(0))
-    torch.testing.assert_close(metrics.mutual_information(probs), found.epistemic)
 
 
 def test_certain_samples_that_agree_or_differ():
@@ -33,10 +32,6 @@ def test_certain_samples_that_agree_or_differ():
 def test_scores_are_higher_where_less_is_known():
     probs = torch.tensor([[0.9, 0.1], [0.5, 0.5]])
     torch.testing.assert_close(metrics.max_probability(probs), torch.tensor([0.1, 0.5]))
-    logits = torch.randn(5, 3, 2, dtype=torch.float64)
-    by_hand = ((logits - logits.mean(0)) ** 2).sum(0) / 4
-    torch.testing.assert_close(metrics.logit_variance(logits), by_hand.mean(1))
-    torch.testing.assert_close(metrics.logit_variance(logits[..., 0]), by_hand[:, 0])
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -51,5 +46,3 @@ def test_bad_input_is_refused():
         metrics.uncertainty(torch.full((2, 3, 2), 2.0))
     with pytest.raises(TypeError, match="tensor"):
         metrics.uncertainty([[0.5, 0.5]])
-    with pytest.raises(ValueError, match="at least two samples"):
-        metrics.logit_variance(torch.ones(1, 3))

@@ -171,7 +171,7 @@ class TestMonteCarloFisher(OfANetwork):
     def dense(self, net, x, y):
         # The labels are the package's, what is made of them is not.
         seed = int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(3)))
-        loss = output_loss(nn.CrossEntropyLoss(), None, len(x))
+        loss = output_loss(nn.CrossEntropyLoss(), None)
         J = jacrev(outputs_of(net, x))(flat_parameters(net))
         total = 0
         for sample in range(2):

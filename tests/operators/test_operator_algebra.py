@@ -94,8 +94,6 @@ def test_a_scaled_structure_keeps_its_type_and_its_gradient(name):
         lambda: (Diagonal(randn(6)), Dense(randn(6, 6))),
         lambda: (Dense(randn(6, 6)), Diagonal(randn(6))),
         lambda: shared(0),
-        lambda: (EigenKronecker(None, None, randn(2, 3)), Diagonal(randn(6))),
-        lambda: (Diagonal(randn(6)), EigenKronecker(None, None, randn(2, 3))),
         lambda: tuple(
             Permuted(Dense(randn(4, 4, seed=s)), torch.tensor([2, 0, 3, 1])) for s in (0, 1)
         ),
@@ -113,12 +111,12 @@ def test_pairs_of_a_structure_keep_it(pair, combine):
 
 
 def test_sums_with_low_rank_keep_it():
-    A, B = STRUCTURED["low-rank"](), STRUCTURED["low-rank-number"]()
     d = Diagonal(randn(SIZE, seed=3))
-    for both in (A + B, B + A, A + d, d + B):
-        assert isinstance(both, LowRankPlusDiagonal)
-    torch.testing.assert_close((A + B).to_dense(), A.to_dense() + B.to_dense())
-    torch.testing.assert_close((d + B).to_dense(), d.to_dense() + B.to_dense())
+    for name in ("low-rank", "low-rank-number"):
+        A = STRUCTURED[name]()
+        for both in (A + d, d + A):
+            assert isinstance(both, LowRankPlusDiagonal)
+            torch.testing.assert_close(both.to_dense(), A.to_dense() + d.to_dense())
 
 
 def test_kronecker_products_multiply_factor_by_factor():
@@ -157,6 +155,15 @@ def test_blocks_under_other_names_are_added_lazily():
     torch.testing.assert_close((A + B).to_dense(), 2 * A.to_dense())
 
 
+def test_the_middle_of_a_product_decides_whether_it_is_positive():
+    X, Y = Opaque(randn(3, 5)), Opaque(randn(4, 3))
+    for sign, is_positive in ((1.0, True), (-1.0, False)):
+        M = Diagonal(sign * randn(4).abs())
+        product = X.T @ Y.T @ M @ Y @ X
+        assert product.is_symmetric
+        assert product.is_positive_semidefinite is is_positive
+
+
 def test_an_opaque_operator_takes_one_multiple_of_the_identity():
     A = Opaque(randn(5, 5))
     operator = Identity(5) + A + 0.5 * Identity(5) - 2 * Identity(5)
@@ -180,13 +187,12 @@ def test_python_sums_operators():
 
 
 def test_slices_of_structures_keep_them():
-    d = Diagonal(randn(5))
-    assert isinstance(d[1:4, 1:4], Diagonal)
     assert isinstance(Dense(randn(4, 5))[1:3, [0, 2]], Dense)
-    assert isinstance(d[[0, 0], [0, 0]], SubMatrix)
-    torch.testing.assert_close(d[[0, 0], [0, 0]].to_dense(), d[0, 0].expand(2, 2))
     A = Opaque(randn(3, 3))
     assert A[:, :] is A
+    part = A[1:, [0, 0]][:, [1]]
+    assert isinstance(part, SubMatrix)
+    assert part.operator is A
 
 
 def test_blocks_by_name():
@@ -259,7 +265,7 @@ def test_powers_take_numbers_of_numpy():
 @pytest.mark.parametrize("index", [range(5), range(-4, 0), range(2, -6, -1)])
 def test_ranges_beyond_the_operator_are_refused(index):
     for A in (Diagonal(randn(3)), Opaque(randn(3, 3))):
-        with pytest.raises(IndexError, match="out of range for size 3"):
+        with pytest.raises(IndexError, match=r"out of bounds for.* size 3"):
             A[index, :]
 
 
@@ -421,8 +427,8 @@ def test_block_diagonal_with_layout():
             ValueError,
             "share one dtype",
         ),
-        (lambda: Permutation(torch.tensor([0, 0])), ValueError, "every number from 0 to 1 once"),
-        (lambda: Permutation(torch.tensor([0.0, 1])), ValueError, "vector of integers"),
+        (lambda: Permutation(torch.tensor([0, 0])), ValueError, "every number from 0 to 1, once"),
+        (lambda: Permutation(torch.tensor([0.0, 1])), ValueError, "vector of every number"),
         (lambda: assume(Dense(randn(2, 3)), symmetric=True), ValueError, "square"),
         (lambda: ParameterLayout(("a",), ()), ValueError, "do not fit"),
         (lambda: ParameterLayout(("a", "a"), ((), ())), ValueError, "not unique"),
@@ -440,9 +446,9 @@ def test_block_diagonal_with_layout():
         (lambda: "a" * Diagonal(randn(2)), TypeError, "real number"),
         (lambda: Diagonal(randn(2))[0, 0, 0], IndexError, "two indices"),
         (lambda: Diagonal(randn(2))[0.5], TypeError, "chosen by an integer"),
-        (lambda: Diagonal(randn(2))[[0.5]], TypeError, "must be integers"),
-        (lambda: Diagonal(randn(2))[torch.tensor([True])], IndexError, "1 booleans do not fit"),
-        (lambda: Diagonal(randn(2))[[[0]]], IndexError, "must be one list"),
+        (lambda: Diagonal(randn(2))[[0.5]], TypeError, "one list, tensor or array of integers"),
+        (lambda: Diagonal(randn(2))[torch.tensor([True])], IndexError, "mask"),
+        (lambda: Diagonal(randn(2))[[[0]]], TypeError, "one list"),
         (lambda: from_scipy(np.ones((2, 2)) * 1j), TypeError, "take its real part"),
         (lambda: Permuted(Dense(randn(2, 3))), ValueError, "Only a square operator"),
         (lambda: Permuted(Dense(randn(2, 2)), torch.tensor([0, 0])), ValueError, "from 0 to 1"),
@@ -484,7 +490,7 @@ def test_scipy_solves_with_an_operator():
     torch.testing.assert_close(A @ torch.from_numpy(x), b, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("module", ["base", "structures.assume"])
+@pytest.mark.parametrize("module", ["base", "structures.wrappers"])
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"laplace_debias.operators.{module}"))
     assert result.attempted > 0

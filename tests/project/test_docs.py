@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.paper.__main__ import main as paper
 from laplace_debias.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -43,30 +44,12 @@ def test_the_pages_that_teach_have_code():
     assert taught >= {"README", "guide", "quick-start", "gotchas", "linear_algebra"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "training",
-    [
-        pytest.param(["--recipe.cycles=[[2,0.1]]"], id="two epochs"),
-        pytest.param([], id="as it is", marks=pytest.mark.slow),
-    ],
-)
-def test_the_commands_of_the_guide_run(training, tmp_path, monkeypatch):
-    lines = [line for block in blocks_of(GUIDE, "bash") for line in block.splitlines()]
-    commands = [shlex.split(line) for line in lines if line.startswith("laplace-debias ")]
-    assert [command[1] for command in commands] == ["train", "fit", "tune", "predict"]
-    monkeypatch.chdir(tmp_path)
-    for command in commands:
-        options = training if command[1] == "train" else []
-        assert main([*command[1:], *options, "--progress=false"]) == 0, command
-
-
 @pytest.mark.parametrize("block", blocks_of(GUIDE, "yaml"), ids=["network", "posteriors"])
 def test_settings_files_in_the_guide_are_read(block, tmp_path, capsys):
     """By `report`, which takes all options of a network and of posteriors."""
     path = tmp_path / "settings.yaml"
     path.write_text(block, encoding="utf-8")
-    network = [] if "model:" in block else ["--problem=allcnn-digits", "--checkpoint=net.pt"]
+    network = [] if "model:" in block else ["--model=nets:build"]
     with contextlib.suppress(SystemExit):
         assert main(["report", f"--config={path}", *network, "--print_config"]) == 0
     read = yaml.safe_load(capsys.readouterr().out)
@@ -95,14 +78,16 @@ def test_commands_on_a_page_exist(line, capsys):
     """Their program, target or extra, and every option that they are given."""
     program, *words = shlex.split(line, comments=True)
     if program == "laplace-debias":
-        chosen = words[: 1 + (words[0] == "experiment")]
-        if chosen == ["experiment", "NAME"]:  # whichever: one that takes what they share
-            chosen = ["experiment", "overlaps"]
-        if chosen != ["experiment", "--list"]:
-            with contextlib.suppress(SystemExit):
-                main([*chosen, "--help"])
-            known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
-            assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+        with contextlib.suppress(SystemExit):
+            main([words[0], "--help"])
+        known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+    elif (program, words[:2]) == ("python", ["-m", "examples.paper"]):
+        name, *options = [*words[2:], "overlaps"]
+        with contextlib.suppress(SystemExit):
+            paper(["overlaps" if name == "NAME" else name, "--help"])
+        known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
+        assert {word.partition("=")[0] for word in options if word.startswith("--")} <= known
     elif program == "make" and shutil.which("make"):
         subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, check=True)
     elif program == "pip":
@@ -165,8 +150,8 @@ def test_make_tells_which_experiments_it_skips_and_why(given):
     lines = run.stdout.replace("\\\n", " ").splitlines()
     skipped = " ".join(line for line in lines if "Skipped" in line)
     started = " ".join(line for line in lines if "Skipped" not in line)
-    for config in (ROOT / "configs" / "experiments").glob("*.yaml"):
-        is_run = f"--config configs/experiments/{config.name}" in started
+    for config in (ROOT / "configs" / "paper").glob("*.yaml"):
+        is_run = f"--config configs/paper/{config.name}" in started
         is_told = re.search(rf"[ \"]{config.stem}[ \"]", skipped) is not None
         assert is_run != is_told, config.stem
     for name, variable in names.items():

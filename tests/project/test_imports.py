@@ -19,22 +19,12 @@ PACKAGE = "laplace_debias"
 # room of its `__init__.py`.
 FLOORS = (
     {"commands": "the command line: one file per command"},
-    {"experiments": "the list of experiments"},
-    {
-        "experiments.bias": "the bias of mini-batch quadratics",
-        "experiments.cost": "run time and memory",
-        "experiments.debiasing": "ways to debias at equal data",
-        "experiments.optimisation": "conjugate gradients, Hessian-free training",
-        "experiments.posteriors": "Laplace posteriors against the prior precision",
-    },
-    {"experiments.shared": "what they share: settings, storage, training"},
     {"assessment": "is a network's uncertainty any good: methods compared, the run folder"},
     {"sources": "anybody's network and data, from names and paths"},
     {
         PACKAGE: "the public names",
         "integrations": "adapters to other libraries",
         "report": "tables and pictures",
-        "problems": "test problems: networks, data sets, recipes",
     },
     {"laplace": "posteriors: fit, predict, tune, evaluate, save"},
     {
@@ -51,7 +41,7 @@ FLOORS = (
     {"system": "files, threads, processes, random numbers"},
 )
 # Rooms beside the others: who may import them, and what they may import.
-ASIDE = {"metrics": (("commands", "experiments", "assessment", "report", "laplace"), ("system",))}
+ASIDE = {"metrics": (("commands", "assessment", "report", "laplace"), ("system",))}
 # Files that belong to the room of another name.
 MEMBERS = {"cli": "commands", "__main__": "commands", "curvature": "curvature.operators"}
 ROOMS = [room for floor in FLOORS for room in floor] + list(ASIDE)
@@ -191,10 +181,6 @@ def test_the_picture_of_the_house_is_this_table():
     [
         ("laplace", "curvature.network", True),
         ("curvature.network", "laplace", False),
-        ("report", "problems", False),
-        ("experiments.bias", "experiments.cost", False),
-        ("experiments.bias", "experiments.shared", True),
-        ("experiments.bias", "metrics", True),
         ("linalg", "metrics", False),
         ("metrics", "system", True),
         ("metrics", "operators", False),
@@ -210,10 +196,8 @@ def test_what_the_table_says(room, other, is_allowed):
     [
         (PACKAGE, PACKAGE),
         (f"{PACKAGE}.cli", "commands"),
-        (f"{PACKAGE}.experiments.registry", "experiments"),
-        (f"{PACKAGE}.experiments.bias.cuts", "experiments.bias"),
         (f"{PACKAGE}.curvature", "curvature.operators"),
-        (f"{PACKAGE}.laplace.files.sealed", "laplace"),
+        (f"{PACKAGE}.laplace.functional.blocks", "laplace"),
         (f"{PACKAGE}.curvature.nowhere", None),
     ],
 )

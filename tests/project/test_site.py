@@ -149,7 +149,7 @@ def test_a_broken_link_anchor_reference_or_snippet_fails(tmp_path, caplog):
     for module in MODULES:
         (docs / "reference" / reference_page(module).name).write_text(f"# {module}\n")
     broken = "[a](missing.md) [b](guide.md#missing) [c][laplace_debias.Missing] ![d](missing.png)"
-    (docs / "limits.md").write_text(f"# Limits\n\n{broken}\n", encoding="utf-8")
+    (docs / "gotchas.md").write_text(f"# Gotchas\n\n{broken}\n", encoding="utf-8")
     (docs / "unlisted.md").write_text("# Unlisted\n", encoding="utf-8")
     with caplog.at_level(logging.WARNING), pytest.raises(Abort):
         build(docs, tmp_path / "site")

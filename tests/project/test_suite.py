@@ -1,5 +1,6 @@
 """What the other tests rely on."""
 
+import ast
 import itertools
 import json
 import subprocess
@@ -61,3 +62,22 @@ def test_every_name_is_defined():
         if not is_in_text:
             found.append(f"{one['filename']}:{place['row']}: {one['message']}")
     assert found == []
+
+
+MOST_STATEMENTS, MOST_FILES = 18_500, 310
+"""What the package may have at most. A change that makes it smaller lowers these."""
+
+
+def test_the_package_does_not_grow():
+    """Statements without imports and docstrings."""
+    files = list((Path(__file__).parents[2] / "laplace_debias").rglob("*.py"))
+    left_out = (ast.Import, ast.ImportFrom)
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    statements = sum(
+        isinstance(node, ast.stmt)
+        and not isinstance(node, left_out)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in nodes
+    )
+    assert statements <= MOST_STATEMENTS
+    assert len(files) <= MOST_FILES

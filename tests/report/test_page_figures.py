@@ -8,11 +8,15 @@ import pandas as pd
 import pytest
 from synthetic_run import make_run, write_json
 
-from laplace_debias.report.page.charts import classification, ood, posterior, regression, severity
+from laplace_debias.report.page import calibration, ood, posterior, sections
 from laplace_debias.report.page.names import decimals, duration, number, significant, size
 from laplace_debias.report.page.panel import drawing, looks
-from laplace_debias.report.page.reading import read_run
-from laplace_debias.report.page.table import difference_tables, full_tables, main_table
+from laplace_debias.report.page.run_folder import read_run
+from laplace_debias.report.page.table import (
+    difference_tables,
+    full_tables,
+    main_table,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def wilson(hits, count, z=1.959963984540054):
 
 
 def test_reliability_tells_each_bin_and_its_wilson_interval(folder, run, drawn):
-    picture = classification.reliability(run, looks_of(run)["laplace"], "test")
+    picture = calibration.reliability(run, looks_of(run)["laplace"], "test")
     table = predictions(folder, "laplace")
     bins = {}
     for probs, label in zip(table["probs"], table["label"], strict=True):
@@ -75,7 +79,7 @@ def test_reliability_tells_each_bin_and_its_wilson_interval(folder, run, drawn):
 
 def test_the_points_of_a_picture_lie_where_its_values_do(run, drawn):
     """Axes from 0 to 1: equal steps of the share kept are equal steps across."""
-    picture = classification.risk_coverage(run, looks_of(run), "test", "Test set")
+    picture = calibration.risk_coverage(run, looks_of(run), "test", "Test set")
     points = [point for point in picture.points if point.method == "network"]
     share = [numbers_in(point.text)[0] for point in points]
     x = [point.x for point in points]
@@ -90,7 +94,7 @@ def test_the_points_of_a_picture_lie_where_its_values_do(run, drawn):
 
 
 def test_risk_coverage_is_the_error_rate_of_those_kept(folder, run, drawn):
-    picture = classification.risk_coverage(run, looks_of(run), "test", "Test set")
+    picture = calibration.risk_coverage(run, looks_of(run), "test", "Test set")
     table = predictions(folder, "last-layer")
     order = sorted(range(len(table)), key=lambda i: -max(table["probs"][i]))
     wrong = [np.argmax(table["probs"][i]) != table["label"][i] for i in order]
@@ -110,13 +114,13 @@ def test_equally_confident_examples_count_as_their_mean(tmp_path, drawn):
     probs[0] = 0.55
     table.assign(probs=[probs] * 200, label=[0] * 150 + [1] * 50).to_parquet(path)
     run = read_run(folder)
-    picture = classification.risk_coverage(run, looks_of(run), "test", "Test set")
+    picture = calibration.risk_coverage(run, looks_of(run), "test", "Test set")
     told = {tuple(numbers_in(p.text)) for p in picture.points if p.method == "network"}
     assert {risk for _, risk in told} == {25.0}  # whatever the order of the ties
 
 
 def test_roc_counts_what_is_found_and_false_alarms(folder, run, drawn):
-    picture = ood.roc(run, looks_of(run), "digits", "ROC")
+    picture = ood.roc(run, looks_of(run), "digits")
     familiar = predictions(folder, "temperature")["entropy"].to_numpy()
     strange = predictions(folder, "temperature", "digits")["entropy"].to_numpy()
     told = [numbers_in(p.text) for p in picture.points if p.method == "temperature"]
@@ -127,7 +131,7 @@ def test_roc_counts_what_is_found_and_false_alarms(folder, run, drawn):
 
 
 def test_histograms_of_uncertainty_add_up(run, drawn):
-    picture = ood.score_histograms(run, looks_of(run), "digits", "Uncertainty")
+    picture = ood.score_histograms(run, looks_of(run), "digits")
     shares = [numbers_in(point.text)[0] for point in picture.points]
     assert all(0 < share <= 100 for share in shares)
     assert {point.method for point in picture.points} == {m.key for m in run.methods}
@@ -135,7 +139,7 @@ def test_histograms_of_uncertainty_add_up(run, drawn):
 
 
 def test_severity_has_a_point_for_each_severity_with_its_interval(run, drawn):
-    picture = severity.severity(run, looks_of(run), "nll")
+    picture = sections.severity(run, looks_of(run), "nll")
     rows = run.rows[(run.rows["method"] == "laplace") & (run.rows["metric"] == "nll")]
     rows = rows[~rows["set"].isin(["digits", "shuffled-patches"])]
     told = [numbers_in(p.text)[-3:] for p in picture.points if p.method == "laplace"]
@@ -171,7 +175,7 @@ def test_spectrum_leaves_out_the_smallest_of_many_blocks(tmp_path, drawn):
 
 
 def test_quantiles_count_the_targets_below(numbers_run, drawn):
-    picture = regression.quantiles(numbers_run, looks_of(numbers_run)["laplace"])
+    picture = calibration.quantiles(numbers_run, looks_of(numbers_run)["laplace"])
     table = predictions(numbers_run.folder, "laplace")
     standard_normal = {5: -1.6448536, 50: 0.0, 90: 1.2815516}
     told = dict(numbers_in(point.text) for point in picture.points)
@@ -181,7 +185,7 @@ def test_quantiles_count_the_targets_below(numbers_run, drawn):
 
 
 def test_coverage_counts_the_targets_within(numbers_run, drawn):
-    picture = regression.coverage(numbers_run, looks_of(numbers_run))
+    picture = calibration.coverage(numbers_run, looks_of(numbers_run))
     table = predictions(numbers_run.folder, "laplace")
     told = dict(numbers_in(p.text) for p in picture.points if p.method == "laplace")
     inside = (table["target"] - table["mean"]).abs() <= 1.9599640 * table["standard_deviation"]
@@ -189,7 +193,7 @@ def test_coverage_counts_the_targets_within(numbers_run, drawn):
 
 
 def test_residuals_compare_groups_of_equal_size(numbers_run, drawn):
-    picture = regression.residuals(numbers_run, looks_of(numbers_run))
+    picture = calibration.residuals(numbers_run, looks_of(numbers_run))
     table = predictions(numbers_run.folder, "laplace").sort_values("standard_deviation")
     told = [numbers_in(p.text) for p in picture.points if p.method == "laplace"]
     smallest = table.iloc[: math.ceil(len(table) / len(told))]
@@ -201,7 +205,7 @@ def test_residuals_compare_groups_of_equal_size(numbers_run, drawn):
 
 
 def cells(table, label, where=""):
-    """Verdict and whether it is the best, by method, of a column."""
+    """The cells of a column by method."""
     [at] = [i for i, c in enumerate(table.columns) if c.name.label == label and where in c.where]
     return {method.key: row[at] for method, row in table.rows}
 
@@ -221,7 +225,7 @@ def table_of(tmp_path, rows, differences):
     return read_run(folder)
 
 
-def test_the_table_marks_the_best_and_what_is_beyond_chance(tmp_path):
+def test_the_table_marks_what_is_beyond_chance(tmp_path):
     run = table_of(
         tmp_path,
         [
@@ -244,10 +248,8 @@ def test_the_table_marks_the_best_and_what_is_beyond_chance(tmp_path):
     table = main_table(run)
     accuracy, nll = cells(table, "Accuracy"), cells(table, "NLL")
     assert [c.verdict for c in accuracy.values()] == ["", "not told apart", "", "better"]
-    assert [c.is_best for c in accuracy.values()] == [False, False, False, True]
     assert accuracy["last-layer"].value == "–"
     assert [c.verdict for c in nll.values()] == ["", "better", "", "worse"]
-    assert [c.is_best for c in nll.values()] == [False, True, False, False]
     assert nll["temperature"].interval == "0.230 … 0.270"
     assert nll["laplace"].interval == ""
     assert table.reference == "Network as it is"
@@ -256,23 +258,6 @@ def test_the_table_marks_the_best_and_what_is_beyond_chance(tmp_path):
     assert cells(first, "NLL")["laplace"].value == "+0.010"
     assert cells(second, "NLL")["network"].verdict == "worse"
     assert cells(second, "NLL")["laplace"].verdict == ""  # its interval is not known
-    assert not any(cell.is_best for _, row in first.rows for cell in row)
-
-
-def test_where_all_are_equal_none_is_the_best(tmp_path):
-    keys = ("network", "temperature")
-    run = table_of(tmp_path, [(key, "test", "accuracy", 0.9, 0.8, 1.0) for key in keys], [])
-    assert not any(cell.is_best for cell in cells(main_table(run), "Accuracy").values())
-
-
-def test_a_method_on_fewer_examples_is_not_the_best(tmp_path):
-    rows = [("network", 0.8, 100), ("temperature", 0.85, 100), ("laplace", 0.9, 20)]
-    run = table_of(
-        tmp_path, [(key, "test", "accuracy", v, v - 0.1, v + 0.1) for key, v, _ in rows], []
-    )
-    run.rows["num_examples"] = [count for *_, count in rows]
-    marked = {key: cell.is_best for key, cell in cells(main_table(run), "Accuracy").items()}
-    assert [key for key, is_best in marked.items() if is_best] == ["temperature"]
 
 
 def test_scores_of_ood_sets_are_kept_apart(run):

@@ -2,18 +2,17 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import bring
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.problems import digits, get_problem, save_checkpoint
 from laplace_debias.sources import SourceSettings, load, split_by_seed
 
 
@@ -196,7 +195,7 @@ def test_timm_networks_see_images_as_timm_shows_them(images):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=3)
-    save_checkpoint(model, images / "net.safetensors")
+    save_file(model.state_dict(), images / "net.safetensors")
     options = {"timm": "test_resnet", "data": images, "checkpoint": images / "net.safetensors"}
     found = loaded(**options)
     config = timm.data.resolve_data_config({}, model=model)
@@ -232,23 +231,7 @@ def test_processes_that_read_give_the_same(images):
     assert torch.equal(one[0], two[0])
 
 
-# --- a problem of the package, data and networks of one's own ------------------------------------
-
-
-def test_a_problem_is_loaded_in_the_split_of_its_checkpoint(here):
-    split = {"split.train": torch.arange(1000, 1297), "split.val": torch.arange(50)}
-    model = get_problem("convnet-digits").initial_model(0)
-    save_checkpoint(model, here / "net.safetensors", split)
-    found = loaded(problem="convnet-digits", checkpoint=here / "net.safetensors")
-    parts = digits()
-    pool = torch.cat([parts.train.tensors()[0], parts.val.tensors()[0]])
-    x, _ = every(found.validation)
-    torch.testing.assert_close(x, pool[:50])
-    assert found.num_train == 297
-    assert found.classes == tuple("0123456789")
-    assert np.array_equal(
-        found.picture(every(found.test)[0][3])[:, :, 0].numpy(), parts.test.images[3, 0].numpy()
-    )
+# --- data and networks of one's own --------------------------------------------------------------
 
 
 OWN = """
@@ -374,17 +357,9 @@ def test_inputs_come_in_the_dtype_of_the_network(own):
 def test_torchs_global_generator_is_left_alone(images):
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    found = load(SourceSettings(problem="allcnn-digits", checkpoint=_digits(images)))
+    found = loaded(model="nets:build", data=images)
     list(found.train)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def _digits(folder: Path) -> Path:
-    path = folder / "digits.safetensors"
-    state = torch.get_rng_state()
-    save_checkpoint(get_problem("allcnn-digits").initial_model(0), path)
-    torch.set_rng_state(state)
-    return path
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -399,8 +374,6 @@ def test_checkpoints_as_people_save_them(here, suffix, prefix, nest):
     trained = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     path = here / f"net{suffix}"
     if suffix == ".safetensors":
-        from safetensors.torch import save_file
-
         save_file({prefix + k: v.clone() for k, v in trained.state_dict().items()}, path)
     else:
         bring.weights(path, trained, prefix, nest)

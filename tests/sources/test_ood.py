@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from laplace_debias.problems import corrupt
 from laplace_debias.sources import SourceSettings, load
+from laplace_debias.sources.corruptions import corrupt
 
 NORMAL = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
 

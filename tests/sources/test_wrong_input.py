@@ -86,8 +86,6 @@ WRONG = {
     "task": ([*IMAGES, "--task=regression"], "class folders make a classification"),
     "two classes": ([*IMAGES, "--task=binary"], "has 3 classes, not two"),
     "held out": ([*ROWS, "--held_out=0.6"], "expected a share between 0 and 0.5"),
-    "problem": (["--problem=convnet-digits", "--task=regression"], "task given with --problem"),
-    "cache": ([*ROWS, "--cache=c"], "cache given without --problem"),
     "pretrained": ([*ROWS, "--pretrained"], "pretrained is for --timm and --torchvision"),
 }
 

@@ -157,13 +157,12 @@ def methods_for(loaded):
     return NETWORK, TEMPERATURE, LAST_LAYER, LAST_LAYER_TEMPERATURE, ALL_PARAMETERS
 
 
-def make_run(folder, task="classification", num_resamples=50, **options):
+def make_run(folder, task="classification", **options):
     """A complete run folder.
 
     Args:
         folder: Where.
         task: `classification` (of pictures), `regression`, `binary` or `multilabel`.
-        num_resamples: As `assess` takes it.
         options: Of `loaded_images`, `loaded_rows` or `loaded_yes_no`.
     """
     if task == "classification":
@@ -173,5 +172,5 @@ def make_run(folder, task="classification", num_resamples=50, **options):
     else:
         loaded = loaded_yes_no(task, **options)
     title = f"A small {task}"
-    assess(loaded, folder, methods_for(loaded), title=title, num_resamples=num_resamples)
+    assess(loaded, folder, methods_for(loaded), title=title)
     return folder

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import inspect
-import typing
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +16,6 @@ MODULES = (
     "laplace_debias.quadratic",
     "laplace_debias.optim",
     "laplace_debias.metrics",
-    "laplace_debias.problems",
     "laplace_debias.sources",
 )
 
@@ -48,9 +46,7 @@ def documentation(module, name=None):
     value = importlib.import_module(module)
     if name is not None:
         value = getattr(value, name)
-        # Python 3.10 takes `Callable[...]` for a class.
-        is_alias = typing.get_origin(value) is not None
-        if is_alias or not (inspect.isclass(value) or inspect.isroutine(value)):
+        if not (inspect.isclass(value) or inspect.isroutine(value)):
             return _after_assignment(module, name)
     return inspect.getdoc(value) or ""
 

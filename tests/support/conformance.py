@@ -228,7 +228,7 @@ class OperatorConformance:
         self.close(operator, operator[0, n - 1], dense[0, n - 1])
         with pytest.raises(IndexError, match="out of range"):
             operator[m]
-        with pytest.raises(IndexError, match="out of range"):
+        with pytest.raises(IndexError, match="out of bounds"):
             operator[:, [0, n]]
 
 

@@ -1,6 +1,5 @@
 """Work that `kill_fits.py` kills: each task tells its steps by a pipe, saves after every batch."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, ShardedBatches
 from laplace_debias.assessment import assess
-from laplace_debias.curvature.fits import saved_passes
+from laplace_debias.curvature.fits import checkpoint
 
 SIZE = 60
 
@@ -50,7 +49,7 @@ def loader() -> DataLoader:
 def begin(pipe: Connection | None) -> None:
     """Tell the steps from now on, and save after each batch."""
     torch.set_num_threads(1)
-    saved_passes.EVERY = 0.0
+    checkpoint.EVERY = 0.0
     tell.begin(pipe)
 
 
@@ -62,21 +61,9 @@ def fit(pipe: Connection, curvature: str, folder: Path | None, output: Path) -> 
     la.save(output)
 
 
-def tune(pipe: Connection, metric: str, folder: Path | None, output: Path) -> None:
-    """Tune, and write the posterior with what was tried."""
-    la = Laplace(network()).fit([images()[:10]], num_data=SIZE)
-    begin(pipe)
-    generator = torch.Generator().manual_seed(2)
-    found = la.tune(loader(), metric, generator=generator, extend=True, resume=folder)
-    la.save(output.with_suffix(".posterior"))
-    told = json.dumps([found.table, found.prior_precision, found.flat, found.notes])
-    output.write_bytes(output.with_suffix(".posterior").read_bytes() + told.encode())
-
-
-def save(pipe: Connection, outputs: dict[float, Path], parts: bool, num_rounds: int | None) -> None:
+def save(pipe: Connection, outputs: dict[float, Path], num_rounds: int | None) -> None:
     """Write one posterior with one prior precision after the other, once or for ever."""
-    curvature = "kfac" if parts else "full"
-    la = Laplace(network(), curvature=curvature).fit([images()[:5]], num_data=SIZE)
+    la = Laplace(network(), curvature="full").fit([images()[:5]], num_data=SIZE)
     begin(pipe)
     rounds = 0
     while num_rounds is None or rounds < num_rounds:
@@ -84,7 +71,7 @@ def save(pipe: Connection, outputs: dict[float, Path], parts: bool, num_rounds: 
         for prior_precision, output in outputs.items():
             la.prior_precision = prior_precision
             tell("saving")
-            la.save(output, parts=parts)
+            la.save(output)
             tell("saved")
 
 
@@ -104,7 +91,7 @@ def report(pipe: Connection, folder: Path) -> None:
     }
     begin(pipe)
     loaded = replace(loaded, **telling_lists)
-    assess(loaded, folder, a_run.methods_for(loaded), num_resamples=4)
+    assess(loaded, folder, a_run.methods_for(loaded))
 
 
 def fit_of_ranks(

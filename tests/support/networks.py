@@ -195,7 +195,6 @@ def zero_one(*shape):
 # Loss, targets, and whether the outputs have positions.
 CE, MSE, BCE = nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss
 EVERYTHING = {"weight": W, "ignore_index": 1, "label_smoothing": 0.1}
-ROWS = torch.arange(1.0, N + 1, dtype=torch.float64)[:, None]
 LOSSES = {
     "ce": (CE(), LABELS, False),
     "ce sum": (CE(reduction="sum"), LABELS, False),
@@ -215,7 +214,6 @@ LOSSES = {
     "bce": (BCE(), zero_one(3), False),
     "bce soft sum": (BCE(reduction="sum"), probabilities(3), False),
     "bce weight": (BCE(weight=W), zero_one(3), False),
-    "bce weight rows": (BCE(weight=ROWS), zero_one(3), False),
     "bce pos_weight": (BCE(pos_weight=W), zero_one(3), False),
     "bce both": (BCE(weight=W.flip(0), pos_weight=W), zero_one(3), False),
     "bce positions": (BCE(pos_weight=W[:, None]), zero_one(3, 2), True),

@@ -3,20 +3,17 @@
 import os
 import signal
 import time
-import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from breaking import Breaking
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace_debias import Categorical, Laplace, Quadratic, ShardedBatches, alone
-from laplace_debias.assessment import families
 from laplace_debias.curvature import (
     EKFAC,
     GGN,
@@ -27,14 +24,10 @@ from laplace_debias.curvature import (
     Jacobian,
     ggn_spectrum,
 )
-from laplace_debias.curvature.fits import saved_passes
-from laplace_debias.curvature.fits.saved_passes import SavedPasses
-from laplace_debias.laplace.files.fit_state import FitStates
+from laplace_debias.curvature.fits import checkpoint
+from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
-from laplace_debias.sources.loaded import Loaded
-from laplace_debias.system import agreement
-from laplace_debias.system.ranks import current
 
 SIZE = 37
 BATCH = 16
@@ -150,8 +143,8 @@ def quadratic(rank):
     return {"value": q.value, "gradient": q.gradient, "step": q.newton_step("exact", damping=0.1)}
 
 
-def tune_and_evaluate(rank, metric, size=SIZE, replicate=False):
-    la = laplace().fit(loader(size), replicate=replicate)
+def tune_and_evaluate(rank, metric, size=SIZE):
+    la = laplace().fit(loader(size))
     tuned = la.tune(loader(size), metric=metric, grid=[0.01, 1.0, 100.0])
     report = la.evaluate(loader(size), ood={"shifted": shifted(size)})
     la.tune(method="marglik")
@@ -323,7 +316,6 @@ class Deadly(torch.utils.data.Dataset):
 
 
 def be_killed(rank, which):
-    agreement.SILENCE = 5.0
     data = Deadly() if rank == which else examples()
     return numbers(laplace().fit(DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))))
 
@@ -369,13 +361,12 @@ def another_argument(rank, call, option, values):
     """A call with another value on rank 1, which the second of two sets of arguments has."""
     la = laplace()
     if call != "fit":
-        la.fit(loader(), replicate=True)
+        la.fit(loader())
     calls = {
         "fit": partial(la.fit, loader()),
         "fit_batches": partial(la.fit_batches, loader()),
         "tune": partial(la.tune, loader()),
         "evaluate": partial(la.evaluate, loader(), intervals=False),
-        "save": la.save,
     }
     calls[call](**{option: values[rank]})
 
@@ -387,7 +378,7 @@ def another_laplace(rank, option, values):
 
 def other_sets(rank):
     """An evaluation with out-of-distribution data on rank 0 alone."""
-    la = laplace().fit(loader(), replicate=True)
+    la = laplace().fit(loader())
     la.evaluate(loader(), ood={"shifted": shifted(SIZE)} if rank == 0 else {})
 
 
@@ -407,14 +398,7 @@ def a_shard_alone(rank):
         return numbers(laplace().fit(loader()))
 
 
-def shared_by_the_first(rank):
-    """What rank 0 alone has, in a group that has collectives for GPUs, too."""
-    with mock.patch.object(dist, "get_backend", return_value="cpu:gloo,cuda:nccl"):
-        own = {"a": (torch.arange(3), None)} if rank == 0 else {}
-        return current().share(own, {"a": 0})["a"]
-
-
-COLLECTIVES = ("all_reduce", "reduce", "broadcast", "gather", "all_gather", "broadcast_object_list")
+COLLECTIVES = ("all_reduce", "reduce", "broadcast")
 
 
 def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
@@ -468,97 +452,22 @@ def broken_or_whole(stop=None, seed=3):
 
 def break_off(rank, curvature, options, folder, stops):
     """A fit that saves after every batch, of which each process fails before some batch."""
-    with mock.patch.object(saved_passes, "EVERY", 0.0):
+    with mock.patch.object(checkpoint, "EVERY", 0.0):
         batches = broken_or_whole(stops[rank])
         laplace(curvature, **options).fit(batches, generator=generator(5), resume=folder)
 
 
 def resumed(rank, curvature, options, folder, seed=3):
-    """The curvature of a fit, and how many examples were computed with in its last pass."""
-    computed = {}
-    plain = saved_passes._SavedPass.left
+    """The curvature of a fit, and how many batches of its last pass were in the sums."""
+    skipped = {}
+    has = Checkpoint.has
 
-    def counting(self, x, y, place):
-        left = plain(self, x, y, place)
-        computed.setdefault(self._number, []).extend(run.stop - run.start for run in left)
-        return left
+    def counting(self, x, y):
+        found = has(self, x, y)
+        skipped[self._number] = skipped.get(self._number, 0) + found
+        return found
 
-    with mock.patch.object(saved_passes._SavedPass, "left", counting):
+    with mock.patch.object(Checkpoint, "has", counting):
         la = laplace(curvature, **options)
         la.fit(broken_or_whole(None, seed), generator=generator(5), resume=folder)
-    return la.posterior.curvature.to_dense(), sum(computed[max(computed)]) if computed else None
-
-
-def break_off_tuning(rank, folder, stops):
-    """As `break_off` of a search for the prior precision."""
-    with mock.patch.object(saved_passes, "EVERY", 0.0):
-        laplace().fit(loader(), replicate=True).tune(broken_or_whole(stops[rank]), resume=folder)
-
-
-def resumed_tuning(rank, folder):
-    """What a search found."""
-    found = laplace().fit(loader(), replicate=True).tune(broken_or_whole(), resume=folder)
-    return found.prior_precision, found.table, found.flat, found.notes
-
-
-def tune_sharded(rank, folder):
-    """What a search says that cannot be gone on with."""
-    la = laplace().fit(loader())
-    try:
-        la.tune(broken_or_whole(), resume=folder)
-    except ValueError as error:
-        return str(error), folder.exists()
-    return None
-
-
-def warned_lines(rank):
-    """The files whose lines the warnings of rank 0 name, while it waits for the other one."""
-    found = {}
-
-    @contextmanager
-    def late(what):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            # The processes are in step before one of them is late.
-            dist.barrier()
-            time.sleep(0.5 * rank)
-            yield
-        if caught:
-            found[what] = [warning.filename for warning in caught]
-
-    la = laplace()
-    x, _ = a_batch()
-    with mock.patch.object(agreement, "_LATE", 0.1):
-        with late("fit"):
-            la.fit(loader())
-        with late("tune"):
-            la.tune(loader(), grid=[1.0])
-        with late("predict"):
-            la.predict(x)
-    return found
-
-
-def set_of_predictions(rank, folder, stop=None, positions=None):
-    """What a report predicts for a set, saved after every batch, and for how many examples."""
-    x, y = examples()[:]
-    batches = list(zip(x.split(4), y.split(4), strict=True))
-    with alone():
-        la = laplace("diag").fit(batches)
-    loaded = Loaded(la.model, "classification", batches, SIZE, None, batches)
-    ranks = current()
-    states = FitStates(Path(folder), {"of": "a set"}, ranks.rank, ranks.size)
-    passes = SavedPasses(states, torch.device("cpu"), ranks)
-    num_computed = 0
-    computing = families.of_laplace
-
-    def counting(la, x, *arguments):
-        nonlocal num_computed
-        num_computed += len(x)
-        return computing(la, x, *arguments)
-
-    after_each_batch = mock.patch.object(saved_passes, "EVERY", 0.0)
-    with mock.patch.object(families, "of_laplace", counting), after_each_batch:
-        read = batches if stop is None else Breaking(batches, stop)
-        found = families.predict_set(loaded, read, la, positions, None, seed=1, passes=passes)
-    columns = {**found.predicted.columns(), "targets": found.targets, "index": found.index}
-    return columns, num_computed
+    return la.posterior.curvature.to_dense(), skipped[max(skipped)] if skipped else 0

@@ -29,6 +29,7 @@ from laplace_debias.curvature import (
     Jacobian,
     ggn_spectrum,
 )
+from laplace_debias.laplace.links import Link, has_links
 from laplace_debias.linalg import (
     cg,
     debiased_cg,
@@ -53,6 +54,9 @@ LIKELIHOODS = ("classification", "regression", "binary", "multilabel")
 BATCH = 12
 EVALUATED = ("accuracy", "exact_match", "nll", "ece", "brier", "mean_entropy", "rmse")
 OUTPUTS = {"classification": 3, "regression": 2, "binary": 1, "multilabel": 3}
+
+
+PROBIT = Link("probit")
 
 
 def generator(seed=0):
@@ -152,8 +156,11 @@ def note_posterior(record, la, x, portable=True):
     record.note("covariance", covariance)
     record.note("variances", la.functional(x, diagonal=True)[1])
     record.note("sample", la.sample(3, generator(3)), portable=False)
+    # The link that was the default when the numbers were written down.
+    link = PROBIT if has_links(la.likelihood) else None
     for method, samples in (("glm", None), ("glm", 5), ("glm-mc", 5), ("nn", 5), ("map", None)):
-        predictive = la.predict(x, method, samples, generator(4))
+        by = link if (method, samples) == ("glm", None) else None
+        predictive = la.predict(x, method, samples, generator(4), link=by)
         values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
         record.note(f"predict {method} {samples}", values, portable and samples is None)
         record.note(f"variance {method} {samples}", predictive.variance, portable=False)
@@ -212,7 +219,8 @@ def record_fit(options, mode, likelihood, fit_options):
     folds = 8 if mode == "crossfit" else None
     la.fit(loader(batches), mode=mode, generator=generator(5), folds=folds, **fit_options)
     note_posterior(record, la, batches[2][0][:4], options.get("factor_dtype") is None)
-    found = la.tune(batches[2:], grid=[0.1, 1.0, 10.0])
+    link = PROBIT if has_links(la.likelihood) else None
+    found = la.tune(batches[2:], grid=[0.1, 1.0, 10.0], link=link)
     record.note("tuned", [row[found.metric] for row in found.table])
     report = la.evaluate(batches[2:], intervals=False)
     evaluated = [report[name] for name in EVALUATED if name in report]
@@ -228,7 +236,7 @@ def record_tokens(curvature, mode, name):
     la.fit(loader(batches), mode=mode, generator=generator(5), folds=folds)
     x = batches[2][0][:3]
     record.note("covariance", la.functional(x)[1], mode in ("full", "mini"))
-    record.note("probs", la.predict(x).probs)
+    record.note("probs", la.predict(x, link=PROBIT).probs)
     record.note("log marginal likelihood", la.log_marginal_likelihood())
     return record
 

@@ -1,15 +1,24 @@
 """Fit and predict again and again in one process: is memory flat, and are the answers the same?
 
     python tests/support/soak.py --fits 1000 --predictions 10000
+    python tests/support/soak.py --threads 4 --seconds 600
 
 Answers are compared to the last bit with the first ones. Memory is what the process has resident,
 read after a warm-up and then at every tenth of the way, each time behind a garbage collection and a
 return of free pages to the system.
+
+With `--threads` so many threads fit one model, and then predict with one posterior, for so many
+seconds each, in a child process. If none of them gets on for `PATIENCE` seconds, the child says
+where they stand and ends.
 """
 
 import argparse
 import ctypes
+import faulthandler
 import gc
+import multiprocessing
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +30,9 @@ from laplace_debias import Laplace
 
 WARM_UP = 0.1
 """The part of the way behind which memory is measured: allocators and caches settle first."""
+
+PATIENCE = 60
+"""Seconds without an answer from any thread after which they are taken for frozen."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +96,66 @@ def subjects() -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
     return {curvature: pair(curvature) for curvature in ("kfac", "ekfac", "diag", "lowrank")}
 
 
+def soak_threads(what: str, num_threads: int, seconds: float) -> int | None:
+    """How often threads did something in a child process; None if they froze.
+
+    Args:
+        what: `"fit"`: one model; `"predict"`: with one posterior, by its closed form and by sampled
+            weights in turn.
+        num_threads: How many threads.
+        seconds: For how long.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_in_threads, args=(theirs, what, num_threads, seconds))
+    child.start()
+    theirs.close()
+    child.join()
+    return ours.recv() if child.exitcode == 0 else None
+
+
+def _in_threads(pipe: object, what: str, num_threads: int, seconds: float) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).eval()
+    x, y = torch.randn(16, 1, 6, 6), torch.randint(3, (16,))
+    la = Laplace(model).fit_batches([(x, y)])
+    answers = {
+        "fit": [lambda: Laplace(model).fit_batches([(x, y)])],
+        "predict": [lambda: la.predict(x), lambda: la.predict(x, "nn", 3)],
+    }[what]
+    counts, end = [0] * num_threads, time.monotonic() + seconds
+
+    def work(thread: int) -> None:
+        while time.monotonic() < end:
+            # Of C and without the GIL, which frozen threads may hold.
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
+            answers[(thread + counts[thread]) % len(answers)]()
+            counts[thread] += 1
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    faulthandler.cancel_dump_traceback_later()
+    pipe.send(sum(counts))
+
+
 def main() -> int:
     """Soak every subject; the exit status says whether answers stayed and memory was flat."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fits", type=int, default=1000)
     parser.add_argument("--predictions", type=int, default=10_000)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600)
     options = parser.parse_args()
+    if options.threads:
+        done = {w: soak_threads(w, options.threads, options.seconds) for w in ("fit", "predict")}
+        for what, number in done.items():
+            found = "frozen" if number is None else f"{number:,} calls"
+            print(f"{what}: {options.threads} threads, {options.seconds:g} s: {found}")
+        return int(None in done.values())
     is_bad = False
     for name, (fit, predict) in subjects().items():
         for what, answer, number in (

@@ -122,7 +122,6 @@ def _meta(task, methods, sets, pictures, n):
         ],
         "versions": {"python": "3.11.2", "torch": "2.9.0", "laplace-debias": "0.2.0"},
         "seed": 0,
-        "git": None,
         "device": "cpu",
         "threads": 2,
         "seconds": {"fit": 210.0, "predict": 840.0, "page": 9.0},

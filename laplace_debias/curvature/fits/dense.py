@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.directions import eigh, pooled, resolution
-from laplace_debias.curvature.fits.folds import split_folds
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.rows import Rows, sweep_rows
 from laplace_debias.curvature.network.batches import Pairs
@@ -43,12 +43,12 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         magnitudes: Pairs that the curvature along them is measured on; None for the same.
     """
     size = sum(block.size for block in problem.blocks)
-    held = {DENSE_BLOCK: torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)}
+    sums = {DENSE_BLOCK: torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)}
     seen = sweep_rows(
-        problem, directions, lambda rows: held[DENSE_BLOCK].addmm_(rows.T, rows), held=held
+        problem, directions, lambda rows: sums[DENSE_BLOCK].addmm_(rows.T, rows), sums=sums
     )
-    sums = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(held.pop(DENSE_BLOCK))}, _ON_FIRST)
-    found = {key: _eigenpairs(sums.pop(key).div_(seen.num_examples)) for key in list(sums)}
+    owned = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(sums.pop(DENSE_BLOCK))}, _ON_FIRST)
+    found = {key: _eigenpairs(owned.pop(key).div_(seen.num_examples)) for key in list(owned)}
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
     assert along is not None
     assert U is not None
@@ -77,18 +77,18 @@ def fit_low_rank(
     """
     kept: list[Rows] = []
     # A tensor, so that it is saved with the rows.
-    held: dict[str, Any] = {DENSE_BLOCK: kept, _NUM_BYTES: torch.zeros((), dtype=torch.float64)}
+    sums: dict[str, Any] = {DENSE_BLOCK: kept, _NUM_BYTES: torch.zeros((), dtype=torch.float64)}
 
     def keep(rows: Rows) -> None:
-        held[_NUM_BYTES] += rows.numel() * rows.element_size()
-        if held[_NUM_BYTES] <= KEPT_ROWS:
+        sums[_NUM_BYTES] += rows.numel() * rows.element_size()
+        if sums[_NUM_BYTES] <= KEPT_ROWS:
             kept.append(rows)
         else:
             kept.clear()
 
-    seen = sweep_rows(problem, directions, keep, held=held)
+    seen = sweep_rows(problem, directions, keep, sums=sums)
     size = sum(block.size for block in problem.blocks)
-    if sum(problem.ranks.exchange(float(held[_NUM_BYTES]))) <= KEPT_ROWS:
+    if sum(problem.ranks.exchange(float(sums[_NUM_BYTES]))) <= KEPT_ROWS:
         along, U = _on_first(
             problem, [_joined(problem, kept, size)], _leading_of_all(problem, rank)
         )
@@ -122,8 +122,8 @@ def fit_crossfit_dense(
     seen = Seen(0, 0.0, 0)
     for fold in folds:
         of_fold: list[Rows] = []
-        held = {DENSE_BLOCK: of_fold}
-        seen = seen + sweep_rows(problem, fold.pairs, of_fold.append, fold.first, held)
+        sums = {DENSE_BLOCK: of_fold}
+        seen = seen + sweep_rows(problem, fold.pairs, of_fold.append, fold.first, sums)
         rows.append(_joined(problem, of_fold, size))
 
     def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -158,9 +158,9 @@ def _on_first(
     decomposed: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """What is made of the rows of all processes: by the first of them, for all."""
-    of_all = [problem.ranks.on_first(some) for some in rows]
-    complete = [some for some in of_all if some is not None]
-    found = {DENSE_BLOCK: decomposed(complete)} if complete else {}
+    of_all = [problem.ranks.on_all([some]) or [some] for some in rows]
+    is_first = problem.ranks.rank == 0
+    found = {DENSE_BLOCK: decomposed([some for (some,) in of_all])} if is_first else {}
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
     assert along is not None
     assert U is not None
@@ -198,13 +198,13 @@ def _measured(
     problem: Problem, U: Float[Tensor, "parameters k"], batches: Pairs, first: int
 ) -> tuple[Float[Tensor, " k"], Seen]:
     """Curvature of the mean loss along the columns of U."""
-    held = {DENSE_BLOCK: U.new_zeros(U.shape[1])}
+    sums = {DENSE_BLOCK: U.new_zeros(U.shape[1])}
 
     def measure(rows: Rows) -> None:
-        held[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
+        sums[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
 
-    seen = sweep_rows(problem, batches, measure, first, held, [U])
-    along = held[DENSE_BLOCK]
+    seen = sweep_rows(problem, batches, measure, first, sums)
+    along = sums[DENSE_BLOCK]
     problem.ranks.sum([along])
     return along / seen.num_examples, seen
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layers.backends import Measure
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.stream import Measure
 from laplace_debias.curvature.layers.uses import Masks, Uses
 
 # From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.

@@ -1,25 +1,25 @@
 """Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Eigenbasis, outer
+from laplace_debias.curvature.fits.directions import (
+    Eigenbasis,
+    directional_curvature,
+    ekfac_magnitudes,
+    outer,
+)
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
-from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_magnitudes
 from laplace_debias.curvature.fits.over_ranks import (
-    owners_of_blocks,
     shape_along_A,
     shape_along_G,
     shape_of_table,
     to_all,
-    to_keepers,
 )
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
-from laplace_debias.curvature.fits.sharded_blocks import Elsewhere, ShardedBlocks
 from laplace_debias.curvature.fits.sums import (
     Sums,
     add_to,
@@ -27,11 +27,11 @@ from laplace_debias.curvature.fits.sums import (
     eigenbases,
     factor_sums,
 )
-from laplace_debias.curvature.fits.sweep import sweep
+from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 
 def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -44,13 +44,10 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         directions: Pairs `(x, y)` whose factors give the eigenbases.
         magnitudes: Pairs that the curvature is measured on; None for the same.
     """
-    sums, seen = factor_sums(problem, directions)
-    bases = eigenbases(problem, sums, seen.num_examples, on_all=not problem.is_sharded)
+    factors, seen = factor_sums(problem, directions)
+    bases = eigenbases(problem, factors, seen.num_examples)
     if magnitudes is None:
         return CurvatureFit(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
-    if problem.is_sharded:
-        return _measured_by_owners(problem, bases, seen, magnitudes)
-    bases = _kept(problem, bases)
 
     along_G: Sums = {}
     along_A: Sums = {}
@@ -67,17 +64,11 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         A = input_factor(layer, block, inputs, masks).to(problem.factor_dtype)
         add_to(along_A, block, directional_curvature(A, bases[block].U_A))
 
-    measured = sweep(
-        problem,
-        magnitudes,
-        gradient_factor,
-        project_gradients,
-        project_inputs,
-        seen.num_examples,
-        additive=True,
-        held=[along_G, along_A],
-        along=_directions(problem, bases),
+    sums = {"G": along_G, "A": along_A}
+    sweep = Sweep(
+        problem, gradient_factor, project_gradients, project_inputs, sums=sums, additive=True
     )
+    measured = sweep.over(magnitudes, seen.num_examples)
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
     along_G = to_all(problem, along_G, shape_along_G)
@@ -91,27 +82,6 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     return CurvatureFit(assemble(problem, bases, table), seen + measured)
 
 
-def _measured_by_owners(
-    problem: Problem, bases: dict[Block, Eigenbasis], seen: Seen, magnitudes: Pairs
-) -> CurvatureFit:
-    """K-FAC's magnitudes from second factors that go where the eigenbases are.
-
-    Args:
-        problem: The network and its blocks.
-        bases: Those of this process's blocks.
-        seen: What they were made of.
-        magnitudes: Pairs that the curvature is measured on.
-    """
-    sums, measured = factor_sums(problem, magnitudes, seen.num_examples)
-    table = {}
-    for block in list(sums):
-        G, A = (factor / measured.num_examples for factor in sums.pop(block))
-        basis = bases[block]
-        along = directional_curvature(G, basis.U_G), directional_curvature(A, basis.U_A)
-        table[block] = basis.pooled(outer(*along), problem.dtype)
-    return CurvatureFit(assemble(problem, bases, table), seen + measured)
-
-
 def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
     """EKFAC: K-FAC's directions, and the exact curvature along every one of them.
 
@@ -121,8 +91,8 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
         magnitudes: Pairs that the curvature is measured on; None for the same, which are then
             read twice.
     """
-    sums, seen = factor_sums(problem, directions)
-    bases = _kept(problem, eigenbases(problem, sums, seen.num_examples))
+    factors, seen = factor_sums(problem, directions)
+    bases = eigenbases(problem, factors, seen.num_examples)
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
     for block, squares in table.items():
@@ -137,7 +107,7 @@ def exact_sums(
     """Exact curvature along every direction, summed over examples.
 
     Returns:
-        `[*groups, d_out, d_in]` of each block that this process keeps, and what was seen.
+        `[*groups, d_out, d_in]` of each block, and what was seen.
     """
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = problem.dtype
@@ -150,10 +120,9 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    along = _directions(problem, bases)
-    seen = sweep(problem, batches, measure, collect, first=first, held=[sums], along=along)
+    seen = Sweep(problem, measure, collect, sums={"table": sums}).over(batches, first)
     check_finite_sums({block: [squares] for block, squares in sums.items()})
-    return to_keepers(problem, sums, shape_of_table), seen
+    return to_all(problem, sums, shape_of_table), seen
 
 
 def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -175,25 +144,6 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     return CurvatureFit(assemble(problem, bases, table), seen)
 
 
-def _kept(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
-    """Eigenbases to measure along, of a pass that is gone on with those that it was begun with."""
-    tensors = {
-        f"{block.name}.{field.name}": value
-        for block, basis in bases.items()
-        for field in fields(basis)
-        if (value := getattr(basis, field.name)) is not None
-    }
-    kept = problem.passes.along(tensors)
-    return {
-        block: Eigenbasis(*(kept.get(f"{block.name}.{field.name}") for field in fields(basis)))  # type: ignore[arg-type]
-        for block, basis in bases.items()
-    }
-
-
-def _directions(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> list[Tensor | None]:
-    return [U for block in problem.blocks for U in (bases[block].U_G, bases[block].U_A)]
-
-
 def _cast(directions: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if directions is None else directions.to(dtype)
 
@@ -212,21 +162,12 @@ def assemble(
 
     Args:
         problem: The network and its blocks.
-        bases: The eigenbases of the blocks that this process keeps, at least.
-        table: Magnitudes of these blocks.
+        bases: The eigenbases of the blocks.
+        table: Magnitudes of the blocks.
     """
-    dtype, ranks = problem.dtype, problem.ranks
-    owners = owners_of_blocks(problem)
-    none = torch.empty(0, dtype=dtype, device=problem.device)
-    blocks: dict[str, LinearOperator] = {}
+    blocks: dict[str, EigenKronecker] = {}
     for block in problem.blocks:
-        if problem.is_sharded and owners[block] != ranks.rank:
-            bases.pop(block, None)
-            blocks[block.name] = Elsewhere(none, block.size, owners[block])
-            continue
         basis = bases.pop(block)
         of_block = EigenKronecker(basis.U_G, basis.U_A, table.pop(block))
-        blocks[block.name] = of_block.to(dtype)
-    if problem.is_sharded:
-        return ShardedBlocks(blocks, rank=ranks.rank, num_ranks=ranks.size)
+        blocks[block.name] = of_block.to(problem.dtype)
     return BlockDiagonal(blocks)

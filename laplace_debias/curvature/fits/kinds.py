@@ -7,6 +7,7 @@ from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fi
 from laplace_debias.curvature.fits.kfac import FITS
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.system.checks import whole
 
 DENSE = ("lowrank", "full")
 """Curvatures of all parameters in one block."""
@@ -36,11 +37,10 @@ class CurvatureKind:
             raise ValueError(
                 f"Unknown curvature={self.name!r}: use one of {', '.join(CURVATURES)}."
             )
-        if self.rank is not None and (self.name != "lowrank" or self.rank < 1):
-            raise ValueError(
-                f"rank={self.rank} with curvature={self.name!r}: give a positive rank, and only "
-                'to "lowrank".'
-            )
+        if self.rank is not None:
+            whole(self.rank, "rank")
+            if self.name != "lowrank":
+                raise ValueError(f'rank belongs to curvature="lowrank", not to {self.name!r}.')
 
     @property
     def is_dense(self) -> bool:

@@ -42,17 +42,6 @@ def shape_of_table(block: Block) -> tuple[int, ...]:
     return (*block.groups, *block.shape)
 
 
-def owners_of_blocks(problem: Problem) -> dict[Block, int]:
-    """The rank that decomposes each block of a problem; see `owners_by_cost`.
-
-    Where it keeps what it decomposes, blocks of all groups are shared out evenly; else a group's.
-    """
-    if not problem.is_sharded:
-        return owners_by_cost(problem.blocks, problem.ranks.size)
-    of_all = owners_by_cost(problem.paced_by or problem.blocks, problem.ranks.size)
-    return {block: of_all[block] for block in problem.blocks}
-
-
 def owners_by_cost(blocks: Sequence[Block], num_ranks: int) -> dict[Block, int]:
     """The rank that decomposes each block: the longest first, each to the rank with least to do.
 
@@ -86,7 +75,9 @@ def to_owners(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> d
     """
     if problem.ranks.size == 1:
         return dict(sums)
-    return problem.ranks.sum_to_owners(_all(problem, sums, shape), owners_of_blocks(problem))
+    return problem.ranks.sum_to_owners(
+        _all(problem, sums, shape), owners_by_cost(problem.blocks, problem.ranks.size)
+    )
 
 
 def to_all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
@@ -96,16 +87,6 @@ def to_all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict
     complete = _all(problem, sums, shape)
     problem.ranks.sum(list(complete.values()))
     return complete
-
-
-def to_keepers(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
-    """Sums of all processes, on those that keep the block; of any shape, arguments as above."""
-    if not problem.is_sharded:
-        return to_all(problem, sums, shape)
-    complete = _all(problem, sums, shape)
-    flat = {block: value.flatten() for block, value in complete.items()}
-    found = problem.ranks.sum_to_owners(flat, owners_of_blocks(problem))
-    return {block: value.view_as(complete[block]) for block, value in found.items()}
 
 
 def _all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
@@ -129,5 +110,5 @@ def shared_bases(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> dict[Bl
         bases: Those of this process's blocks.
     """
     parts = {b: (of.U_G, of.U_A, of.along_G, of.along_A) for b, of in bases.items()}
-    shared = problem.ranks.share(parts, owners_of_blocks(problem))
+    shared = problem.ranks.share(parts, owners_by_cost(problem.blocks, problem.ranks.size))
     return {block: Eigenbasis(*of) for block, of in shared.items()}  # type: ignore[arg-type]

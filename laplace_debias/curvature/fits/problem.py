@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from laplace_debias.curvature.fits.passes import NOT_SAVED, Passes
-from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.fits.checkpoint import UNSAVED, Unsaved
+from laplace_debias.curvature.layers.backends import Backend, choose_backend
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks
-from laplace_debias.curvature.layers.stream import Backend
 from laplace_debias.curvature.losses.base import OutputLoss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.operators import BlockDiagonal
@@ -28,11 +27,7 @@ class Problem:
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
         ranks: The processes that share the data. What a fit sums over examples is summed over them.
-        passes: Its passes over the data, which may be saved as they go.
-        paced_by: The blocks that say how much goes through the network at once, and which positions
-            take part; None for `blocks`. A group of blocks is measured at the pace of all of them:
-            its sums have the same terms in the same order.
-        replicate: Whether each process ends with all blocks, or with those that it owns.
+        checkpoint: Where its passes over the data are saved.
     """
 
     model: nn.Module
@@ -42,9 +37,7 @@ class Problem:
     factor_dtype: torch.dtype
     memory_bound: int | None
     ranks: Ranks = ALONE
-    passes: Passes = NOT_SAVED
-    paced_by: Sequence[Block] | None = None
-    replicate: bool = True
+    checkpoint: Unsaved = UNSAVED
 
     @classmethod
     def of(
@@ -81,15 +74,6 @@ class Problem:
     def device(self) -> torch.device:
         """Where the Bayesian parameters are."""
         return self.model.get_parameter(self.blocks[0].parameters[0]).device
-
-    def of_group(self, blocks: Sequence[Block]) -> "Problem":
-        """The same of some of the blocks, at the pace of all."""
-        return replace(self, blocks=blocks, paced_by=self.paced_by or self.blocks)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the blocks of the result are shared out over processes."""
-        return self.ranks.size > 1 and not self.replicate
 
     def on(self, ranks: Ranks) -> "Problem":
         """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""

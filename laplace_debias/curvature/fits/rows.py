@@ -1,16 +1,16 @@
 """Rows of a Jacobian, weighed by the loss: those whose products with themselves are the GGN."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.pass_state import Held
+from laplace_debias.curvature.fits.checkpoint import Sums
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sums import check_finite_sums
-from laplace_debias.curvature.fits.sweep import sweep
+from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
@@ -27,8 +27,7 @@ def sweep_rows(
     batches: Pairs,
     consume: Callable[[Rows], object],
     first: int = 0,
-    held: dict[str, Any] | None = None,
-    along: Sequence[Tensor | None] = (),
+    sums: dict[str, Any] | None = None,
 ) -> Seen:
     """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
 
@@ -36,9 +35,8 @@ def sweep_rows(
         problem: The network and its blocks.
         batches: `(x, y)` pairs on the model's device.
         consume: Takes some rows, in `factor_dtype`.
-        first: As `sweep` takes it.
-        held: Where `consume` keeps what it sums, as `sweep` takes it.
-        along: As `sweep` takes it.
+        first: As `Sweep.over` takes it.
+        sums: Where `consume` keeps what it sums; None for a pass of which nothing is saved.
 
     Raises:
         ValueError: Naming the block, if a row is not finite.
@@ -50,8 +48,8 @@ def sweep_rows(
             of_block.append(torch.stack(torch.aminmax(part)))
         consume(torch.cat(parts, dim=2).flatten(0, 1).to(problem.factor_dtype))
 
-    kept: Held | None = None if held is None else [held, extremes]
-    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first, kept, along)
+    kept = None if sums is None else {"rows": sums, "extremes": extremes}
+    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first, kept)
     check_finite_sums({block: [torch.cat(of)] for block, of in extremes.items() if of})
     return seen
 
@@ -62,8 +60,7 @@ def sweep_parts(
     of_block: Callable[[OfBlock], OfBlock],
     consume: Callable[[list[Tensor]], object],
     first: int = 0,
-    held: Held | None = None,
-    along: Sequence[Tensor | None] = (),
+    sums: Sums | None = None,
 ) -> Seen:
     """One pass over data that hands over what is made of the rows of every block.
 
@@ -72,9 +69,8 @@ def sweep_parts(
         batches: `(x, y)` pairs on the model's device.
         of_block: Makes something of one block's part of the rows of some examples, `[b, K, d]`.
         consume: Takes what was made for all blocks, in their order.
-        first: As `sweep` takes it.
-        held: As `sweep` takes it.
-        along: As `sweep` takes it.
+        first: As `Sweep.over` takes it.
+        sums: As `Sweep` takes it.
     """
     parts: dict[Block, Tensor] = {}
 
@@ -94,11 +90,5 @@ def sweep_parts(
             consume(whole)
 
     row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
-    return sweep(
-        *(problem, batches, measure, collect),
-        first=first,
-        extra_bytes=row_bytes,
-        held=held,
-        along=along,
-        joins_blocks=True,
-    )
+    sweep = Sweep(problem, measure, collect, sums=sums, extra_bytes=row_bytes, joins_blocks=True)
+    return sweep.over(batches, first)

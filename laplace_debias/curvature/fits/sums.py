@@ -18,9 +18,8 @@ from laplace_debias.curvature.fits.over_ranks import (
     shared_bases,
     to_owners,
 )
-from laplace_debias.curvature.fits.pass_state import Held
 from laplace_debias.curvature.fits.problem import Problem, Seen
-from laplace_debias.curvature.fits.sweep import sweep
+from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
@@ -31,7 +30,7 @@ FactorSums = dict[Block, tuple[Tensor, Tensor]]
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
-    """Factors of every block, summed over the examples of all batches; `first` as in `sweep`.
+    """Factors of every block, summed over the examples of all batches; `first` as in `Sweep.over`.
 
     On several processes they are those of all, and each block's are at its owner alone.
     """
@@ -71,10 +70,9 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         # The sum has the dtype of the first.
         add_to(of_inputs, block, A if block in of_inputs else A.to(problem.factor_dtype))
 
-    held: Held = [of_gradients, of_inputs, rows]
-    seen = sweep(
-        problem, batches, measure, add_gradients, add_inputs, first, additive=True, held=held
-    )
+    sums = {"G": of_gradients, "A": of_inputs, "rows": rows}
+    sweep = Sweep(problem, measure, add_gradients, add_inputs, sums=sums, additive=True)
+    seen = sweep.over(batches, first)
     for block in list(rows):
         multiply_kept(block)
     check_finite_sums(
@@ -82,12 +80,12 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     )
     of_gradients = to_owners(problem, of_gradients, shape_of_G)
     of_inputs = to_owners(problem, of_inputs, shape_of_A)
-    sums = {}
+    factors = {}
     for block, G in of_gradients.items():
         # What an exact block is multiplied with, once an example.
         ones = G.new_full((*block.groups, 1, 1), seen.num_examples)
-        sums[block] = (G, ones if block.is_exact else of_inputs[block])
-    return sums, seen
+        factors[block] = (G, ones if block.is_exact else of_inputs[block])
+    return factors, seen
 
 
 def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
@@ -117,22 +115,19 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
             )
 
 
-def eigenbases(
-    problem: Problem, sums: FactorSums, num_examples: int, on_all: bool = True
-) -> dict[Block, Eigenbasis]:
+def eigenbases(problem: Problem, sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
     """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
 
     Args:
         problem: The network and its blocks.
         sums: Factors of the blocks that this process owns.
         num_examples: Of how many examples they are sums.
-        on_all: Whether all processes get all of them, or each those that it owns.
     """
     bases: dict[Block, Eigenbasis] = {}
     for block in list(sums):
         G, A = sums.pop(block)
         bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
-    return shared_bases(problem, bases) if problem.ranks.size > 1 and on_all else bases
+    return shared_bases(problem, bases) if problem.ranks.size > 1 else bases
 
 
 def add_to(sums: Sums, block: Block, value: Tensor) -> None:

@@ -1,21 +1,18 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.fits.chunks import Chunks
+from laplace_debias.curvature.fits.checkpoint import UNSAVED, Progress, Sums
+from laplace_debias.curvature.fits.halves import Adding, run_by_halves
 from laplace_debias.curvature.fits.kept_inputs import ConsumeInputs, KeptInputs
-from laplace_debias.curvature.fits.out_of_memory import out_of_memory
-from laplace_debias.curvature.fits.pass_state import Held
-from laplace_debias.curvature.fits.passes import Sums
 from laplace_debias.curvature.fits.problem import Problem, Seen
+from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.positions import PositionFinder
-from laplace_debias.curvature.layers.stream import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.faults import Faults
@@ -24,131 +21,131 @@ from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.system.memory import MOST_GRANTED, granted
-from laplace_debias.system.out_of_memory import is_out_of_memory
 
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
 # leave the processor's cache.
 _SHARE = 4
 
 
-def sweep(
-    problem: Problem,
-    batches: Pairs,
-    measure: Measure,
-    consume: Consume,
-    consume_inputs: ConsumeInputs | None = None,
-    first: int = 0,
-    *,
-    additive: bool = False,
-    extra_bytes: int = 0,
-    held: Held | None = None,
-    along: Sequence[Tensor | None] = (),
-    joins_blocks: bool = False,
-) -> Seen:
-    """One pass over data: every batch's blocks are measured and handed over.
+class Sweep:
+    """A pass over data: every batch's blocks are measured and added up.
 
     A batch is pushed through the network in chunks, to keep the output gradients of all columns
-    within the memory bound. A chunk for which there is not enough memory is run again by halves, as
-    are all that follow; what was added of it is not added again. Of several processes each goes
-    through its own batches; what they saw is summed, what was measured is not.
+    within the memory bound; see `run_by_halves` for those that do not fit.
 
     Args:
-        problem: The network and its blocks.
-        batches: `(x, y)` pairs, on the model's device or the CPU.
+        problem: The network and its blocks, the processes, and where passes are saved.
         measure: What to compute of a block on a chunk of a batch.
-        consume: Takes what was measured of a block.
-        consume_inputs: If given, takes at the end of every batch (of a very large one also within)
-            the layer of one weight block after the other, what went into it, chunk by chunk, and
-            which positions take part. Then `measure` is told them too, where not all do.
-        first: Position of the first example in all data of the fit: Monte-Carlo labels are keyed by
-            it, so that different data get different labels. `Placed` pairs say the rest.
+        add: Takes what was measured of a block.
+        add_inputs: If given, takes at the end of every batch (of a very large one also within) the
+            layer of one weight block after the other, what went into it, chunk by chunk, and which
+            positions take part. Then `measure` is told them too, where not all do.
+        sums: Where `add` and `add_inputs` keep all that they remember from batch to batch; None for
+            a pass of which nothing is saved.
         additive: Whether measuring one cotangent after the other costs no more than all at once.
         extra_bytes: What is made for every cotangent of an example besides its output gradients.
-        held: Where `consume` and `consume_inputs` keep what they sum, so that the pass can be saved
-            and gone on with: all that they remember from batch to batch. None for a pass of which
-            nothing is saved.
-        along: What is measured along, as `Sums` has it.
-        joins_blocks: Whether `consume` adds nothing before it was given all blocks.
-
-    Raises:
-        ValueError: If there is no batch, or the network's outputs are not finite or not `[B, C]`,
-            or targets do not fit.
-        RuntimeError: If memory runs out for a single example, or within a sum.
+        joins_blocks: Whether `add` adds nothing before it was given all blocks.
     """
-    network = shadow(problem.model)
-    stream = problem.backend(network, problem.blocks)
-    kept = None if consume_inputs is None else KeptInputs(network, problem.blocks, consume_inputs)
-    faults = Faults()
-    placed = batches if isinstance(batches, Placed) else Placed(batches)
-    keys = {block.name: block for block in problem.blocks}
-    sums = None if held is None else Sums(held, keys, faults.read, along)
-    with problem.passes.begin(sums) as one_pass:
+
+    def __init__(
+        self,
+        problem: Problem,
+        measure: Measure,
+        add: Consume,
+        add_inputs: ConsumeInputs | None = None,
+        *,
+        sums: Sums | None = None,
+        additive: bool = False,
+        extra_bytes: int = 0,
+        joins_blocks: bool = False,
+    ) -> None:
+        self.problem, self.measure, self.add = problem, measure, add
+        self.sums = {} if sums is None else sums
+        self.checkpoint = UNSAVED if sums is None else problem.checkpoint
+        self.additive, self.extra_bytes = additive, extra_bytes
+        self.together = problem.blocks if joins_blocks else None
+        network = shadow(problem.model)
+        self.stream = problem.backend(network, problem.blocks)
+        self.kept = add_inputs and KeptInputs(network, problem.blocks, add_inputs)
+
+    def over(self, batches: Pairs, first: int = 0) -> Seen:
+        """Go through data; of several processes each through its own, and what all saw is summed.
+
+        Args:
+            batches: `(x, y)` pairs, on the model's device or the CPU.
+            first: Position of the first example in all data of the fit: Monte-Carlo labels are
+                keyed by it, so that different data get different labels. `Placed` pairs say the
+                rest.
+
+        Raises:
+            ValueError: If there is no batch, or the network's outputs are not finite or not
+                `[B, C]`, or targets do not fit.
+            RuntimeError: As `run_by_halves`.
+        """
+        placed = batches if isinstance(batches, Placed) else Placed(batches)
+        keys = {block.name: block for block in self.problem.blocks}
+        progress, faults = self.checkpoint.begin(self.sums, keys), Faults()
         pace, num_read = None, 0
-        num_seen, num_outputs = one_pass.num_examples, one_pass.num_outputs
-        nll: Tensor | float = one_pass.nll
-        for number, (all_x, all_y) in enumerate(one_pass.batches(placed), start=1):
-            problem.ranks.check()
-            if pace is None:
-                pace = pace_of(problem, all_x, additive, extra_bytes)
-            place = placed.place(number - 1, num_read)
-            num_read += len(all_y)
-            left, before = one_pass.left(all_x, all_y, place), first + place
-            if not left:
+        for number, (x, y) in enumerate(placed, start=1):
+            pace = pace or pace_of(self.problem, x, self.additive, self.extra_bytes)
+            place = first + placed.place(number - 1, num_read)
+            num_read += len(y)
+            if self.checkpoint.has(x, y):
                 continue
-            chunks = Chunks(left)
-            while (part := chunks.next(pace.examples)) is not None:
-                x, y, key = take(all_x, part), all_y[part], before + part.start
-                before_chunk, adding = (nll, num_outputs), chunks.adding(consume)
+            # The batches of a list are folds, and not those of the user.
+            with faults.of_batch(None if placed.are_folds else number):
+                self._batch(x, y, place, pace, progress)
+            progress.num_batches += 1
+            self.checkpoint.done(progress, faults.read)
+        faults.read()
+        self.checkpoint.end()
+        own = [progress.num_examples, float(progress.nll), progress.num_outputs]
+        seen = reduce(operator.add, (Seen(*of) for of in self.problem.ranks.exchange(own)))
+        if seen.num_examples == 0:
+            raise ValueError("The data holds no example: pass a loader with at least one batch.")
+        return seen
 
-                def columns(outputs: Tensor, y: Tensor = y, key: int = key) -> Tensor:
-                    nonlocal nll, num_outputs
-                    check_outputs(outputs)
-                    cotangents, value = problem.cotangents(outputs, y, key)
-                    nll = nll + value
-                    num_outputs += outputs.numel()
-                    return cotangents
+    def _batch(self, x: Inputs, y: Tensor, place: int, pace: "Pace", progress: Progress) -> None:
+        """Measure a batch and add it up, chunk by chunk."""
 
-                failed = None
-                try:
-                    # The batches of a list are folds, and not those of the user.
-                    with faults.of_batch(None if placed.are_folds else number):
-                        moved, keeping = move(x, pace.device, None), measure
-                        if kept is not None:
-                            # It asks about what still lies on the CPU there.
-                            masks = pace.positions.find(x, y, key)
-                            keeping = kept.and_measure(measure, masks)
-                        stream(moved, columns, keeping, adding, pace.columns)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    # It is not known what a sum has come to that was broken off.
-                    if adding.is_within or len(y) == 1:
-                        raise out_of_memory(len(y), pace.columns, error) from error
-                    failed = len(y)
-                if failed is not None:
-                    # Only here, behind the handler, is what the failed chunk held let go of.
-                    nll, num_outputs = before_chunk
-                    if kept is not None:
-                        kept.forget_chunk()
-                    chunks.again(part, adding.added(problem.blocks if joins_blocks else None))
-                    pace = replace(pace, examples=failed // 2)
-                    continue
-                if kept is not None:
-                    kept.hand_over_if_full()
-                num_seen += len(y)
-                chunks.done(part)
-            if kept is not None:
-                kept.hand_over()
-            one_pass.done(num_seen, nll, num_outputs)
-    faults.read()
-    of_ranks = problem.ranks.exchange([num_seen, float(nll), num_outputs])
-    seen = reduce(operator.add, (Seen(*of_rank) for of_rank in of_ranks))
-    if seen.num_examples == 0:
-        raise ValueError("The data holds no example: pass a loader with at least one batch.")
-    return seen
+        def run(part: slice, adding: Adding) -> None:
+            before = progress.nll, progress.num_outputs
+            try:
+                self._chunk(take(x, part), y[part], place + part.start, pace, progress, adding)
+            except BaseException:
+                progress.nll, progress.num_outputs = before
+                if self.kept is not None:
+                    self.kept.forget_chunk()
+                raise
+            if self.kept is not None:
+                self.kept.hand_over_if_full()
+
+        everything = slice(0, len(y))
+        pace.examples = run_by_halves(everything, pace.examples, run, self.add, self.together)
+        progress.num_examples += len(y)
+        if self.kept is not None:
+            self.kept.hand_over()
+
+    def _chunk(
+        self, x: Inputs, y: Tensor, key: int, pace: "Pace", progress: Progress, adding: Adding
+    ) -> None:
+        """Push a chunk through the network, forward and back."""
+
+        def columns(outputs: Tensor) -> Tensor:
+            check_outputs(outputs)
+            cotangents, value = self.problem.cotangents(outputs, y, key)
+            progress.nll = progress.nll + value
+            progress.num_outputs += outputs.numel()
+            return cotangents
+
+        moved, measure = move(x, pace.device, None), self.measure
+        if self.kept is not None:
+            # It asks about what still lies on the CPU there.
+            measure = self.kept.and_measure(measure, pace.positions.find(x, y))
+        self.stream(moved, columns, measure, adding, pace.columns)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pace:
     """How many examples and cotangents go through the network at once, and what finds padding."""
 
@@ -166,7 +163,7 @@ def pace_of(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> Pa
     """
     device = problem.device
     one = move(take(x, slice(0, 1)), device, None)
-    network, blocks = shadow(problem.model), problem.paced_by or problem.blocks
+    network, blocks = shadow(problem.model), problem.blocks
     tap = Tap.on(network, blocks)
     outputs = tap.forward(one)
     check_outputs(outputs, num_examples(x))

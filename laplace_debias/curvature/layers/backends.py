@@ -1,12 +1,52 @@
-"""Which backend serves a model."""
+"""A batch's curvature, measured block by block as a backward pass reaches the layers.
 
-from collections.abc import Sequence
+Two backends produce the same stream: BackPACK for plain sequential networks, the layer tap for any
+forward pass. Whatever is measured of a block is handed over and freed before the next one.
 
-from torch import nn
+BackPACK's derivatives push all columns of the loss Hessian's root at once through the linear and
+convolutional layers of a sequential network. What stands around them is of this package:
 
-from laplace_debias.curvature.layers.backpack import BackpackStream, why_not_backpack
-from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.stream import Backend, HookStream
+- the loss: any `Likelihood` gives the columns, exact or sampled;
+- the factors: BackPACK's convolution factor pairs the *sum* of the gradients over the positions
+  with the *sum* over the positions of the activations' outer products, so its trace is too large by
+  about the number of positions. A block is measured here as in the rest of the package, on the same
+  rows of activations and gradients;
+- layers without parameters (`AdaptiveAvgPool2d`, `GELU`, …), most of which BackPACK refuses: they
+  pass the columns through by automatic differentiation;
+- the way from layer to layer: BackPACK keeps it in variables of the whole process (the active
+  extensions, a list of hooks), so that two threads would fit with each other's. In a sequential
+  network it is a loop.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.blocks import Block, Site
+from laplace_debias.curvature.layers.tap import Tap, check_batched
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.layer_types import LAYERS
+
+Measured = TypeVar("Measured")
+# From a layer, its block and the layer's uses (and which positions take part, where not all do) to
+# what is wanted of the block.
+Measure = Callable[..., Measured]
+Consume = Callable[[Block, Measured], None]
+# From the outputs [B, ..., C] to the cotangents to push back, [K, B, ..., C].
+Columns = Callable[[Tensor], Tensor]
+
+
+# One batch: inputs [B, ...], the cotangents, what to compute of a block, who takes it, and how many
+# cotangents are pushed back at once.
+Stream = Callable[[Inputs, Columns, Measure, Consume, int], None]
+# Built once on a `shadow` of the model and the blocks wanted.
+Backend = Callable[[nn.Module, Sequence[Block]], Stream]
+
+# Layers that BackPACK pushes columns through.
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) -> Backend:
@@ -36,3 +76,157 @@ def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) ->
     raise NotImplementedError(
         f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
     )
+
+
+class HookStream:
+    """The stream through the layer tap.
+
+    Args:
+        network: A `shadow` of the model: hooks are left on it.
+        blocks: The blocks wanted.
+    """
+
+    def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+        self._at: dict[Site, list[Block]] = {}
+        for block in blocks:
+            self._at.setdefault(block.site, []).append(block)
+        self._tap = Tap.on(network, blocks)
+
+    def __call__(
+        self,
+        x: Inputs,
+        columns: Columns,
+        measure: Measure[Measured],
+        consume: Consume[Measured],
+        at_once: int,
+    ) -> None:
+        """Measure every block on one batch.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            columns: Called once with the outputs; checks them and gives the cotangents.
+            measure: What to compute of a block, for some of the cotangents.
+            consume: Takes it, once for every part of the cotangents.
+            at_once: How many cotangents make a part.
+        """
+        outputs = self._tap.forward(x)
+        parts = columns(outputs.detach()).split(at_once)
+        for index, part in enumerate(parts):
+            for site, uses in self._tap.backward(outputs, part, again=index + 1 < len(parts)):
+                for block in self._at[site]:
+                    consume(block, measure(self._tap.module(site), block, uses))
+
+
+@cache
+def _derivatives() -> dict[type[nn.Module], Any]:
+    """BackPACK's rules, by layer; imported with the first fit, as they take half a second."""
+    from backpack.core.derivatives.conv1d import Conv1DDerivatives
+    from backpack.core.derivatives.conv2d import Conv2DDerivatives
+    from backpack.core.derivatives.conv3d import Conv3DDerivatives
+    from backpack.core.derivatives.linear import LinearDerivatives
+
+    rules = (LinearDerivatives, Conv1DDerivatives, Conv2DDerivatives, Conv3DDerivatives)
+    return dict(zip(_LAYERS, rules, strict=True))
+
+
+def why_not_backpack(model: nn.Module) -> str | None:
+    """Why BackPACK cannot be trusted with a model, or None if it can.
+
+    BackPACK follows modules, not operations: what a custom `forward` does between them would be
+    lost. So it takes `nn.Sequential`s, nested at will, of layers that it knows or that have no
+    parameters.
+    """
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        name = f"{path or 'model'} ({type(module).__name__})"
+        if id(module) in seen:
+            return f"{name} stands in the model twice"
+        seen.add(id(module))
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not hook.__module__.startswith("backpack") for hook in hooks):
+            return f"{name} has forward hooks, which BackPACK does not see"
+        if type(module) is nn.Sequential:
+            continue
+        if type(module) in _LAYERS:
+            if getattr(module, "groups", 1) != 1:
+                return f"{name} is a grouped convolution"
+            if isinstance(getattr(module, "padding", 0), str):
+                return f"{name} has padding={module.padding!r}, which BackPACK cannot follow"
+            if getattr(module, "padding_mode", "zeros") != "zeros":
+                return f"{name} has padding_mode={module.padding_mode!r}, which BackPACK ignores"
+        elif any(True for _ in module.children()):
+            return f"{name} has a forward pass of its own"
+        elif any(p.requires_grad for p in module.parameters()):
+            parameters = [f"{path}.{key}".lstrip(".") for key, _ in module.named_parameters()]
+            return f"{name} holds parameters {parameters} in a layer that BackPACK has no rule for"
+        elif not type(module).__module__.startswith("torch.nn.modules"):
+            return f"{name} is not one of torch's layers"
+    if not isinstance(model, (nn.Sequential, *LAYERS)):
+        return f"the model ({type(model).__name__}) is neither an nn.Sequential nor a layer"
+    return None
+
+
+class BackpackStream:
+    """The stream through BackPACK; arguments as `HookStream`."""
+
+    def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+        self._of_layer: dict[nn.Module, list[Block]] = {}
+        for block in blocks:
+            self._of_layer.setdefault(network.get_submodule(block.layer), []).append(block)
+        # `why_not_backpack` lets nothing else pass: they are called in this order.
+        self._chain = [module for module in network.modules() if type(module) is not nn.Sequential]
+        self._first = min(map(self._chain.index, self._of_layer))
+
+    def __call__(
+        self,
+        x: Inputs,
+        columns: Columns,
+        measure: Measure[Measured],
+        consume: Consume[Measured],
+        at_once: int,
+    ) -> None:
+        """Measure every block on one batch; arguments as `HookStream`."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
+        passed = [x]
+        with torch.no_grad():
+            for layer in self._chain[: self._first]:
+                passed = [layer(passed[0])]
+            # What is before the first block is not kept.
+            for layer in self._chain[self._first :]:
+                passed.append(layer(passed[-1]))
+        behind = self._chain[self._first :]
+        for part in columns(passed[-1]).split(at_once):
+            gradients = part
+            for place in reversed(range(len(behind))):
+                layer, inputs = behind[place], passed[place]
+                for block in self._of_layer.get(layer, ()):
+                    check_batched(block.layer, inputs, len(x))
+                    consume(block, measure(layer, block, [(inputs, gradients)]))
+                if place > 0:
+                    gradients = _pull(layer, inputs, passed[place + 1], gradients)
+
+
+def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
+    """Gradients `[K, B, ...]` with respect to a layer's input from those to its output.
+
+    Args:
+        layer: The layer.
+        x: Its input, `[B, ...]`.
+        z: Its output, `[B, ...]`.
+        gradients: `[K, B, ...]`.
+    """
+    if type(layer) in _LAYERS:
+        rule = _derivatives()[type(layer)]
+        # Where BackPACK looks for them; the layer is that of a `shadow`.
+        layer.input0, layer.output = x, z
+        try:
+            return rule().jac_t_mat_prod(layer, (), (), gradients)
+        finally:
+            del layer.input0, layer.output
+    x = x.detach().requires_grad_()
+    # The layer's own forward, without hooks around it.
+    with torch.enable_grad():
+        outputs = layer.forward(x)
+    (product,) = torch.autograd.grad(outputs, x, gradients, is_grads_batched=True)
+    return product

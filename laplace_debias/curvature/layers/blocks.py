@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.owners import owners_of_parameters
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
     LAYERS,
@@ -26,6 +26,8 @@ WIDE = 8192
 
 A dense factor of a vocabulary of 50,000 would be 10 GB in single precision.
 """
+
+_PARAMETRIZATIONS = "parametrizations"
 
 # How positions share a weight: one answer, or one for a layer's path.
 Sharing = str | Mapping[str, str]
@@ -264,7 +266,7 @@ def _blocks_of(
         return [Block(name, (name,), path, role, (parameter.numel(), 1))]
     role = "table" if isinstance(layer, nn.Embedding) else "weight"
     groups = layer.groups if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else 1
-    d_out, d_in = parameter.shape[0] // groups, parameter[0].numel()
+    d_out, d_in = parameter.shape[0] // groups, parameter.shape[1:].numel()
     if isinstance(layer, TRANSPOSED):
         d_out, d_in = parameter.shape[1], parameter.numel() // (parameter.shape[1] * groups)
     elif role == "table" or is_hugging_face_conv1d(layer):
@@ -282,7 +284,7 @@ def _attention_blocks(name: str, path: str, parameter: nn.Parameter, sharing: st
     prefix = f"{path}." if path else ""
     if key.startswith("in_proj"):
         role = "weight" if key == "in_proj_weight" else "bias"
-        shape = (parameter.shape[0] // 3, parameter[0].numel())
+        shape = (parameter.shape[0] // 3, parameter.shape[1:].numel())
         return [
             Block(f"{name}[{g}]", (name,), prefix + projection, role, shape, g, sharing)
             for g, projection in enumerate(PROJECTIONS)
@@ -339,3 +341,43 @@ def _check_sharing(model: nn.Module, sharing: Sharing) -> None:
                 f"sharing names {missing}, which the model does not have. Its layers are "
                 f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
             )
+
+
+def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Paths of the modules that hold a parameter and can be called, by the parameter's `id`.
+
+    A parameter in a container (`nn.ParameterList`, `nn.ModuleList`, …) or in a parametrisation
+    belongs to the nearest module around it that has a forward pass. A module that stands in the
+    model twice counts once.
+
+    Args:
+        model: The model.
+    """
+    owners: dict[int, dict[str, None]] = {}
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), {})[_callable(model, path)] = None
+    return {key: tuple(paths) for key, paths in owners.items()}
+
+
+def around(model: nn.Module, paths: Sequence[str]) -> str | None:
+    """The path of the nearest module around all of some; None around the model itself.
+
+    Args:
+        model: The model.
+        paths: Paths of modules, at least one.
+    """
+    if len(paths) > 1:
+        steps = zip(*(path.split(".") for path in paths), strict=False)
+        shared = takewhile(lambda names: len(set(names)) == 1, steps)
+        return _callable(model, ".".join(names[0] for names in shared))
+    return _callable(model, paths[0].rpartition(".")[0]) if paths[0] else None
+
+
+def _callable(model: nn.Module, path: str) -> str:
+    before, is_inside, _ = f".{path}.".partition(f".{_PARAMETRIZATIONS}.")
+    path = before.strip(".") if is_inside else path
+    while path and type(model.get_submodule(path)).forward is nn.Module.forward:
+        path = path.rpartition(".")[0]
+    return path

@@ -84,7 +84,7 @@ def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = 
 
 
 def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
-    """What runs a module again, as `Call.run`.
+    """A function that runs a module again, as `Call.run`.
 
     Args:
         module: The module, of a `shadow` without hooks of this package.
@@ -281,16 +281,19 @@ def _one_by_one(
         values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         with torch.enable_grad():
             outputs = call.run(values, call.of_examples(slice(start, start + 1)))
-        chosen = [outputs[i] for i in cotangents]
+        # An example may go another way, which reads none of the parameters.
+        reached = {i: g for i, g in cotangents.items() if outputs[i].requires_grad}
         of_columns = []
         for column in range(num_columns):
-            found = torch.autograd.grad(
-                chosen,
-                list(values.values()),
-                [g[column].narrow(_dim(call, i), index, 1) for i, g in cotangents.items()],
-                retain_graph=column + 1 < num_columns,
-                allow_unused=True,
-            )
+            found: Sequence[Tensor | None] = [None] * len(values)
+            if reached:
+                found = torch.autograd.grad(
+                    [outputs[i] for i in reached],
+                    list(values.values()),
+                    [g[column].narrow(_dim(call, i), index, 1) for i, g in reached.items()],
+                    retain_graph=column + 1 < num_columns,
+                    allow_unused=True,
+                )
             of_columns.append(found)
         for position, (name, value) in enumerate(values.items()):
             columns = [found[position] for found in of_columns]

@@ -1,4 +1,4 @@
-r"""Which positions of an example take part where positions share a weight.
+r"""The positions of an example that take part where positions share a weight.
 
 T and the moments of K-FAC are those of the positions that take part, example by example. A position
 of a layer's output takes no part if its gradient vanishes for every cotangent that counts, and
@@ -85,7 +85,7 @@ class PositionFinder:
         self._is_pooled = outputs.ndim == 2 or not lengths <= of_outputs
         self._pass: _Pass | None = None
 
-    def find(self, x: Inputs, y: Tensor, first: int) -> Mapping[str, Masks]:
+    def find(self, x: Inputs, y: Tensor) -> Mapping[str, Masks]:
         """The positions that take part, of the layers where not all do.
 
         Whether there may be any is asked where inputs and targets lie. On an accelerator the host
@@ -94,14 +94,13 @@ class PositionFinder:
         Args:
             x: Inputs, `[B, ...]`, on the model's device or the CPU.
             y: Targets, on either.
-            first: Position of the first example in all data of the fit.
 
         Returns:
             By the layer's path, for every use that the outputs depend on.
         """
         if not self._layers:
             return {}
-        counted = self._cotangents.counted(y, self._ndim, first)
+        counted = self._cotangents.counted(y, self._ndim)
         if counted is not None and bool(counted.all()):
             counted = None
         if counted is None and not _may_hold_padding(x, self._is_pooled):

@@ -1,4 +1,4 @@
-"""Which blocks a model's parameters have, found by running an example or two.
+"""Finds the blocks of a model's parameters, found by running an example or two.
 
 A layer's class says how its parameters act, and a model may do otherwise: a forward pass of its
 own, a weight that is read from outside of its layer, windows or time steps in the place of the
@@ -17,12 +17,13 @@ from laplace_debias.curvature.layers.blocks import (
     Block,
     Sharing,
     Site,
+    around,
     curvature_blocks,
     entries_of,
     is_overridden,
+    owners_of_parameters,
 )
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.layers.owners import around, owners_of_parameters
 from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
@@ -34,10 +35,13 @@ from laplace_debias.system.out_of_memory import is_out_of_memory
 
 Calls = Mapping[str, Sequence[str]]
 
+# Examples that are run where not all of a model takes part in the outputs of two.
+_MORE = 16
+
 
 @dataclass(frozen=True)
 class Resolved:
-    """What an example told of some parameters.
+    """The findings that an example gave of some parameters.
 
     Attributes:
         blocks: Their blocks, of those that the outputs depend on.
@@ -63,7 +67,8 @@ def resolve(
     Args:
         model: The model, with outputs `[B, ..., C]`; left untouched.
         names: The parameters, as `select_parameters` gives them.
-        x: Inputs, `[B, ...]`, on the model's device; two examples are run.
+        x: Inputs, `[B, ...]`, on the model's device; two examples are run, and `_MORE` if some
+            parameter takes no part in the outputs of one of them, as in a mixture of experts.
         joint: As `curvature_blocks` takes it.
         sharing: As `curvature_blocks` takes it.
 
@@ -80,15 +85,19 @@ def resolve(
         outputs = call(shadow(model), take(few, slice(0, 1)))
     check_outputs(outputs, num_examples(x))
     check_repeatable(model, few, outputs)
-    reference = _Reference(model, names, few)
-    used = [name for name in names if name not in reference.unused]
+    reference, more = _Reference(model, names, few), None
+    unused = reference.unused
+    if reference.is_partial:
+        more = take(x, slice(0, _MORE))
+        unused = _unused(model, unused, more)
+    used = [name for name in names if name not in unused]
     calls: dict[str, tuple[str, ...]] = {}
     owners = owners_of_parameters(model)
     while True:
         blocks = curvature_blocks(model, used, joint, sharing, calls) if used else []
-        wrong = dict(_wrong(model, blocks, few, reference)) if blocks else {}
+        wrong = dict(_wrong(model, blocks, few, more, reference)) if blocks else {}
         if not wrong:
-            return Resolved(blocks, calls, reference.unused)
+            return Resolved(blocks, calls, unused)
         lost: dict[str, Exception] = {}
         for name, (block, error) in wrong.items():
             paths: Sequence[str] | None = owners[id(model.get_parameter(name))]
@@ -123,6 +132,7 @@ class _Reference:
         cotangent: `[B, ...]`, of the outputs' shape.
         gradients: By the parameter's name, for every example.
         unused: Parameters that no example's outputs depend on.
+        is_partial: Whether the gradient of some parameter is zero for some example.
         rounding: What is nothing but rounding in the norm of a gradient.
         eps: Rounding of one number.
     """
@@ -149,8 +159,19 @@ class _Reference:
         self.unused = [n for i, n in enumerate(names) if all(of[i] is None for of in found)]
         self.eps = coarsest_eps(twin)
         norms = torch.stack([g.norm() for of_name in self.gradients.values() for g in of_name])
+        self.is_partial = bool((norms == 0).any())
         # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
         self.rounding = self.eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
+
+
+def _unused(model: nn.Module, names: Sequence[str], x: Inputs) -> list[str]:
+    """The parameters, of some, that the outputs of no example depend on."""
+    twin = shadow(model)
+    parameters = [twin.get_parameter(name).requires_grad_(True) for name in names]
+    with torch.enable_grad():
+        outputs = call(twin, x)
+    found = _gradients(outputs, parameters, torch.ones_like(outputs)) if names else []
+    return [name for name, gradient in zip(names, found, strict=True) if gradient is None]
 
 
 def _gradients(
@@ -176,12 +197,19 @@ def _dense(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _wrong(
-    model: nn.Module, blocks: Sequence[Block], x: Inputs, reference: _Reference
+    model: nn.Module,
+    blocks: Sequence[Block],
+    x: Inputs,
+    more: Inputs | None,
+    reference: _Reference,
 ) -> Iterator[tuple[str, tuple[Block, Exception]]]:
     """Parameters whose block is not what automatic differentiation says, with the block and why."""
     network = shadow(model)
     tap = Tap.on(network, blocks)
+    # Two examples may take the same way through a model by chance.
+    of_more = {} if more is None else tap.look(more)[1]
     outputs, faults = tap.look(x)
+    faults = of_more | faults
     uses: dict[Site, Uses] = {}
     of_layers = {use.layer: use for use in tap.uses}
     if outputs.shape == reference.cotangent.shape:

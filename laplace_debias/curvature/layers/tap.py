@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.calls import Call, CallUses
-from laplace_debias.curvature.layers.example_dims import ExampleDims
-from laplace_debias.curvature.layers.recorder import CallRecorder
+from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.attention import expose_projections
 from laplace_debias.curvature.network.batch_norms import lay_out_gradients
@@ -87,7 +86,7 @@ class Tap:
 
     @property
     def network(self) -> nn.Module:
-        """What is run."""
+        """The network that is run."""
         return self._network
 
     def module(self, site: Site) -> nn.Module:
@@ -155,7 +154,7 @@ class Tap:
         return outputs, dict(self._faults())
 
     def _faults(self) -> Iterator[tuple[Site, Exception]]:
-        """What is wrong at the sites, for the last forward pass."""
+        """The faults at the sites, for the last forward pass."""
         uncopied = frozenset() if self._dims is None else self._dims.uncopied
         if uncopied:
             no_copies = NotImplementedError(
@@ -416,7 +415,8 @@ def check_batched(layer: str, x: Tensor, batch: int) -> None:
             "dimension must be the examples. Keep positions in a dimension of their own, "
             "[batch, positions, features] (attention: batch_first=True), instead of merging them "
             "into the batch, and let position embeddings look up a position for every example; or "
-            "leave the layer's parameters out with params=."
+            "leave the layer's parameters out with params=. If only some examples pass through it "
+            "(a mixture of experts), shuffle the data, so that the first batch shows it."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a layer is to K-FAC: rows of activations times rows of output gradients.
+"""The layer as K-FAC sees it: rows of activations times rows of output gradients.
 
 A layer's weight gradient for one cotangent is `Σ_t g_t a_tᵀ` over its T positions. This file turns
 a layer's input and output gradients into these rows and sums; it is the one place that knows layer
@@ -92,7 +92,7 @@ def _patches(
 def _transposed_patches(
     layer: Any, x: Float[Tensor, "batch channels *space"]
 ) -> Float[Tensor, "batch positions d_in"]:
-    """What a transposed convolution sees from each output position.
+    """The patch that a transposed convolution sees from each output position.
 
     It is the convolution, with the kernel turned round, of its input with zeros between the pixels.
     """
@@ -265,7 +265,7 @@ def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batc
 
 
 def _normalised(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a normalisation's scale multiplies, in evaluation mode, of `x`'s shape."""
+    """The values that a normalisation's scale multiplies, in evaluation mode, of `x`'s shape."""
     match layer:
         case nn.LayerNorm():
             return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)

@@ -1,4 +1,4 @@
-"""What a curvature operator asks of a loss: a function of the outputs of a batch."""
+"""The loss as a curvature operator asks for it: a function of the outputs of a batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -31,34 +31,25 @@ class OutputLoss(ABC):
         is_recordable: Whether `value` consists of operations known to be recorded safely.
         is_convex: Whether it is convex in the outputs for certain, so that a generalised
             Gauss-Newton matrix is positive semi-definite.
-        class_dim: Which dimension of the outputs a term of the loss spans, so that the others are
-            examples and positions; None if that is not known.
     """
 
     reduction: str
     is_recordable: bool = True
     is_convex: bool = True
-    class_dim: int | None = None
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:  # noqa: B027 (any target fits)
         """Raise a `ValueError` or `TypeError` if targets do not fit outputs of this shape."""
 
-    def labels(self, targets: Tensor, first: int, ndim: int) -> Labels:
-        """What the other methods need of a batch's targets.
-
-        Args:
-            targets: The targets.
-            first: Place of the batch's first example in the data.
-            ndim: How many dimensions the outputs have.
-        """
+    def labels(self, targets: Tensor, ndim: int) -> Labels:
+        """Prepares targets for the other methods, for outputs of `ndim` dimensions."""
         return (targets,)
 
     @abstractmethod
     def count(self, targets: Tensor) -> float:
-        """What `reduction="mean"` divides by, for one batch."""
+        """The number that `reduction="mean"` divides by, for one batch."""
 
     def counted(self, labels: Labels) -> Tensor | None:
-        """Which outputs count, broadcasting to the outputs; None for all."""
+        """The mask of outputs that count, broadcasting to the outputs; None for all."""
         return None
 
     @abstractmethod

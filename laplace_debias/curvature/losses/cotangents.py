@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_debias.curvature.losses.base import OutputLoss
 from laplace_debias.curvature.losses.uniforms import Uniforms
 from laplace_debias.curvature.network.class_dim import targets_classes_last
+from laplace_debias.system.checks import whole
 
 FISHERS = ("exact", "mc", "empirical")
 
@@ -36,9 +37,7 @@ class FisherType:
     def __post_init__(self) -> None:
         if self.kind not in FISHERS:
             raise ValueError(f"Unknown fisher={self.kind!r}: use one of {', '.join(FISHERS)}.")
-        if self.mc_samples < 1:
-            raise ValueError(f"mc_samples must be at least 1, got {self.mc_samples}.")
-        if self.kind != "mc" and self.mc_samples != 1:
+        if whole(self.mc_samples, "mc_samples") != 1 and self.kind != "mc":
             raise ValueError(
                 f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
             )
@@ -56,7 +55,7 @@ class FisherType:
 
 @dataclass(frozen=True)
 class Cotangents:
-    """Which cotangents at a batch's outputs stand for the curvature of its loss.
+    """The cotangents at a batch's outputs that stand for the curvature of its loss.
 
     A loss is the sum over an example's positions. With T of them `"exact"` has T times the
     columns, each at one position. The labels of `"mc"` and `"empirical"` are those of all positions
@@ -89,18 +88,17 @@ class Cotangents:
         """K, at most: how many cotangents an example has."""
         return outputs[0].numel() if self.fisher.kind == "exact" else self.fisher.mc_samples
 
-    def counted(self, targets: Tensor, ndim: int, first: int) -> Tensor | None:
-        """Which outputs count, broadcasting to the outputs; None for all.
+    def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
+        """The mask of outputs that count, broadcasting to the outputs; None for all.
 
         Args:
             targets: What the loss takes; checked later.
             ndim: How many dimensions the outputs have.
-            first: Position of the batch's first example in the data.
         """
         targets = targets_classes_last(targets, ndim, self.class_dim)
         if targets.ndim < ndim - 1:
             return None
-        return self.loss.counted(self.loss.labels(targets, first, ndim))
+        return self.loss.counted(self.loss.labels(targets, ndim))
 
     def __call__(
         self, outputs: Float[Tensor, "batch *outputs"], targets: Tensor, first: int
@@ -121,7 +119,7 @@ class Cotangents:
         # Targets that still lie on the CPU are checked there, at once.
         self.loss.check(outputs, targets)
         targets = targets.to(outputs.device, non_blocking=True)
-        labels = self.loss.labels(targets, first, outputs.ndim)
+        labels = self.loss.labels(targets, outputs.ndim)
         value = self.loss.value(outputs, labels).double()
         if self.fisher.kind == "exact":
             return self.loss.root(outputs, labels), value

@@ -20,7 +20,6 @@ class NegativeLogLikelihood(OutputLoss):
     """
 
     reduction = "mean"
-    class_dim = -1
     # A likelihood may be a user's own.
     is_recordable = False
 
@@ -31,7 +30,7 @@ class NegativeLogLikelihood(OutputLoss):
         """Targets of the outputs' positions, as the likelihood has them."""
         self.likelihood.check(*flat_terms(outputs, targets))
 
-    def labels(self, targets: Tensor, first: int, ndim: int) -> Labels:
+    def labels(self, targets: Tensor, ndim: int) -> Labels:
         """The targets with a row for each term; which count, `[B, ..., 1]`; curvature weights.
 
         The second is left out where all count and have weight 1, the third where all have.
@@ -66,13 +65,7 @@ class NegativeLogLikelihood(OutputLoss):
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The likelihood's columns, each at one position."""
-        columns = self._root(outputs, labels)
-        if outputs.ndim == 2:
-            return columns
-        columns = columns.flatten(2, -2)
-        at = torch.eye(columns.shape[2], dtype=outputs.dtype, device=outputs.device)
-        columns = columns.unsqueeze(1) * at[:, None, :, None]
-        return columns.flatten(0, 1).unflatten(2, outputs.shape[1:-1])
+        return each_at_one_position(self._root(outputs, labels))
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """By the root, position by position."""
@@ -135,3 +128,16 @@ def flat_terms(
             "`outputs.movedim(1, -1)` in the model)."
         )
     return outputs.flatten(0, -2), targets.flatten(0, len(positions) - 1)
+
+
+def each_at_one_position(
+    columns: Float[Tensor, "columns batch *positions outputs"],
+) -> Float[Tensor, "all batch *positions outputs"]:
+    """Of columns that all positions have, T times as many, each of them zero at all but one."""
+    positions = columns.shape[2:-1]
+    if not positions:
+        return columns
+    columns = columns.flatten(2, -2)
+    at = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
+    columns = columns.unsqueeze(1) * at[:, None, :, None]
+    return columns.flatten(0, 1).unflatten(2, positions)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.reader import BatchReader
-from laplace_debias.system.randomness import SeededBatches, from_state, state_of_next_pass
+from laplace_debias.system.randomness import SeededBatches
 from laplace_debias.system.ranks import ALONE, Ranks
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
@@ -120,23 +120,12 @@ class FirstBatchKnown:
 
     def __init__(self, batches: Batches) -> None:
         self.source = self._batches = batches
-        self._state = state_of_next_pass(batches)
         self._begun: Iterator[Any] | None = iter(batches)
         self.first = list(islice(self._begun, 1))
 
     def __iter__(self) -> Iterator[Any]:
         begun, self._begun = self._begun, None
         return iter(self._batches) if begun is None else chain(self.first, begun)
-
-    def replays(self) -> Callable[[], "FirstBatchKnown"]:
-        """What gives the passes that follow once more, any number of times, with the same batches.
-
-        A loader that draws elsewhere than from torch's global generator on the CPU (a generator of
-        its own, NumPy) may differ from pass to pass.
-        """
-        is_begun = self._begun is not None
-        state = self._state if is_begun else state_of_next_pass(self._batches)
-        return lambda: FirstBatchKnown(from_state(self._batches, state))
 
 
 def with_progress(batches: Batches, progress: bool, what: str) -> Batches:

@@ -10,8 +10,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from laplace_debias.curvature.network.inputs import Inputs, call, like, take
-from laplace_debias.curvature.network.logits import logits_of
+from laplace_debias.curvature.network.inputs import Inputs, call, like, logits_of, take
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.system.out_of_memory import is_out_of_memory
@@ -25,7 +24,7 @@ _NAME = "_chosen_positions"
 
 @dataclass(frozen=True)
 class ChosenPositions:
-    """Which positions are asked for, and where they can be chosen.
+    """The positions that are asked for, and where they can be chosen.
 
     Attributes:
         columns: Where they lie among the outputs' positions, `[B, p]`.

@@ -1,4 +1,4 @@
-"""Which dimension of the outputs has the classes: the last, or one that is moved there."""
+"""The dimension of the outputs that has the classes: the last, or one that is moved there."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.logits import logits_of
+from laplace_debias.curvature.network.inputs import logits_of
 from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.system.checks import whole
 from laplace_debias.system.warn import warn
 
 # How far from 1 the sum of probabilities may be: softmaxes are also computed in half precision.
@@ -19,13 +20,11 @@ def check_class_dim(class_dim: int | None) -> None:
 
     Raises:
         ValueError: For dimension 0.
-        TypeError: If it is not an integer.
+        TypeError: As `whole`.
     """
     if class_dim is None:
         return
-    if isinstance(class_dim, bool) or not isinstance(class_dim, int):
-        raise TypeError(f"class_dim must be an integer or None, got {type(class_dim).__name__}.")
-    if class_dim == 0:
+    if whole(class_dim, "class_dim", -(2**53)) == 0:
         raise ValueError(
             "class_dim=0 is the dimension of the examples: use class_dim=1 for outputs "
             "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."

@@ -1,4 +1,4 @@
-"""What may be wrong with the numbers of a batch, asked without waiting for the device.
+"""Faults in the numbers of a batch, asked without waiting for the device.
 
 Whether labels are in range and outputs finite is known once the device has computed it. Asked batch
 by batch, the host would wait for every one. So a pass over data collects the answers where they
@@ -35,7 +35,7 @@ class Faults:
 
     @contextmanager
     def of_batch(self, number: int | None) -> Iterator[None]:
-        """What is required within is of a batch: its answer is kept, or read if it is on the CPU.
+        """Takes what is required within as a batch's: answers are kept, or read if on the CPU.
 
         Args:
             number: Which one errors name, from 1; None for none.

@@ -1,6 +1,9 @@
-"""What a model holds besides its Bayesian parameters, in a number a tensor: has it changed?"""
+"""Fingerprints of a model besides its Bayesian parameters, a number a tensor: has it changed?"""
 
+import hashlib
+import json
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -33,6 +36,11 @@ def state_of(model: nn.Module, without: Collection[str]) -> dict[str, Tensor]:
         for name, value in model.state_dict().items()
         if isinstance(value, Tensor) and name not in without
     }
+
+
+def checksum(model: nn.Module) -> str:
+    """A text that tells a model's state from another's."""
+    return hashlib.sha256(json.dumps(fingerprint(model, ())).encode()).hexdigest()[:16]
 
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
@@ -73,3 +81,55 @@ def mark_in_order(tensor: Tensor) -> Int[Tensor, ""]:
         weights = ((weights ^ (weights >> 29)) * MIX) | 1
         mark = mark * MIX + (sums * weights).sum()
     return mark
+
+
+# Entries of a tensor that are read: so many, or up to twice as many.
+_SAMPLE = 1024
+
+
+class Watch:
+    """Watches what a model holds besides its Bayesian parameters.
+
+    The first time everything is read. A copy, or what comes out of a pickle, begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, tuple[tuple[Any, ...], Tensor]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, ()
+
+    def changed(
+        self, model: nn.Module, without: Collection[str], sums: Mapping[str, int]
+    ) -> list[str]:
+        """Names of what is not as the fingerprint has it, as far as they are found.
+
+        Args:
+            model: The model.
+            without: As `fingerprint` takes it.
+            sums: What `fingerprint` gave.
+        """
+        state = state_of(model, without)
+        wrong = [
+            name for name in dict.fromkeys([*sums, *state]) if (name in sums) != (name in state)
+        ]
+        for name, x in state.items():
+            if wrong:
+                break
+            place, sample = _mark(x)
+            before = self._marks.get(name)
+            if before is not None and before[0] == place and before[1].equal(sample):
+                continue
+            if sum_of_bits(x) == sums[name]:
+                self._marks[name] = place, sample.clone()
+            else:
+                wrong.append(name)
+        return wrong
+
+
+def _mark(x: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+    """Where a tensor lies, how often torch has seen it change, and a sample of its entries."""
+    version = None if x.is_inference() else x._version
+    dense = x.detach() if x.layout is torch.strided else x.detach().to_dense()
+    sample = bits(dense.flatten()[:: max(1, x.numel() // _SAMPLE)])
+    return (dense.data_ptr(), version, x.dtype, tuple(x.shape), dense.stride()), sample

@@ -1,4 +1,4 @@
-"""What goes into a model: one tensor, several, or named ones; and what comes out."""
+"""Inputs of a model: one tensor, several, or named ones; and its outputs."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from laplace_debias.curvature.network.logits import logits_of
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.system.threads import SharedSetting
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
@@ -100,9 +100,14 @@ def num_examples(inputs: Inputs) -> int:
     """B, the leading dimension of every tensor among the inputs.
 
     Raises:
-        TypeError: If there is no tensor among them.
+        TypeError: If there is no tensor among them, or a nested one.
         ValueError: If they have no example, or not all the same number.
     """
+    if any(x.is_nested for x in tensors_of(inputs)):
+        raise TypeError(
+            "Inputs hold a nested tensor, of examples of several shapes: pad them with "
+            "torch.nested.to_padded_tensor(x, 0.0), and tell the model by a mask what is padding."
+        )
     sizes = {len(x) if x.ndim else 0 for x in tensors_of(inputs)}
     if not sizes:
         raise TypeError(
@@ -198,3 +203,62 @@ def _map(inputs: Any, function: Any) -> Any:
 
 def _kind(inputs: Any) -> str:
     return type(inputs).__name__
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The tensor of outputs among what a model returns, at least in single precision.
+
+    That is the tensor itself; `.logits` of an object; the entry `"logits"` of a mapping, or its
+    only tensor; the first entry of a tuple or list, or the second where the first is a loss, a
+    single number (Hugging Face with `return_dict=False`).
+
+    Args:
+        outputs: What the model returned.
+
+    Raises:
+        TypeError: If there is no such tensor, or it is complex or nested.
+    """
+    found = _found(outputs)
+    if isinstance(found, Tensor) and (found.is_nested or found.is_complex()):
+        kind = "a nested tensor" if found.is_nested else f"complex ({found.dtype})"
+        raise TypeError(
+            f"The model's outputs are {kind}, where real ones of shape [batch, ..., outputs] are "
+            f"needed: wrap it so that it {'pads' if found.is_nested else 'takes view_as_real of'} "
+            "them."
+        )
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"The model must return a tensor or have `.logits`, got {_description(outputs)}: wrap "
+            "it so that it returns a tensor, an object with `.logits`, a dict with the entry "
+            "'logits', or a tuple that begins with the logits."
+        )
+    return found.to(wide(found.dtype))
+
+
+def _found(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs
+    if hasattr(outputs, "logits"):
+        return outputs.logits
+    if isinstance(outputs, Mapping):
+        if "logits" in outputs:
+            return outputs["logits"]
+        tensors = [value for value in outputs.values() if isinstance(value, Tensor)]
+        return tensors[0] if len(tensors) == 1 else None
+    if isinstance(outputs, (tuple, list)) and outputs:
+        first = outputs[0]
+        is_loss = isinstance(first, Tensor) and first.ndim == 0 and len(outputs) > 1
+        return outputs[1] if is_loss else first
+    return None
+
+
+def _description(outputs: Any) -> str:
+    """Names what came by its kind and its entries' kinds: they may hold millions of numbers."""
+    kind = type(outputs).__name__
+    if isinstance(outputs, Mapping):
+        return f"a {kind} with the entries {[str(key) for key in outputs]}"
+    if hasattr(outputs, "logits"):
+        return f"a {kind} whose `.logits` is of type {type(outputs.logits).__name__}"
+    if isinstance(outputs, (tuple, list)):
+        return f"a {kind} of [{', '.join(type(part).__name__ for part in outputs)}]"
+    return kind

@@ -1,6 +1,6 @@
 """The last layer: the one that the outputs come from, found by running an example."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from laplace_debias.curvature.network.layer_types import LAYERS, NORMS, PROJECTI
 from laplace_debias.curvature.network.shadow import shadow
 
 LAST_LAYER = "last_layer"
+# Examples that are run where one does not reach all layers.
+_MORE = 16
+_REMEDY = "Name the parameters, params=[...] (model.named_parameters() lists them)."
 _NORMS = (*NORMS, nn.modules.batchnorm._NormBase)
 
 
@@ -27,8 +30,9 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
 
     Args:
         model: The model.
-        example: Inputs, of which one example is run; None if there are none, which is enough for an
-            `nn.Sequential` that ends in one of torch's layers.
+        example: Inputs, of which one example is run, or `_MORE` if that does not reach all layers;
+            None if there are none, which is enough for an `nn.Sequential` that ends in one of
+            torch's layers.
 
     Raises:
         ValueError: Naming the candidates, if there is not exactly one; if it or the whole model
@@ -42,7 +46,7 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
         )
     path = _last_of_sequential(model) if example is None else None
     if path is not None:
-        return _trainable(model, path, [])
+        return _trainable(model, path)
     if example is None:
         raise ValueError(
             f'params="{LAST_LAYER}" is the layer that the outputs come from. For a '
@@ -51,7 +55,7 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
         )
     sources = _sources(model, example)
     if len(sources.layers) == 1 and not sources.parameters:
-        return _trainable(model, sources.layers[0], sources.called)
+        return _trainable(model, sources.layers[0])
     raise ValueError(_not_one(model, sources))
 
 
@@ -85,17 +89,15 @@ def _last_of_sequential(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class _Sources:
-    """What the outputs come from.
+    """The layers that the outputs come from.
 
     Attributes:
         layers: Paths of layers, in the order of the forward pass.
         parameters: Names of parameters that are used outside of a layer.
-        called: Paths of all layers that were called, in order.
     """
 
     layers: list[str]
     parameters: list[str]
-    called: list[str]
 
 
 @torch.inference_mode(False)
@@ -104,7 +106,8 @@ def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
     expose_projections(network)
     cuts: dict[str, list[Tensor]] = {}
     passed_over = {id(p) for m in network.modules() if _is_passed_over(m) for p in m.parameters()}
-    for path, layer in _layers(network):
+    layers = dict(_layers(network))
+    for path, layer in layers.items():
         layer.register_forward_hook(_cutter(cuts.setdefault, path), prepend=True)
     parameters = {
         name: parameter.requires_grad_()
@@ -114,8 +117,12 @@ def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
     }
     with torch.enable_grad():
         outputs = call(network, take(inputs, slice(0, 1)))
+        if len(cuts) < len(layers):
+            # Another example may take another way, as in a mixture of experts.
+            cuts.clear()
+            outputs = call(network, take(inputs, slice(0, _MORE)))
     if not outputs.requires_grad:
-        return _Sources([], [], list(cuts))
+        return _Sources([], [])
     leaves = [(path, leaf) for path, of_layer in cuts.items() for leaf in of_layer]
     everything = [leaf for _, leaf in leaves] + list(parameters.values())
     found = torch.autograd.grad(outputs, everything, torch.ones_like(outputs), allow_unused=True)
@@ -124,7 +131,6 @@ def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
     return _Sources(
         list(dict.fromkeys(p for (p, _), is_one in zip(leaves, of_layers, strict=True) if is_one)),
         [name for name, is_one in zip(parameters, of_parameters, strict=True) if is_one],
-        list(cuts),
     )
 
 
@@ -176,7 +182,7 @@ def _cut(value: Any, leaves: list[Tensor]) -> Any:
     return value
 
 
-def _trainable(model: nn.Module, path: str, called: Sequence[str]) -> list[str]:
+def _trainable(model: nn.Module, path: str) -> list[str]:
     """Names of the layer's trainable parameters, which are its own.
 
     Raises:
@@ -194,41 +200,27 @@ def _trainable(model: nn.Module, path: str, called: Sequence[str]) -> list[str]:
     if sharing:
         raise ValueError(
             f'params="{LAST_LAYER}": the outputs come from {title}, whose parameters are tied to '
-            f"{sharing}, so that they are not those of the last layer alone. Untie them, or name "
-            f"parameters of other layers{_for_example(model, called, own)}."
+            f"{sharing}, so that they are not those of the last layer alone. {_REMEDY}"
         )
     names = [n for n, p in model.named_parameters() if id(p) in own and p.requires_grad]
     if not names:
         raise ValueError(
             f'params="{LAST_LAYER}": the outputs come from {title}, which is frozen '
-            "(requires_grad=False). Unfreeze it with requires_grad_(True), or name parameters of "
-            f"other layers{_for_example(model, called, own)}."
+            f"(requires_grad=False). Unfreeze it with requires_grad_(True), or: {_REMEDY}"
         )
     return names
 
 
 def _not_one(model: nn.Module, sources: _Sources) -> str:
-    """What to say where the outputs come from no layer, or from more than one."""
-    wanted = f'params="{LAST_LAYER}" needs one layer that the outputs come from'
-    if not sources.layers and not sources.parameters:
-        return (
-            f"{wanted}, but by differentiable operations they come from none: name parameters"
-            f"{_for_example(model, sources.called, set())}."
-        )
+    """The message where the outputs come from no layer, or from more than one."""
     titles = [f"{path} ({type(_owner(model, path)).__name__})" for path in sources.layers]
     titles += [f"the parameter {n}, used outside of a layer" for n in sources.parameters]
-    names = [name for path in sources.layers for name in _names_within(model, path)]
-    if names:
-        return f"{wanted}, but they come from {' and '.join(titles)}: name those, params={names}."
-    remedy = (
-        "untie it into a layer of its own (a tied head becomes an nn.Linear), or name"
-        if sources.parameters
-        else "all of them frozen: unfreeze them, or name"
-    )
-    outside = {id(model.get_parameter(name)) for name in sources.parameters}
-    example = _for_example(model, sources.called, outside)
+    inside = tuple(f"{path}." for path in sources.layers)
+    names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
     return (
-        f"{wanted}, but they come from {' and '.join(titles)}: {remedy} other parameters{example}."
+        f'params="{LAST_LAYER}" needs one layer that the outputs come from, but by differentiable '
+        f"operations they come from {' and '.join(titles) or 'none'}: name the parameters, "
+        f"params={names if inside and names else '[...]'}."
     )
 
 
@@ -238,21 +230,3 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
     above = model.get_submodule(parent)
     is_made = type(above) is nn.MultiheadAttention and key in PROJECTIONS
     return above if is_made else model.get_submodule(path)
-
-
-def _names_within(model: nn.Module, path: str) -> list[str]:
-    own = {id(parameter) for parameter in _owner(model, path).parameters()}
-    return [n for n, p in model.named_parameters() if id(p) in own and p.requires_grad]
-
-
-def _for_example(model: nn.Module, called: Sequence[str], without: set[int]) -> str:
-    """The trainable parameters of the layer that was called last."""
-    for path in reversed(called):
-        names = [
-            name
-            for name in _names_within(model, path)
-            if id(model.get_parameter(name)) not in without
-        ]
-        if names:
-            return f", for example params={names}"
-    return ", params=[...]"

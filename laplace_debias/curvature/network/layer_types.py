@@ -1,4 +1,4 @@
-"""Which layers are known, by their class."""
+"""The layers that are known, by their class."""
 
 from torch import nn
 

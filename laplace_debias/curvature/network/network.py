@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.gathered import gathered
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.last_layer import needs_example
 from laplace_debias.curvature.network.outputs import check_finite_outputs
@@ -25,17 +24,14 @@ from laplace_debias.curvature.network.shadow import (
     check_usable,
     shadow,
 )
-from laplace_debias.curvature.network.split_model import bring_to_rest, is_split, local_part
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.operators import ParameterLayout
-from laplace_debias.system.ranks import current
 
 
 class Network:
     """A model as a function of the selected parameters, the others held fixed.
 
-    Tied weights are one parameter under their first name, and all of their uses count. Of a model
-    that `fully_shard` has split it keeps a whole copy.
+    Tied weights are one parameter under their first name, and all of their uses count.
 
     Args:
         model: In eval mode where it has dropout or batch normalisation.
@@ -59,18 +55,8 @@ class Network:
         data: Batches | None = None,
         batch: BatchHook | None = None,
     ) -> None:
-        with gathered(model):
-            self._look_at(model, params, data, batch)
-
-    def _look_at(
-        self,
-        model: nn.Module,
-        params: ParameterSelection,
-        data: Batches | None,
-        batch: BatchHook | None,
-    ) -> None:
         check_usable(model)
-        self._given, self._is_split = model, is_split(model)
+        self._given = model
         self.read = BatchReader(model, batch)
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)
@@ -93,25 +79,17 @@ class Network:
 
     @property
     def model(self) -> nn.Module:
-        """What is differentiated: the user's model, plain and no narrower than single precision."""
-        # Of a split model the whole parameters of the last copy are at hand, and no others.
-        whole = self._whole
-        return widened(unwrapped(self._given), self.names) if whole is None else whole
+        """The differentiated module: the user's, plain and no narrower than single precision."""
+        return widened(unwrapped(self._given), self.names)
 
     def refresh(self) -> None:
-        """Copy the model anew; of a split one all ranks at the same time."""
-        state = self._state_now()
-        self._stamp = _stamp(state)
-        self._whole: nn.Module | None = None
-        if self._is_split:
-            with gathered(self._given):
-                self._whole = self.model
+        """Copy the model anew."""
+        self._stamp = _stamp(self._state_now())
         twin = shadow(self.model)
         everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
-        # Copies: what is kept of a linearisation refers to them, and must not change. Whole
-        # parameters of a split model are copies already.
-        copies = {n: x.detach() if self._is_split else x.detach().clone() for n, x in everything}
-        self._seen = tuple(x.clone() for x in state) if self._is_split else tuple(copies.values())
+        # Copies: what is kept of a linearisation refers to them, and must not change.
+        copies = {name: x.detach().clone() for name, x in everything}
+        self._seen = tuple(copies.values())
         self.parameters = tuple(copies[name] for name in self.names)
         self._fixed_names = tuple(name for name in copies if name not in self.names)
         self.fixed = tuple(copies[name] for name in self._fixed_names)
@@ -126,20 +104,15 @@ class Network:
     def is_current(self) -> bool:
         """Whether the model's parameters and buffers are those that were copied.
 
-        Their contents are compared: a change through `.data` leaves no other trace. Of a split
-        model each rank compares its shards, and all come to the same answer.
+        Their contents are compared: a change through `.data` leaves no other trace.
         """
         state = self._state_now()
-        is_same = self._stamp == _stamp(state) and all(
+        return self._stamp == _stamp(state) and all(
             now.to(copy.dtype).equal(copy) for now, copy in zip(state, self._seen, strict=True)
         )
-        return all(current().exchange(is_same)) if self._is_split else is_same
 
     def _state_now(self) -> list[Tensor]:
-        if self._is_split:
-            bring_to_rest(self._given)
-        state = [*self._given.parameters(), *self._given.buffers()]
-        return [local_part(x) for x in state] if self._is_split else state
+        return [x.detach() for x in (*self._given.parameters(), *self._given.buffers())]
 
     def outputs(
         self,

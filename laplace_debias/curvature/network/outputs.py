@@ -1,4 +1,4 @@
-"""What comes out of a network: finite, of the expected shape, the same twice."""
+"""Checks of what comes out of a network: finite, of the expected shape, the same twice."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.shards import check_shared, first_places, 
 from laplace_debias.system.ranks import ALONE, Ranks
 
 _MASKED = -1234.5
-"""What stands for −∞ in the mark of a batch."""
+"""The number that stands for −∞ in the mark of a batch."""
 _EMPTY = "The data is empty: it must yield at least one batch."
 _NO_PART = (
     "This process has no example of the data: curvature operators take no more processes than "

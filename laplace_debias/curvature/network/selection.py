@@ -1,4 +1,4 @@
-"""Which parameters are Bayesian."""
+"""Selects the Bayesian parameters."""
 
 from collections.abc import Callable, Sequence
 
@@ -106,11 +106,19 @@ def leaving_out(names: Sequence[str], among: Sequence[str]) -> str:
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require Bayesian parameters of one device, and of one dtype (`wide` of what they are).
+    """Require real Bayesian parameters of one device, and of one dtype (`wide` of what they are).
 
     Raises:
         ValueError: Otherwise.
     """
+    unreal = [name for name in names if model.get_parameter(name).is_complex()]
+    if unreal:
+        raise ValueError(
+            f"{unreal[0]} is complex ({model.get_parameter(unreal[0]).dtype}), and curvature is "
+            "that of real parameters: hold real and imaginary part, torch.view_as_real, as a "
+            "parameter, and make the complex one of it in the forward pass; or freeze all complex "
+            "parameters with requires_grad_(False)."
+        )
     kinds = {(wide(p.dtype), p.device) for p in map(model.get_parameter, names)}
     if len(kinds) > 1:
         found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)

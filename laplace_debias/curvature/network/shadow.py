@@ -1,21 +1,15 @@
 """A stand-in for the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.computed import computed, drop_caches
-from laplace_debias.curvature.network.split_model import (
-    PLAIN_INSTEAD,
-    check_gatherable,
-    is_shard,
-    is_split,
-)
 from laplace_debias.system.out_of_memory import is_out_of_memory
-from laplace_debias.system.ranks import current
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
+_SPLIT = {"FSDPModule", "FullyShardedDataParallel"}
 _DROPOUT = nn.modules.dropout._DropoutNd
 
 
@@ -70,8 +64,7 @@ def check_usable(model: nn.Module) -> None:
     Raises:
         TypeError: For anything but a `torch.nn.Module`, and for TorchScript.
         ValueError: If parameters or buffers lie on the device `meta`, where they have no values.
-        NotImplementedError: If the parameters are split over processes in another way than
-            `fully_shard` over one mesh of all of them (see `gathered`).
+        NotImplementedError: If the parameters are split over processes, or nested tensors.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -83,17 +76,23 @@ def check_usable(model: nn.Module) -> None:
                 "the same state_dict."
             )
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    if is_split(model):
-        check_gatherable(model, current().size)
-    else:
-        # By their attributes: to import the classes takes a second.
-        split = [name for name, tensor in tensors if is_shard(tensor)]
-        if split or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
-            raise NotImplementedError(
-                f"{split[0] if split else 'The model'} is split over processes, and not by "
-                "torch.distributed.fsdp.fully_shard, while curvature needs whole parameters on "
-                f"each: use fully_shard; or {PLAIN_INSTEAD}. The data may be shared by processes."
-            )
+    # By names and attributes: to import the classes takes a second.
+    split = [name for name, tensor in tensors if hasattr(tensor, "full_tensor")]
+    if split or any(_SPLIT & {kind.__name__ for kind in type(m).__mro__} for m in model.modules()):
+        raise NotImplementedError(
+            f"{split[0] if split else 'The model'} is split over processes (fully_shard, tensor "
+            "parallelism), while curvature needs the whole model on each: build the plain model "
+            "and load the full state into it, torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)). If its "
+            'posterior is too large, take params="last_layer" or adapters. Processes may share the '
+            "data."
+        )
+    nested = [name for name, tensor in tensors if tensor.is_nested]
+    if nested:
+        raise NotImplementedError(
+            f"{nested[0]} is a nested tensor, of which curvature is not computed: hold its parts "
+            "as parameters or buffers of their own, in an nn.ParameterList say."
+        )
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:
         raise ValueError(
@@ -107,10 +106,18 @@ def check_deterministic(model: nn.Module) -> None:
     """Refuse a model whose outputs are random or depend on the other examples of the batch.
 
     Raises:
-        ValueError: If dropout is active, or batch normalisation uses the batch's own statistics.
+        ValueError: If dropout is active, batch normalisation uses the batch's own statistics, or a
+            layer is dynamically quantised.
     """
     for path, module in model.named_modules():
         name = f"{path or 'model'} ({type(module).__name__})"
+        # By its module: to import the classes takes long, and torchao is to replace them.
+        if ".quantized.dynamic." in type(module).__module__:
+            raise ValueError(
+                f"{name} is dynamically quantised: it rounds by the largest input of the batch, so "
+                "an example's output depends on the others. Use the model as it was before "
+                "quantize_dynamic."
+            )
         if isinstance(module, _BATCH_NORM) and module.running_mean is None:
             raise ValueError(
                 f"{name} keeps no running statistics, so an example's output depends on the rest "
@@ -132,16 +139,17 @@ def check_deterministic(model: nn.Module) -> None:
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuse a model that holds NaN or Inf; a buffer may hold −Inf, as a mask of attention does.
+    """Refuse a model whose parameters hold NaN or Inf.
+
+    A buffer may hold them, as a mask of attention or a bound does: if they matter, the outputs are
+    not finite either.
 
     Raises:
-        ValueError: Naming the first parameter or buffer with such an entry.
+        ValueError: Naming the first parameter with such an entry.
     """
-    wrong = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
-    wrong += [
-        name
-        for name, buffer in model.named_buffers()
-        if (buffer.isnan() | (buffer == torch.inf)).any()
+    # Detached: threads that use one parameter under autograd at the same time can block each other.
+    wrong = [
+        n for n, parameter in model.named_parameters() if not parameter.detach().isfinite().all()
     ]
     if wrong:
         raise ValueError(
@@ -161,3 +169,23 @@ def check_no_autocast(device: torch.device) -> None:
             "model's dtype. Leave the context, or turn it off here with "
             f"torch.autocast({device.type!r}, enabled=False)."
         )
+
+
+def computed(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors of this kind, such as the weight of a weight norm."""
+    for module in model.modules():
+        for kept in vars(module).values():
+            values = kept.values() if type(kept) is dict else (kept,)
+            yield from (value for value in values if _is_computed(value))
+
+
+def drop_caches(original: nn.Module, copied: nn.Module) -> None:
+    """Take out of a copy what the original keeps from one pass to the next: it is computed anew."""
+    for name, kept in vars(original).items():
+        is_cache = type(kept) is dict and not name.startswith("_")
+        if is_cache and any(map(_is_computed, kept.values())):
+            vars(copied)[name] = {k: v for k, v in kept.items() if not _is_computed(v)}
+
+
+def _is_computed(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf

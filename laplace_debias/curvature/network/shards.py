@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.sampler import RandomSampler
 
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.system.ranks import Ranks
+from laplace_debias.system.ranks import Ranks, check_joined
 
 # From the number of a batch of this process, and how many examples it has read before, to the place
 # of the batch's first example among those of all processes.
@@ -80,7 +87,7 @@ class ShardedBatches(Sampler[list[int]]):
 
     @property
     def rank(self) -> int:
-        """Which process this is."""
+        """The number of this process."""
         return (dist.get_rank() if _has_group() else 0) if self._rank is None else self._rank
 
     @property
@@ -193,8 +200,11 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
 
     Raises:
         ValueError: If they read the same data set from end to end, if only some of them have
-            `ShardedBatches`, or if these are of different data.
+            `ShardedBatches`, or if these are of different data; if a sampler repeats examples.
+        RuntimeError: As `check_joined`.
     """
+    check_joined()
+    _refuse_padding(data)
     if ranks.size == 1:
         return False
     sampler = getattr(data, "batch_sampler", None)
@@ -216,6 +226,21 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
         return True
     refuse_same([one for _, one in said], "reads the same data set from end to end")
     return False
+
+
+def _refuse_padding(data: Any) -> None:
+    """Refuse a `DistributedSampler` that fills up the processes' parts with repeated examples."""
+    sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
+    sampler = sampler or getattr(data, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return
+    repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+    if repeated > 0:
+        raise ValueError(
+            f"The loader's DistributedSampler repeats {repeated} examples, so that all of "
+            f"{sampler.num_replicas} processes have as many, and they would count twice: use "
+            "DataLoader(data, batch_sampler=ShardedBatches(data, batch_size)), which repeats none."
+        )
 
 
 def refuse_same(marks: Sequence[Any], how: str) -> None:
@@ -244,7 +269,7 @@ def refuse_same(marks: Sequence[Any], how: str) -> None:
 
 
 def _whole_data_set(data: Any) -> list[Any] | None:
-    """What tells a data set from another, if a loader reads all of it."""
+    """The identity that tells a data set from another, if a loader reads all of it."""
     if not isinstance(data, DataLoader) or type(data.batch_sampler) is not BatchSampler:
         return None
     dataset = data.dataset

@@ -1,12 +1,30 @@
-"""Models inside wrappers: DataParallel, DistributedDataParallel, fully_shard, torch.compile."""
+"""Models inside wrappers: DataParallel, DistributedDataParallel, torch.compile."""
 
 import copy
 from collections.abc import Sequence
 
 from torch import nn
 
-from laplace_debias.curvature.network.gathered import with_own_parameters, without_split
-from laplace_debias.curvature.network.inner_module import inner
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def inner(module: nn.Module) -> nn.Module | None:
+    """The module in a wrapper; None for anything else.
+
+    Raises:
+        ValueError: If the wrapper has forward hooks of its own.
+    """
+    # A compiled module by its attribute: to import torch's compiler for its class takes a second.
+    key = "module" if isinstance(module, _PARALLEL) else "_orig_mod"
+    inside = module._modules.get(key)
+    if inside is None:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            f"The {type(module).__name__} around {type(inside).__name__} has forward hooks, which "
+            "would be lost with it: register them on the module inside."
+        )
+    return inside
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -24,13 +42,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
         are wrapped, a copy of the modules around these. The copy does not see the modes that are
         set later: ask for it where it is needed, and do not keep it.
 
-    Of a model that `fully_shard` has split its parameters are whole copies while it is `gathered`,
-    and NaN otherwise.
-
     Raises:
         ValueError: If a wrapper has forward hooks of its own.
     """
-    return _plain(without_split(model), {})
+    return _plain(model, {})
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -40,7 +55,7 @@ def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
         model: The user's model, wrapped or not.
         names: Names in either form; one that the model does not have comes back as it is.
     """
-    inside = _plain(with_own_parameters(model), {})
+    inside = _plain(model, {})
     plain = {id(p): name for name, p in inside.named_parameters()}
     known = set(plain.values())
     wrapped = {n: plain[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}

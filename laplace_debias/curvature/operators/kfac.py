@@ -13,14 +13,12 @@ from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_ord
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
-from laplace_debias.curvature.losses.known import BinaryCrossEntropy
 from laplace_debias.curvature.network.batches import Batches, Pairs
-from laplace_debias.curvature.network.gathered import over_whole_model
+from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
-from laplace_debias.curvature.network.same_model import check_same_model
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
@@ -86,8 +84,7 @@ class KFAC(Permuted):
 
     Raises:
         ValueError: Before any sweep: for a model that is random or holds NaN, data that is empty or
-            differs between passes, targets that do not fit the loss, an unknown name, `weight` of
-            the examples together with `magnitudes`.
+            differs between passes, targets that do not fit the loss, an unknown name.
         TypeError: For an iterator that can be read only once, or a loss without a closed form
             unless `fisher="empirical"`.
         NotImplementedError: If a parameter belongs to a layer without a Kronecker form here, or is
@@ -114,7 +111,6 @@ class KFAC(Permuted):
 
     num_data: int = 0
 
-    @over_whole_model(lambda self, model, *_, **__: model)
     @together("K-FAC")
     def __init__(
         self,
@@ -149,11 +145,6 @@ class KFAC(Permuted):
         of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
         measured = of_loss
         if magnitudes is not None:
-            if of_loss.has_example_weights:
-                raise ValueError(
-                    "The loss's weight has a row for every example of `data`, none for those of "
-                    "`magnitudes`: leave `magnitudes` out, or weigh classes instead of examples."
-                )
             measured = LossData(seeded(magnitudes, generator), network, loss, reduction, None)
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
         with torch.inference_mode(False):
@@ -212,14 +203,13 @@ class LossData:
         num_data: int | None,
     ) -> None:
         ranks = current()
-        check_same_model(ranks, network.model)
+        ranks.require_same(model=lambda: checksum(network.model))
         self._data = Data(batches, network.device, network.dtypes, network.read, num_data, ranks)
         self.num_examples = self._data.num_examples
-        self.loss = output_loss(loss, reduction, self.num_examples)
+        self.loss = output_loss(loss, reduction)
         first = self._data.batch(0)
         outputs = network.first_outputs(first.inputs, first.size)
         total = 0.0
-        self.has_example_weights = False
         for batch in self._data:
             # Sequences of another length are checked when their outputs are there.
             if batch.targets.shape[1:] == first.targets.shape[1:]:
@@ -230,8 +220,6 @@ class LossData:
             raise ValueError(
                 "The loss counts no target: all are ignored (ignore_index) or have weight 0."
             )
-        if isinstance(self.loss, BinaryCrossEntropy):
-            self.has_example_weights = self.loss.has_rows(outputs.ndim)
         self.scale = 1 / total if self.loss.reduction == "mean" else 1.0
 
     @property

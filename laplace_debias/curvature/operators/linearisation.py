@@ -169,7 +169,7 @@ class Linearised(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What keeping it takes."""
+        """The bytes that keeping it takes."""
 
 
 Item = TypeVar("Item", bound=Linearised)
@@ -177,7 +177,7 @@ Result = TypeVar("Result")
 
 
 class Kept(Generic[Item]):
-    """What is made of every batch, in order: of the first ones kept, of the others made anew.
+    """The programs of every batch, in order: of the first ones kept, of the others made anew.
 
     Several threads may go through it: one at a time makes an item, all use those that are kept.
 
@@ -207,7 +207,7 @@ class Kept(Generic[Item]):
 
     @property
     def num_bytes(self) -> int:
-        """What is kept, in bytes."""
+        """The bytes that are kept."""
         return sum(item.num_bytes for item in self._items)
 
     def map(self, function: Callable[[Item], Result]) -> Iterator[Result]:
@@ -247,7 +247,7 @@ def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:
 
 
 def _kind_of(inputs: Inputs) -> object:
-    """What a program depends on: shapes and dtypes, names, and values other than tensors."""
+    """The key of a program: shapes and dtypes, names, and values other than tensors."""
 
     def of(x: object) -> object:
         return (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x)

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import Loss, OutputMap, Uniforms, output_loss
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.gathered import over_whole_model
+from laplace_debias.curvature.network.fingerprint import mark_in_order
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
-from laplace_debias.curvature.network.same_vectors import check_same
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
 from laplace_debias.curvature.operators.tracing import Tensors
+from laplace_debias.system.checks import whole
 from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import together
 
@@ -57,7 +57,6 @@ class CurvatureOperator(NetworkOperator):
             none.
     """
 
-    @over_whole_model(lambda self, model, *_, **__: model)
     @together("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(
@@ -74,7 +73,7 @@ class CurvatureOperator(NetworkOperator):
         batch: BatchHook | None = None,
     ) -> None:
         super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
-        self._loss = output_loss(loss, reduction, self.num_data)
+        self._loss = output_loss(loss, reduction)
         self._lineariser = Lineariser(self._network, self._loss)
         total = 0.0
         like_first: torch.Size | None = None
@@ -96,7 +95,7 @@ class CurvatureOperator(NetworkOperator):
     def _check_value(self, batch: Batch) -> None:
         """Require a finite scalar for the loss of the first batch."""
         with torch.no_grad():
-            labels = self._loss.labels(batch.targets, batch.first, self._first_outputs.ndim)
+            labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
             value = self._loss.value(self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
@@ -129,7 +128,9 @@ class CurvatureOperator(NetworkOperator):
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
-        check_same(self._ranks, vectors)
+        self._ranks.require_same(
+            vectors=lambda: (vectors.shape, int(mark_in_order(vectors.flatten())))
+        )
 
         def product(item: Item) -> Tensor:
             chunks = self._chunks(item, len(vectors))
@@ -163,7 +164,7 @@ class Hessian(CurvatureOperator):
     """
 
     def _linearise(self, batch: Batch) -> Linearisation:
-        labels = self._loss.labels(batch.targets, batch.first, self._first_outputs.ndim)
+        labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
         return self._lineariser.second_order(batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
@@ -189,7 +190,7 @@ class GGN(CurvatureOperator):
         return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        labels = self._loss.labels(batch.targets, batch.first, outputs.ndim)
+        labels = self._loss.labels(batch.targets, outputs.ndim)
         return self._loss.hessian(outputs, labels), 2
 
 
@@ -250,8 +251,8 @@ class Fisher(CurvatureOperator):
             )
         if fisher == "exact" and (mc_samples is not None or generator is not None):
             raise ValueError('mc_samples and generator belong to fisher="mc": nothing is drawn.')
-        if mc_samples is not None and mc_samples < 1:
-            raise ValueError(f"mc_samples must be at least 1, got {mc_samples}.")
+        if mc_samples is not None:
+            whole(mc_samples, "mc_samples")
         super().__init__(
             model,
             loss,
@@ -287,7 +288,7 @@ class Fisher(CurvatureOperator):
         return True
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        labels = self._loss.labels(batch.targets, batch.first, outputs.ndim)
+        labels = self._loss.labels(batch.targets, outputs.ndim)
         if not self._samples:
             return self._loss.hessian(outputs, labels), 2
         gradients = [
@@ -308,64 +309,12 @@ class EmpiricalFisher(CurvatureOperator):
     for `nn.MSELoss`). In these units, and without weights, its expectation over labels drawn from
     the model is the `Fisher`. The loss must be a sum over examples.
 
-    With `per="token"` every position of an example counts for itself,
-    $\frac1c \sum_n \sum_t g_{nt} g_{nt}^\top$ with the gradients of the single terms, which is how
-    curvlinops defines it. What the gradients of an example's positions have in common is lost
-    then, so that it is not the second moment of the examples' gradients. Both are the same where
-    an example has one position, and for labels drawn independently at every position both have the
-    `Fisher` for their expectation.
-
-    See `CurvatureOperator` for the arguments that are not here.
-
-    Args:
-        per: `"example"` or `"token"`. Positions are the dimensions of the outputs besides that of
-            the examples and that of the classes: `[B, C, T, ...]` for `nn.CrossEntropyLoss`,
-            `[B, T, ..., C]` for the other losses.
-
-    Raises:
-        ValueError: For another `per`; as `CurvatureOperator`.
-        TypeError: For `"token"` with a callable of the user's, whose terms nobody knows; as
-            `CurvatureOperator`.
+    See `CurvatureOperator` for the arguments.
 
     Reference:
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation", for
         why it is neither Fisher nor Hessian.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        data: Batches,
-        params: ParameterSelection | None = None,
-        num_data: int | None = None,
-        *,
-        per: str = "example",
-        reduction: str | None = None,
-        memory_bound: int = MEMORY_BOUND,
-        chunk_size: int | None = None,
-        batch: BatchHook | None = None,
-    ) -> None:
-        if per not in ("example", "token"):
-            raise ValueError(f'Unknown per={per!r}: use "example" or "token".')
-        super().__init__(
-            model,
-            loss,
-            data,
-            params,
-            num_data,
-            reduction=reduction,
-            memory_bound=memory_bound,
-            chunk_size=chunk_size,
-            batch=batch,
-        )
-        if per == "token" and self._loss.class_dim is None:
-            raise TypeError(
-                'per="token" needs the terms of the loss, which are known of nn.CrossEntropyLoss, '
-                "nn.MSELoss, nn.BCEWithLogitsLoss and likelihoods: use one of them, or "
-                'per="example".'
-            )
-        self._per_token = per == "token"
 
     @property
     def is_positive_semidefinite(self) -> bool:
@@ -373,14 +322,8 @@ class EmpiricalFisher(CurvatureOperator):
         return True
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        labels = self._loss.labels(batch.targets, batch.first, outputs.ndim)
-        gradient = self._loss.gradient(outputs, labels)
-        if not self._per_token:
-            return _outer_products(gradient[None]), 1
-        assert self._loss.class_dim is not None
-        # From the end, since products have a dimension more in front.
-        classes = self._loss.class_dim % outputs.ndim - outputs.ndim
-        return lambda v: gradient * (gradient * v).sum(classes, keepdim=True), 1
+        labels = self._loss.labels(batch.targets, outputs.ndim)
+        return _outer_products(self._loss.gradient(outputs, labels)[None]), 1
 
 
 def _outer_products(gradients: Float[Tensor, "samples *outputs"]) -> OutputMap:

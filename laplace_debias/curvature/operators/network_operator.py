@@ -1,4 +1,4 @@
-"""What operators of networks share: parameters, data, linearised batches that are kept."""
+"""Operators of networks share this: parameters, data, linearised batches that are kept."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputMap
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
-from laplace_debias.curvature.network.same_model import check_same_model
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Kept, Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout
+from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import current, together
 
 Result = TypeVar("Result")
@@ -69,14 +70,13 @@ class NetworkOperator(LinearOperator):
         chunk_size: int | None,
         batch: BatchHook | None,
     ) -> None:
-        if memory_bound < 0:
-            raise ValueError(f"memory_bound must be a number of bytes, got {memory_bound}.")
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        whole(memory_bound, "memory_bound", 0)
+        if chunk_size is not None:
+            whole(chunk_size, "chunk_size")
         self._network = Network(model, "all" if params is None else params, data, batch)
         network = self._network
         self._ranks = current()
-        check_same_model(self._ranks, network.model)
+        self._ranks.require_same(model=lambda: checksum(network.model))
         self._data = Data(data, network.device, network.dtypes, network.read, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
@@ -113,7 +113,7 @@ class NetworkOperator(LinearOperator):
 
     @property
     def num_bytes_kept(self) -> int:
-        """What the linearised batches kept between products take, at most `memory_bound`."""
+        """The bytes of linearised batches kept between products, at most `memory_bound`."""
         return self._kept.num_bytes
 
     def _make(self, batch: Batch) -> Item:
@@ -156,7 +156,7 @@ class NetworkOperator(LinearOperator):
             self._checked.clear()
 
     def _chunks(self, item: Item, num_columns: int) -> list[slice]:
-        """Which columns to multiply side by side."""
+        """The columns to multiply side by side."""
         size = self._chunk_size
         if size is None:
             each = item.num_bytes + self._network.num_parameters * self.dtype.itemsize

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.directions import eigh
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.rows import sweep_parts
+from laplace_debias.curvature.layers.backends import HookStream
 from laplace_debias.curvature.layers.blocks import Block, parameter_order
-from laplace_debias.curvature.layers.stream import HookStream
 from laplace_debias.curvature.losses import Loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.network.batches import Batches, Pairs
@@ -133,7 +133,7 @@ def ggn_spectrum(
 
 
 def _kept(squares: Float[Tensor, "examples columns"], allowance: float) -> Bool[Tensor, "n k"]:
-    """Which rows to keep: all but the least, whose squares sum to no more than the allowance."""
+    """The rows to keep: all but the least, whose squares sum to no more than the allowance."""
     ordered, index = squares.flatten().sort()
     dropped = int((ordered.cumsum(0) <= allowance).sum())
     kept = torch.ones(squares.numel(), dtype=torch.bool, device=squares.device)

@@ -1,4 +1,4 @@
-"""Functional covariance of posteriors that are block-diagonal."""
+"""Functional covariance of a posterior that is block-diagonal."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,18 +10,22 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, Rotated, rotated_jacobians
 from laplace_debias.curvature.layers.tap import Use
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.laplace.functional.weights import weighted_gram, weighted_squares
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
+
+# From so many prior precisions on, products of pairs of outputs are formed once for all of them.
+_PAIRS_FROM = 3
+# Numbers that a slice of weighed products holds.
+_SLICE = 2**19
 
 
 class BlockMoments:
     r"""$J P^{-1} J^\top$ as the sum over blocks, each in its own eigenbasis.
 
     Args:
-        blocks: The blocks, in the posteriors' order.
-        posteriors: Posteriors over them.
-        prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
+        blocks: The blocks, in the posterior's order.
+        posterior: A posterior over them.
+        prior_precisions: δ of every block at every grid point, `[P, blocks]`.
         diagonal: Whether to give variances alone.
         jacobians: Where rotated Jacobians come from.
     """
@@ -29,20 +33,20 @@ class BlockMoments:
     def __init__(
         self,
         blocks: Sequence[Block],
-        posteriors: Sequence[GaussianPosterior],
-        prior_precisions: Float[Tensor, "posteriors grid blocks"],
+        posterior: GaussianPosterior,
+        prior_precisions: Float[Tensor, "grid blocks"],
         diagonal: bool,
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:
         self._blocks = blocks
-        self._posteriors = posteriors
+        self._posterior = posterior
         self._prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
 
     def add_last_layer(
         self,
-        into: Float[Tensor, "posteriors grid batch columns *again"],
+        into: Float[Tensor, "grid batch columns *again"],
         layer: nn.Module,
         last: Use,
         outputs: Tensor,
@@ -75,38 +79,30 @@ class BlockMoments:
         phi = last.x if not block.is_exact else last.x.new_ones(len(last.x), 1)
         if block.is_joint:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
-        for into, posterior, deltas in zip(
-            total, self._posteriors, self._prior_precisions[:, :, index], strict=True
-        ):
-            operator = posterior.curvature.blocks[block.name]
-            assert isinstance(operator, EigenKronecker)
-            precisions = posterior.data_weight * operator.magnitudes + deltas[:, None, None]
-            rotated = phi if operator.U_A is None else phi @ operator.U_A
-            along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
-            U_G = operator.U_G
-            if U_G is None:
-                along = (
-                    along if chosen is None else along.gather(-1, chosen.expand(len(along), -1, -1))
-                )
-                if self._diagonal:
-                    into += along
-                    continue
-                products = torch.diag_embed(along)
-                if chosen is not None:
-                    # An output that is asked for twice.
-                    same = chosen.unsqueeze(-1) == chosen.unsqueeze(-2)
-                    products = along.unsqueeze(-1) * same
-                into += products
-                continue
-            # [C, d_out] for every example alike, or its own choice of rows [B, k, d_out].
-            rows = U_G if chosen is None else U_G[chosen]
+        operator, curvature = self._operator(index)
+        precisions = curvature + self._prior_precisions[:, index, None, None]
+        rotated = phi if operator.U_A is None else phi @ operator.U_A
+        along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
+        if operator.U_G is None:
+            if chosen is not None:
+                along = along.gather(-1, chosen.expand(len(along), -1, -1))
             if self._diagonal:
-                into += (rows.square() @ along.unsqueeze(-1)).squeeze(-1)
-                continue
-            for point, variances in zip(into, along, strict=True):
-                point += (rows * variances.unsqueeze(1)) @ rows.mT
+                total += along
+            elif chosen is None:
+                total += torch.diag_embed(along)
+            else:
+                # An output may be asked for twice.
+                total += along.unsqueeze(-1) * (chosen.unsqueeze(-1) == chosen.unsqueeze(-2))
+            return
+        # [C, d_out] for every example alike, or its own choice of rows [B, k, d_out].
+        rows = operator.U_G if chosen is None else operator.U_G[chosen]
+        if self._diagonal:
+            total += (rows.square() @ along.unsqueeze(-1)).squeeze(-1)
+            return
+        for point, variances in zip(total, along, strict=True):
+            point += (rows * variances.unsqueeze(1)) @ rows.mT
 
-    def begin(self, into: Float[Tensor, "posteriors grid batch columns *again"]) -> None:
+    def begin(self, into: Float[Tensor, "grid batch columns *again"]) -> None:
         """Begin with some columns, whose covariances or variances are added to `into`."""
         self._into = into
 
@@ -118,18 +114,9 @@ class BlockMoments:
             layer: Its layer.
             uses: Inputs and output gradients of the layer's uses.
         """
-        block = self._blocks[index]
-        for members in self._with_same_directions(block.name):
-            operators = [self._posteriors[m].curvature.blocks[block.name] for m in members]
-            curvature = torch.stack(
-                [
-                    self._posteriors[member].data_weight * operator.magnitudes
-                    for member, operator in zip(members, operators, strict=True)
-                ]
-            )
-            U_G, U_A = operators[0].U_G, operators[0].U_A
-            parts = self._jacobians(layer, block, uses, U_G, U_A)
-            self._add_parts(members, index, curvature, parts)
+        operator, curvature = self._operator(index)
+        parts = self._jacobians(layer, self._blocks[index], uses, operator.U_G, operator.U_A)
+        self._add_parts(index, curvature, parts)
 
     def add_table(self, index: int, parts: Sequence[Rotated], shape: torch.Size) -> None:
         """Take the Jacobian of a block of entries that are those of an embedding's table.
@@ -139,45 +126,30 @@ class BlockMoments:
             parts: Its Jacobian as that of a table, `[b, K, d, tokens]`.
             shape: Of the table, `[tokens, d]`.
         """
-        everyone = range(len(self._posteriors))
-        magnitudes = [
-            posterior.data_weight * posterior.curvature.blocks[self._blocks[index].name].magnitudes
-            for posterior in self._posteriors
-        ]
-        curvature = torch.stack(magnitudes).view(-1, *shape).mT
-        self._add_parts(list(everyone), index, curvature, parts)
+        self._add_parts(index, self._operator(index)[1].view(shape).mT, parts)
 
-    def _add_parts(
-        self, members: list[int], index: int, curvature: Tensor, parts: Iterable[Rotated]
-    ) -> None:
-        """Add products of Jacobian rows, for posteriors with the same directions.
+    def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
+        """A block's curvature, and N·Λ of it, `[*groups, d_out, d_in]`."""
+        operator = self._posterior.curvature.blocks[self._blocks[index].name]
+        assert isinstance(operator, EigenKronecker)
+        return operator, self._posterior.data_weight * operator.magnitudes
+
+    def _add_parts(self, index: int, curvature: Tensor, parts: Iterable[Rotated]) -> None:
+        """Add products of a block's Jacobian rows along its directions.
 
         Args:
-            members: Numbers of the posteriors.
-            index: The block's.
-            curvature: N·Λ of each of them, `[posteriors, *groups, d_out, d_in]`.
+            index: The block's number.
+            curvature: N·Λ, `[*groups, d_out, d_in]`.
             parts: The block's Jacobian along the directions.
         """
-        grids = self._prior_precisions[members, :, index]
+        deltas = self._prior_precisions[:, index]
+        weigh = weighted_squares if self._diagonal else weighted_gram
         for part, J, columns in parts:
             seen = curvature if columns is None else curvature[..., columns]
-            rows, seen = J.flatten(2), seen.flatten(1)
-            if self._diagonal:
-                self._into[members, :, part] += weighted_squares(rows, seen, grids)
-                continue
-            for member, of_member, grid in zip(members, seen, grids, strict=True):
-                self._into[member, :, part] += weighted_gram(rows, of_member, grid)
+            self._into[:, part] += weigh(J.flatten(2), seen.flatten(), deltas)
 
     def end(self) -> None:
         """Nothing is left to add: every block was added as it came."""
-
-    def _with_same_directions(self, block: str) -> list[list[int]]:
-        """Numbers of the posteriors, those together that hold the very same directions."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for position, posterior in enumerate(self._posteriors):
-            operator = posterior.curvature.blocks[block]
-            groups.setdefault((id(operator.U_G), id(operator.U_A)), []).append(position)
-        return list(groups.values())
 
 
 def linear_blocks(
@@ -188,3 +160,55 @@ def linear_blocks(
     is_known = all(blocks[i].role in ("weight", "bias") for i in of_layer)
     is_linear = isinstance(layer, nn.Linear) and outputs.ndim == 2
     return of_layer if is_linear and is_known else []
+
+
+def weighted_squares(
+    rows: Float[Tensor, "batch outputs d"],
+    curvature: Float[Tensor, " d"],
+    deltas: Float[Tensor, " grid"],
+) -> Float[Tensor, "grid batch outputs"]:
+    r"""`Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
+    squares = rows.flatten(0, 1)
+    width = max(1, _SLICE // len(squares))
+    sums = rows.new_zeros(len(squares), len(deltas))
+    for part, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
+        sums.addmm_(part.square(), (c + deltas[:, None]).reciprocal_().T)
+    return sums.T.reshape(len(deltas), *rows.shape[:2])
+
+
+def weighted_gram(
+    rows: Float[Tensor, "batch outputs d"],
+    curvature: Float[Tensor, " d"],
+    deltas: Float[Tensor, " grid"],
+) -> Float[Tensor, "grid batch outputs outputs"]:
+    r"""`Σ_i Ĵ_ci Ĵ_ki / (curvature_i + δ_p)` for every δ, `[P, B, C, C]`.
+
+    For a few δ each is a product of its own. For many, the products `Ĵ_ci Ĵ_ki` of each pair of
+    outputs are formed once, and a single matrix product weighs them for the whole grid. Columns are
+    taken in slices that stay in the processor's cache.
+    """
+    batch, num_outputs = rows.shape[:2]
+    pairs = num_outputs * (num_outputs + 1) // 2
+    as_pairs = len(deltas) > _PAIRS_FROM
+    width = max(1, _SLICE // (batch * (pairs if as_pairs else num_outputs)))
+    if not as_pairs:
+        total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
+        for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
+            for point, delta in enumerate(deltas):
+                total[point] += (part / (c + delta)) @ part.mT
+        return total
+    sums = rows.new_zeros(batch * pairs, len(deltas))
+    for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
+        products = part.new_empty(batch, pairs, part.shape[2])
+        first = 0
+        for output in range(num_outputs):
+            last = first + num_outputs - output
+            torch.mul(part[:, output, None], part[:, output:], out=products[:, first:last])
+            first = last
+        sums.addmm_(products.flatten(0, 1), (c[:, None] + deltas).reciprocal())
+    upper = torch.triu_indices(num_outputs, num_outputs, device=rows.device)
+    total = rows.new_empty(len(deltas), batch, num_outputs, num_outputs)
+    by_pair = sums.unflatten(0, (batch, pairs)).permute(2, 0, 1)
+    total[:, :, upper[0], upper[1]] = by_pair
+    total[:, :, upper[1], upper[0]] = by_pair
+    return total

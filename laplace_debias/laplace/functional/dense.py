@@ -1,6 +1,7 @@
 """Functional covariance of posteriors with directions in all parameters together."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -26,12 +27,12 @@ class DenseMoments:
     Both are summed layer by layer, in double precision: the last term is a difference. With U
     rounded to single precision it would be off by that rounding over δ, which for
     $N\lambda\gg\delta$ is more than the whole and of any sign. So U's rounding is undone first, by
-    `orthonormalisers`.
+    `orthonormaliser`.
 
     Args:
-        blocks: The parameters' blocks, one after the other the rows of the posteriors' one.
-        posteriors: Posteriors with one block of all parameters.
-        prior_precisions: δ, `[posteriors, P, 1]`.
+        blocks: The parameters' blocks, one after the other the rows of the posterior's one.
+        posterior: A posterior with one block of all parameters.
+        prior_precisions: δ, `[P, 1]`.
         diagonal: Whether to give variances alone.
         jacobians: Where Jacobians come from.
     """
@@ -39,16 +40,20 @@ class DenseMoments:
     def __init__(
         self,
         blocks: Sequence[Block],
-        posteriors: Sequence[GaussianPosterior],
-        prior_precisions: Float[Tensor, "posteriors grid 1"],
+        posterior: GaussianPosterior,
+        prior_precisions: Float[Tensor, "grid 1"],
         diagonal: bool,
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:
         self._blocks = blocks
-        self._places = _places_of(blocks)
-        self._posteriors = posteriors
-        self._roots = orthonormalisers(posteriors)
-        self._deltas = prior_precisions[:, :, 0].double()
+        ends = list(accumulate(block.size for block in blocks))
+        self._places = [
+            slice(end - block.size, end) for end, block in zip(ends, blocks, strict=True)
+        ]
+        self._posterior = posterior
+        self._directions = _directions(posterior)
+        self._root = orthonormaliser(posterior)
+        self._deltas = prior_precisions[:, 0].double()
         self._diagonal = diagonal
         self._jacobians = jacobians
 
@@ -56,10 +61,10 @@ class DenseMoments:
         """None: directions mix the last layer with all others."""
         return 0
 
-    def begin(self, into: Float[Tensor, "posteriors grid batch columns *again"]) -> None:
+    def begin(self, into: Float[Tensor, "grid batch columns *again"]) -> None:
         """As `BlockMoments.begin`."""
         self._into = into
-        self._along: list[Tensor | None] = [None] * len(self._posteriors)
+        self._along: Tensor | None = None
         self._gram: Tensor | None = None
 
     def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
@@ -70,37 +75,28 @@ class DenseMoments:
                 J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
             rows = J.flatten(2).double()
             gram = rows.square().sum(-1) if self._diagonal else rows @ rows.mT
-            if self._gram is None:
-                self._gram = gram.new_zeros(self._into.shape[2], *gram.shape[1:])
+            along = rows @ self._directions[place].double()
+            if self._gram is None or self._along is None:
+                batch = self._into.shape[1]
+                self._gram = gram.new_zeros(batch, *gram.shape[1:])
+                self._along = along.new_zeros(batch, *along.shape[1:])
             self._gram[part] += gram
-            for index, posterior in enumerate(self._posteriors):
-                along = rows @ _directions(posterior)[place].double()
-                total = self._along[index]
-                if total is None:
-                    total = along.new_zeros(self._into.shape[2], *along.shape[1:])
-                    self._along[index] = total
-                total[part] += along
+            self._along[part] += along
 
     def end(self) -> None:
         """Add the covariances, or variances, of what came since `begin`."""
-        assert self._gram is not None
-        results = []
-        for posterior, along, deltas, root in zip(
-            self._posteriors, self._along, self._deltas, self._roots, strict=True
-        ):
-            assert along is not None
-            block = posterior.curvature.blocks[DENSE_BLOCK]
-            magnitudes = block.magnitudes.flatten().double()
-            rest = None
-            if root is not None:
-                along = torch.linalg.solve_triangular(root.mT, along, upper=True, left=False)
-                rest = self._rest(self._gram, along, block.shape[0])
-            for delta in deltas:
-                weights = 1 / (posterior.data_weight * magnitudes + delta)
-                total = self._product(along * weights, along)
-                results.append(total if rest is None else total + rest / delta)
-        total = torch.stack(results).unflatten(0, (len(self._posteriors), -1))
-        self._into += total.to(self._posteriors[0].mean)
+        gram, along, rest = self._gram, self._along, None
+        assert gram is not None
+        assert along is not None
+        block = self._posterior.curvature.blocks[DENSE_BLOCK]
+        magnitudes = block.magnitudes.flatten().double()
+        if self._root is not None:
+            along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
+            rest = self._rest(gram, along, block.shape[0])
+        for into, delta in zip(self._into, self._deltas, strict=True):
+            weights = 1 / (self._posterior.data_weight * magnitudes + delta)
+            total = self._product(along * weights, along)
+            into += (total if rest is None else total + rest / delta).to(into)
 
     def _rest(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
         """Products of what the directions leave of each row; zero where that is rounding alone."""
@@ -116,33 +112,16 @@ class DenseMoments:
         return (left * right).sum(-1) if self._diagonal else left @ right.mT
 
 
-def _places_of(blocks: Sequence[Block]) -> list[slice]:
-    """Where each block's entries lie among all."""
-    places, start = [], 0
-    for block in blocks:
-        places.append(slice(start, start + block.size))
-        start += block.size
-    return places
+def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None:
+    """Cholesky factor L of UᵀU, float64: the columns of U L⁻ᵀ are orthonormal to its precision.
 
-
-def orthonormalisers(posteriors: Sequence[GaussianPosterior]) -> list[Float[Tensor, "k k"] | None]:
-    """Cholesky factors L of UᵀU: the columns of U L⁻ᵀ are orthonormal in double precision.
-
-    Args:
-        posteriors: Posteriors with one block of all parameters.
-
-    Returns:
-        L of each, float64; None where the directions are all there are.
+    None where the directions are all there are.
     """
-    roots: list[Tensor | None] = []
-    for posterior in posteriors:
-        U = _directions(posterior)
-        if U.shape[0] == U.shape[1]:
-            roots.append(None)
-            continue
-        products = sum(part.mT @ part for part in map(torch.Tensor.double, U.split(_ROWS)))
-        roots.append(torch.linalg.cholesky(products))
-    return roots
+    U = _directions(posterior)
+    if U.shape[0] == U.shape[1]:
+        return None
+    products = sum(part.mT @ part for part in map(torch.Tensor.double, U.split(_ROWS)))
+    return torch.linalg.cholesky(products)
 
 
 def _directions(posterior: GaussianPosterior) -> Float[Tensor, "parameters k"]:

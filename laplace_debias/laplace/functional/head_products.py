@@ -34,7 +34,7 @@ class Wanted:
 
     @classmethod
     def of(cls, weight: Tensor, h: Tensor, chosen: Int[Tensor, "batch k"] | None) -> "Wanted":
-        """Those of indices into an example's flattened outputs `[p · C]`; all of them for None."""
+        """The products of indices into an example's flattened outputs `[p · C]`; all for None."""
         size = len(weight)
         if chosen is None:
             chosen = torch.arange(h.shape[1] * size, device=h.device).expand(len(h), -1)
@@ -81,7 +81,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class OfHead:
-    """A block of the head's, in one of the posteriors, at one point of the grid.
+    """A block of the head's at one point of the grid.
 
     Attributes:
         block: The block: the head's weight, its bias, or a weight that an embedding shares.
@@ -100,16 +100,14 @@ class OfHead:
         cls,
         block: Block,
         index: int,
-        posteriors: Sequence[GaussianPosterior],
-        prior_precisions: Float[Tensor, "posteriors grid blocks"],
-    ) -> list[list["OfHead"]]:
-        """For every posterior those at the grid's points."""
-        found = []
-        for posterior, deltas in zip(posteriors, prior_precisions[:, :, index], strict=True):
-            operator = posterior.curvature.blocks[block.name]
-            assert isinstance(operator, EigenKronecker)
-            found.append([cls(block, operator, posterior.data_weight, d) for d in deltas])
-        return found
+        posterior: GaussianPosterior,
+        prior_precisions: Float[Tensor, "grid blocks"],
+    ) -> list["OfHead"]:
+        """The products at the grid's points."""
+        operator = posterior.curvature.blocks[block.name]
+        assert isinstance(operator, EigenKronecker)
+        deltas = prior_precisions[:, index]
+        return [cls(block, operator, posterior.data_weight, delta) for delta in deltas]
 
     def variances(
         self, wanted: Wanted, classes: Int[Tensor, " some"] | slice
@@ -183,8 +181,8 @@ class OfHead:
 
 
 def contracted(
-    found: Float[Tensor, "posteriors grid batch *columns"], wanted: Wanted, diagonal: bool
-) -> Float[Tensor, "posteriors grid batch *outputs"]:
+    found: Float[Tensor, "grid batch *columns"], wanted: Wanted, diagonal: bool
+) -> Float[Tensor, "grid batch *outputs"]:
     r"""The outputs' covariance from that of h, $w_c^\top \Sigma_h w_{c'}$.
 
     Args:
@@ -197,46 +195,46 @@ def contracted(
     p, d = wanted.h.shape[1:]
     results = []
     for example in range(len(wanted.h)):
-        covariance = found[:, :, example]
+        covariance = found[:, example]
         if not diagonal:
             rows = wanted.rows_of(example, slice(None))
             results.append(rows @ covariance @ rows.mT)
             continue
         of_positions = covariance.unflatten(-1, (p, d)).unflatten(-3, (p, d))
-        total = found.new_zeros(*found.shape[:2], wanted.num_outputs)
+        total = found.new_zeros(len(found), wanted.num_outputs)
         for t in range(p):
             (here,) = (wanted.positions[example] == t).nonzero(as_tuple=True)
             for some in here.split(max(1, _SLICE // d)):
                 rows = wanted.weight[wanted.classes[example, some]]
-                total[..., some] = ((rows @ of_positions[:, :, t, :, t]) * rows).sum(-1)
+                total[..., some] = ((rows @ of_positions[:, t, :, t]) * rows).sum(-1)
         results.append(total)
-    return torch.stack(results, 2)
+    return torch.stack(results, 1)
 
 
 def head_products(
-    grid: Sequence[Sequence[OfHead]], wanted: Wanted, diagonal: bool
-) -> Float[Tensor, "posteriors grid batch *outputs"]:
-    """Products of the head's own rows, for every posterior, point of the grid and example."""
+    grid: Sequence[OfHead], wanted: Wanted, diagonal: bool
+) -> Float[Tensor, "grid batch *outputs"]:
+    """Products of the head's own rows, for every point of the grid and every example."""
     examples = range(len(wanted.h))
     return torch.stack(
-        [
-            torch.stack([torch.stack([p.own(wanted, n, diagonal) for n in examples]) for p in of])
-            for of in grid
-        ]
+        [torch.stack([point.own(wanted, n, diagonal) for n in examples]) for point in grid]
     )
 
 
 def cross_products(
-    grid: Sequence[Sequence[OfHead]], parts: Sequence[Rotated], wanted: Wanted, diagonal: bool
-) -> Float[Tensor, "posteriors grid batch *outputs"]:
+    grid: Sequence[OfHead], parts: Sequence[Rotated], wanted: Wanted, diagonal: bool
+) -> Float[Tensor, "grid batch *outputs"]:
     """As `head_products`, of the head's rows with what is seen through the embedding."""
-
-    def of(point: OfHead) -> Tensor:
-        rows = [
-            point.crossed(wanted, example, part, diagonal)
-            for part in parts
-            for example in range(part.examples.start, part.examples.stop)
+    places = [
+        (part, example)
+        for part in parts
+        for example in range(part.examples.start, part.examples.stop)
+    ]
+    return torch.stack(
+        [
+            torch.stack(
+                [point.crossed(wanted, example, part, diagonal) for part, example in places]
+            )
+            for point in grid
         ]
-        return torch.stack(rows)
-
-    return torch.stack([torch.stack([of(point) for point in points]) for points in grid])
+    )

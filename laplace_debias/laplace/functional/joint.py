@@ -83,9 +83,7 @@ def joint_moments(
     covariance = mean.new_zeros(batch, num_columns, batch, num_columns)
     if len(linear) < len(blocks):
         accumulator = DenseMoments if is_dense else BlockMoments
-        moments = accumulator(
-            blocks, [posterior], prior_precision[None, None], False, joint_jacobians
-        )
+        moments = accumulator(blocks, posterior, prior_precision[None], False, joint_jacobians)
         size = num_columns * bytes_of_a_column(in_bytes, blocks, mean)
         without = None if path is None else Site((path,))
         for part in _groups(batch, size, request.memory_bound):
@@ -143,7 +141,7 @@ def _of_part(
     outputs = tap.forward(x)
     check_outputs(outputs)
     columns = unit_columns(outputs, None if request.outputs is None else request.outputs[part])
-    total = outputs.detach().new_zeros(1, 1, 1, *[len(part) * len(columns)] * 2)
+    total = outputs.detach().new_zeros(1, 1, *[len(part) * len(columns)] * 2)
     moments.begin(total)
     for site, uses in tap.backward(outputs, columns, without=without):
         for index, block in enumerate(blocks):

@@ -25,7 +25,7 @@ SHARE = 8
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """What is asked of the outputs' covariance.
+    """The part of the outputs' covariance that is asked for.
 
     Attributes:
         diagonal: The variances alone.
@@ -42,32 +42,31 @@ class OutputRequest:
 def functional_moments(
     model: nn.Module,
     blocks: Sequence[Block],
-    posteriors: Sequence[GaussianPosterior],
+    posterior: GaussianPosterior,
     x: Inputs,
-    prior_precisions: Float[Tensor, "posteriors grid blocks"],
+    prior_precisions: Float[Tensor, "grid blocks"],
     request: OutputRequest,
-) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "posteriors grid batch *covariance"]]:
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     r"""Mean and covariance of the linearised network's outputs, exact.
 
     $\Sigma_f(x) = J(x) P^{-1} J(x)^\top$ without ever holding $J$ `[B, C, D]`: layer by layer,
     the rotated Jacobian $\hat J$ of a few examples is weighed by $1/(N\Lambda + \delta)$. One
-    rotation serves every prior precision, which enters the weights alone, and one backward pass
-    every posterior. Of a linear layer that gives the outputs themselves, $J = I \otimes \phi^\top$
-    with its input φ, nothing but $U_A^\top\phi$ is computed.
+    rotation serves every prior precision, which enters the weights alone. Of a linear layer that
+    gives the outputs themselves, $J = I \otimes \phi^\top$ with its input φ,
+    nothing but $U_A^\top\phi$ is computed.
 
     Args:
         model: The trained network.
-        blocks: The blocks of the posteriors, in their order; those of the parameters also where the
-            posteriors have a single one of all parameters.
-        posteriors: Posteriors of the model over the same blocks.
+        blocks: The posterior's blocks, in its order; those of the parameters also where it has a
+            single one of all parameters.
+        posterior: The posterior.
         x: Inputs, `[B, ...]`.
-        prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
+        prior_precisions: δ of every block at every grid point, `[P, blocks]`.
         request: Covariance or variances, of which outputs.
 
     Returns:
         The outputs at the mean, `[B, ..., C]` (of those asked for `[B, k]`). And the covariances
-        `[posteriors, P, B, M, M]` for M outputs per example, or their diagonals, whose shape is
-        `[posteriors, P]` and then the mean's.
+        `[P, B, M, M]` for M outputs per example, or their diagonals, `[P, B, ..., C]`.
 
     Raises:
         ValueError: If the outputs are not finite or have no batch dimension, or if what is
@@ -75,9 +74,9 @@ def functional_moments(
     """
     network = shadow(model)
     tap = Tap.on(network, blocks)
-    is_dense = DENSE_BLOCK in posteriors[0].curvature.blocks
+    is_dense = DENSE_BLOCK in posterior.curvature.blocks
     accumulator = DenseMoments if is_dense else BlockMoments
-    of_posteriors = accumulator(blocks, posteriors, prior_precisions, request.diagonal)
+    moments = accumulator(blocks, posterior, prior_precisions, request.diagonal)
     means, covariances = [], []
     start, chunk = 0, 1  # The first example shows how much memory one takes.
     while start < num_examples(x):
@@ -89,11 +88,11 @@ def functional_moments(
         num_columns = outputs[0].numel() if chosen is None else chosen.shape[1]
         last = tap.last_layer(outputs)
         size = [num_columns] if request.diagonal else [num_columns] * 2
-        total = outputs.new_zeros(*prior_precisions.shape[:2], len(outputs), *size)
+        total = outputs.new_zeros(len(prior_precisions), len(outputs), *size)
         num_added, at_once = 0, num_columns
         if last is not None:
             layer = network.get_submodule(last.layer)
-            num_added = of_posteriors.add_last_layer(total, layer, last, outputs, chosen)
+            num_added = moments.add_last_layer(total, layer, last, outputs, chosen)
         gradients = tap.output_bytes()
         bound = request.memory_bound or MEMORY_BOUND
         if num_added < len(blocks):
@@ -106,12 +105,12 @@ def functional_moments(
             some = slice(begin, min(begin + at_once, num_columns))
             more = some.stop < num_columns
             columns = unit_columns(outputs, chosen, some)
-            of_posteriors.begin(total[:, :, :, some])
+            moments.begin(total[:, :, some])
             for site, uses in tap.backward(outputs, columns, again=more, without=skipped):
                 for index, block in enumerate(blocks):
                     if block.site == site:
-                        of_posteriors.add(index, tap.module(site), uses)
-            of_posteriors.end()
+                        moments.add(index, tap.module(site), uses)
+            moments.end()
         covariances.append(total)
         start += len(flat)
     shape = outputs.shape[1:] if request.outputs is None else None
@@ -119,27 +118,27 @@ def functional_moments(
 
 
 def finished(
-    means: Sequence[Tensor],
+    means: Sequence[Float[Tensor, "_ m"]],
     covariances: Sequence[Tensor],
-    prior_precisions: Float[Tensor, "posteriors grid blocks"],
+    prior_precisions: Float[Tensor, "grid blocks"],
     shape: torch.Size | None,
     diagonal: bool,
-) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "posteriors grid batch *covariance"]]:
-    """What chunks of examples gave in one, as `functional_moments` returns it.
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
+    """Join what chunks of examples gave, as `functional_moments` returns it.
 
     Args:
-        means: Each `[b, M]`.
-        covariances: Each `[posteriors, P, b, M, M]`, or its diagonal.
+        means: Of each chunk `[b, M]`.
+        covariances: Of each `[P, b, M, M]`, or its diagonal.
         prior_precisions: For the message of what is not finite.
         shape: That of an example's outputs; None for some that were chosen.
         diagonal: Whether there are variances alone.
     """
-    mean, covariance = torch.cat(list(means)), torch.cat(list(covariances), dim=2)
+    mean, covariance = torch.cat(list(means)), torch.cat(list(covariances), dim=1)
     check_covariance(covariance, prior_precisions)
     if shape is not None:
         mean = mean.unflatten(1, shape)
     if diagonal:
-        return mean, covariance.reshape(*covariance.shape[:2], *mean.shape)
+        return mean, covariance.reshape(len(covariance), *mean.shape)
     return mean, (covariance + covariance.mT) / 2
 
 

@@ -79,18 +79,18 @@ def moments_through_head(
     model: nn.Module,
     head: str,
     blocks: Sequence[Block],
-    posteriors: Sequence[GaussianPosterior],
+    posterior: GaussianPosterior,
     x: Inputs,
-    prior_precisions: Float[Tensor, "posteriors grid blocks"],
+    prior_precisions: Float[Tensor, "grid blocks"],
     request: OutputRequest,
-) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "posteriors grid batch *covariance"]]:
+) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """As `functional_moments`, for parameters that `can_go_through` a head.
 
     Args:
         model: The trained network, with outputs `[B, p, C]`.
         head: Path of the linear layer that gives them.
         blocks: This and all else as `functional_moments` takes it.
-        posteriors: As there.
+        posterior: As there.
         x: As there.
         prior_precisions: As there.
         request: As there.
@@ -101,7 +101,7 @@ def moments_through_head(
     network = shadow(model)
     calls = LinearCalls(network, head)
     tap = Tap.on(network, blocks)
-    below = _Below(tap, calls, head, blocks, posteriors, prior_precisions)
+    below = _Below(tap, calls, head, blocks, posterior, prior_precisions)
     means, covariances = [], []
     start, chunk = 0, 1  # The first example shows how much memory one takes.
     while start < num_examples(x):
@@ -114,13 +114,13 @@ def moments_through_head(
         means.append(flat if chosen is None else flat.gather(1, chosen))
         wanted = Wanted.of(below.weight, calls.x, chosen)
         size = [wanted.num_outputs] * (1 if request.diagonal else 2)
-        total = flat.new_zeros(*prior_precisions.shape[:2], len(flat), *size)
+        total = flat.new_zeros(len(prior_precisions), len(flat), *size)
         start += len(flat)
         if calls.x.requires_grad:
             chunk = below.add(total, wanted, request)
         tap.forget()
         for index in below.in_head:
-            grid = OfHead.grid(blocks[index], index, posteriors, prior_precisions)
+            grid = OfHead.grid(blocks[index], index, posterior, prior_precisions)
             total += head_products(grid, wanted, request.diagonal)
         covariances.append(total)
     shape = outputs.shape[1:] if request.outputs is None else None
@@ -129,23 +129,23 @@ def moments_through_head(
 
 @dataclass
 class _Below:
-    """What parameters below a head, and an embedding that shares its weight, do to h.
+    """The effect that parameters below a head, and an embedding that shares its weight, have on h.
 
     Args:
         tap: Where the blocks are measured.
         calls: The head's.
         head: Its path.
         blocks: All blocks.
-        posteriors: Posteriors over them.
-        prior_precisions: δ of every block at every grid point, `[posteriors, P, blocks]`.
+        posterior: A posterior over them.
+        prior_precisions: δ of every block at every grid point, `[P, blocks]`.
     """
 
     tap: Tap
     calls: LinearCalls
     head: str
     blocks: Sequence[Block]
-    posteriors: Sequence[GaussianPosterior]
-    prior_precisions: Float[Tensor, "posteriors grid blocks"]
+    posterior: GaussianPosterior
+    prior_precisions: Float[Tensor, "grid blocks"]
 
     def __post_init__(self) -> None:
         self.weight = self.tap.network.get_parameter(f"{self.head}.weight".lstrip(".")).detach()
@@ -157,7 +157,7 @@ class _Below:
         """Add the covariance or variances of some examples, and say how many to take next.
 
         Args:
-            total: What to add to, `[posteriors, P, b, k, k]`, or variances `[..., k]`.
+            total: What to add to, `[P, b, k, k]`, or variances `[P, b, k]`.
             wanted: The outputs, of which the last forward pass gave h.
             request: As `functional_moments` takes it.
         """
@@ -168,11 +168,11 @@ class _Below:
         at_once, bound = columns_at_once(
             of_h, num_columns, gradients, sized, wanted.h, ", or ask for fewer outputs"
         )
-        moments = BlockMoments(self.blocks, self.posteriors, self.prior_precisions, of_h.diagonal)
+        moments = BlockMoments(self.blocks, self.posterior, self.prior_precisions, of_h.diagonal)
         for begin in range(0, num_columns, at_once):
             some = slice(begin, min(begin + at_once, num_columns))
             size = [some.stop - begin] * (1 if of_h.diagonal else 2)
-            found = total.new_zeros(*total.shape[:3], *size)
+            found = total.new_zeros(*total.shape[:2], *size)
             moments.begin(found)
             seen = self._add_columns(moments, wanted.columns(some), some.stop < num_columns)
             # Without the diagonal alone all columns are one part.
@@ -180,9 +180,7 @@ class _Below:
             into = total[..., some] if of_h.diagonal else total
             into += contracted(found, outputs, request.diagonal)
             for index, parts in seen:
-                grid = OfHead.grid(
-                    self.blocks[index], index, self.posteriors, self.prior_precisions
-                )
+                grid = OfHead.grid(self.blocks[index], index, self.posterior, self.prior_precisions)
                 into += cross_products(grid, parts, outputs, request.diagonal)
         return max(1, bound // (SHARE * gradients * at_once))
 

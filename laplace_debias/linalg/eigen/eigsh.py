@@ -9,16 +9,24 @@ from laplace_debias.linalg.checks import (
     check_generator,
     check_square,
 )
-from laplace_debias.linalg.eigen.arpack import arpack_eigenpairs
-from laplace_debias.linalg.eigen.eigenpairs import best, dense_eigenpairs, lanczos_eigenpairs
-from laplace_debias.linalg.eigen.subspace_iteration import subspace_iteration
+from laplace_debias.linalg.eigen.methods import (
+    arpack_eigenpairs,
+    best,
+    dense_eigenpairs,
+    lanczos_eigenpairs,
+    subspace_iteration,
+)
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import EigenPairs, Status
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_eigh
 from laplace_debias.system.warn import warn
 
-METHODS = ("lanczos", "arpack", "power")
+METHODS = {
+    "lanczos": lanczos_eigenpairs,
+    "arpack": arpack_eigenpairs,
+    "power": subspace_iteration,
+}
 WHICH = ("largest", "smallest", "magnitude")
 _SMALL = 32
 """Operators of at most so many columns are multiplied out."""
@@ -43,7 +51,8 @@ def eigsh(
       is further out by more than the tolerance is missed with a probability of about 1e-4. Where
       `max_matvecs` ends that search, `status` is `UNVERIFIED`. Holds up to `max(4 k, 256)` vectors,
       fewer beyond 2 GiB.
-    - `"arpack"`: SciPy's, whose vectors live on the CPU; then checked and completed as above.
+    - `"arpack"`: SciPy's, whose vectors live on the CPU. It may miss copies of a multiple
+      eigenvalue, so `status` is `UNVERIFIED`.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz
       step. Simple and slow: its rate is the ratio of the eigenvalues after and before the block's
       end. Counts products by the block.
@@ -105,12 +114,8 @@ def eigsh(
     with Products(A, progress=progress, label=f"eigsh ({method})") as P:
         if n <= max(_SMALL, 2 * k) and max_matvecs >= n:
             result = dense_eigenpairs(P, k, which)
-        elif method == "power":
-            result = subspace_iteration(P, k, which, tol, max_matvecs, generator)
-        elif method == "arpack":
-            result = arpack_eigenpairs(P, k, which, tol, max_matvecs, generator)
         else:
-            result = lanczos_eigenpairs(P, k, which, tol, max_matvecs, generator)
+            result = METHODS[method](P, k, which, tol, max_matvecs, generator)
     if not result.converged:
         warn(result.message, RuntimeWarning)
     return result

@@ -1,13 +1,15 @@
 """An orthonormal basis that grows by products with a symmetric operator (Lanczos)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import asymmetry_error, asymmetry_tolerance
+from laplace_debias.linalg.checks import check_symmetric
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.eigh import eigh
 
 _PASSES = 5
 """Orthogonalisations at most; two nearly always do."""
@@ -94,33 +96,17 @@ class KrylovBasis:
         self._pending, self._coupling = self._pending[:0], self._coupling[:0]
 
     def refresh(self) -> None:
-        """Multiplies all rows again: what they miss is pending, and nothing parked."""
-        vectors = self.vectors.clone()
-        self.seed(vectors, torch.stack([self._multiply(vector) for vector in vectors]), self.scale)
-
-    def seed(
-        self, vectors: Float[Tensor, "k n"], images: Float[Tensor, "k n"], scale: float
-    ) -> None:
-        """Starts from orthonormal rows and the products with them; what these miss is pending.
-
-        Args:
-            vectors: The rows.
-            images: The products.
-            scale: Length of the longest product with a unit vector so far.
+        """Multiplies all rows again: what they miss is pending, and nothing parked.
 
         Raises:
             ValueError: The operator is not symmetric.
         """
-        k = len(vectors)
-        projected = (vectors @ images.T).double().cpu()
-        self.scale = scale
+        images = torch.stack([self._multiply(vector) for vector in self.vectors])
+        projected = (self.vectors @ images.T).double().cpu()
         self._parked = []
         self._pending, self._coupling = self._pending[:0], self._coupling[:0]
-        self._projected.zero_()
-        self._check_symmetric((projected - projected.T).abs())
-        self._vectors[:k] = vectors
-        self._projected[:k, :k] = (projected + projected.T) / 2
-        self.size = k
+        check_symmetric(self._operator, (projected - projected.T).abs(), self.scale)
+        self.projected.copy_((projected + projected.T) / 2)
         for row, image in enumerate(images):
             residual, _, outside = self._orthogonalise(image)
             self._coupling[:, row] = outside
@@ -169,7 +155,7 @@ class KrylovBasis:
         hidden = sum(
             (part[:, :last].norm(dim=0) for part in self._parked), expected.new_zeros(last)
         )
-        self._check_symmetric((inside[:last] - expected).abs() - hidden)
+        check_symmetric(self._operator, (inside[:last] - expected).abs() - hidden, self.scale)
         self._projected[: last + 1, last] = self._projected[last, : last + 1] = inside
         self._coupling[:, last] = outside
         return self._keep_residual(residual, last)
@@ -225,7 +211,28 @@ class KrylovBasis:
                 break
         return vector, inside.double().cpu(), outside.double().cpu()
 
-    def _check_symmetric(self, difference: Tensor) -> None:
-        deviation = float(difference.max()) if difference.numel() else 0.0
-        if deviation > asymmetry_tolerance(self._vectors.dtype) * self.scale:
-            raise asymmetry_error(self._operator, deviation, self.scale)
+
+@dataclass(frozen=True)
+class RitzPairs:
+    """Approximate eigenpairs in a basis, best first: values, combinations of rows, residuals.
+
+    `pending_residuals` is the part of the residuals that expanding the basis can lessen.
+    """
+
+    values: Tensor
+    combinations: Tensor
+    residuals: Tensor
+    pending_residuals: Tensor
+
+
+def order(values: Tensor, which: str) -> Tensor:
+    """How wanted eigenvalues are: the greatest first."""
+    return {"largest": values, "smallest": -values, "magnitude": values.abs()}[which]
+
+
+def ritz_pairs(basis: KrylovBasis, which: str) -> RitzPairs:
+    """The Ritz pairs of a basis, the most wanted first."""
+    values, combinations = eigh(basis.projected, "the projected operator")
+    best = order(values, which).argsort(descending=True, stable=True)
+    values, combinations = values[best], combinations[:, best]
+    return RitzPairs(values, combinations, *basis.residuals(combinations))

@@ -12,9 +12,6 @@ from laplace_debias.system.warn import warn
 
 Placed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-_RESOLVED = 0.5
-"""Widths in the distance between nodes from which on their peaks run into one another."""
-
 _TOLERATED = 0.1
 """Integral of the quadrature's error above which there is a warning; that of a density is 1."""
 
@@ -76,8 +73,8 @@ def quadrature_error(
     """An estimate of the error of having few nodes; warns where it is large.
 
     The change to a rule about as good as twice the steps, and of that from half of the steps: next
-    to zero, where a logarithmic scale looks, they converge slowly. Its root mean square between
-    neighbouring nodes, or its value at the point if that is more.
+    to zero, where a logarithmic scale looks, they converge slowly. Its root mean square over as
+    much of the grid as lies between nodes, or its value at the point if that is more.
 
     Warns:
         RuntimeWarning: The integral of the error exceeds 0.1.
@@ -88,39 +85,19 @@ def quadrature_error(
         for number in (steps, max(2, steps // 2))
     )
     squares = (density - better) ** 2 + (better - half) ** 2
-    distance = _distance(grid, *placed(rule.nodes, rule.weights))
+    # As far as nodes lie apart, were they spread evenly.
+    reach = len(grid) // steps // 2
     sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-    spacing = grid[1] - grid[0]
-    reach = (distance / spacing / 2).round().long()
     here = torch.arange(len(grid), device=grid.device)
     start, end = (here - reach).clamp(min=0), (here + reach + 1).clamp(max=len(grid))
     local = (sums[end] - sums[start]).clamp(min=0) / (end - start)
     error = torch.maximum(local, squares).sqrt()
-    total = float(error.sum() * spacing)
+    total = float(error.sum() * (grid[1] - grid[0]))
     if total > _TOLERATED:
-        _warn(total, width, steps, density, distance)
+        warn(
+            f"`width` is {width:.3g}, finer than {steps} steps resolve: the density is off by "
+            f"about {min(total, 2):.0%} of its integral, as its standard error says. Raise `width` "
+            "or `num_steps`.",
+            RuntimeWarning,
+        )
     return error
-
-
-def _distance(grid: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """From one node to the next around every grid point, the mean over probes."""
-    total, eps = torch.zeros_like(grid), torch.finfo(weights.dtype).eps
-    for centres, masses in zip(places, weights, strict=True):
-        known = centres[masses > eps].sort().values
-        if len(known) > 1:
-            above = torch.searchsorted(known, grid).clamp(min=1, max=len(known) - 1)
-            total += known[above] - known[above - 1]
-    return total / len(places)
-
-
-def _warn(error: float, width: float, steps: int, density: Tensor, distance: Tensor) -> None:
-    order = distance.sort()
-    shares = density[order.indices].cumsum(0) / density.sum()
-    usual = float(order.values[int((shares < 0.9).sum())])
-    needed = max(_RESOLVED * usual, 1.1 * width)
-    warn(
-        f"`width` is {width:.3g} and the nodes of {steps} steps are {usual:.3g} apart: the density "
-        f"is off by about {min(error, 2):.0%} of its integral, which its standard error contains. "
-        f"Set `width` to {needed:.2g} or `num_steps` to about {math.ceil(steps * needed / width)}.",
-        RuntimeWarning,
-    )

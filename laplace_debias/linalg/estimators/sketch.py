@@ -1,50 +1,23 @@
-"""A randomised basis of an operator's range that can grow, and what leaving one probe out does."""
+"""A randomised basis of an operator's range, and what leaving one probe out does."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.estimators.moments import (
-    jackknifed_degrees_of_freedom,
-    variance_and_left_out,
-)
+from laplace_debias.linalg.estimators.moments import mean_of
 
 
 class RangeSketch:
-    r"""Probes Ω and the factors of $A\Omega = QR$, column by column as they come.
+    r"""Probes Ω and the factors of $A\Omega = QR$.
 
     Args:
-        like: Any tensor with the operator's number of rows, dtype and device.
+        probes: Ω, `[n, l]`.
+        images: AΩ, `[n, l]`.
     """
 
-    def __init__(self, like: Float[Tensor, "n ..."]) -> None:
-        empty = like.new_empty(like.shape[0], 0)
-        self.probes: Float[Tensor, "n l"] = empty
-        self.Q: Float[Tensor, "n l"] = empty
-        self.R: Float[Tensor, "l l"] = like.new_empty(0, 0)
-
-    def extend(
-        self, probes: Float[Tensor, "n k"], images: Float[Tensor, "n k"]
-    ) -> Float[Tensor, "n k"]:
-        """Adds probes and the operator's products with them; returns the new columns of Q.
-
-        Old columns of Q stay, so products with them stay useful.
-        """
-        old = self.Q.shape[1]
-        coefficients = self.Q.T @ images
-        residual = images - self.Q @ coefficients
-        again = self.Q.T @ residual
-        new, triangle = torch.linalg.qr(residual - self.Q @ again)
-        # Where the images lie in the span of Q, what is left is rounding, not orthogonal to Q.
-        new, correction = torch.linalg.qr(new - self.Q @ (self.Q.T @ new))
-        R = self.R.new_zeros(old + new.shape[1], old + new.shape[1])
-        R[:old, :old] = self.R
-        R[:old, old:] = coefficients + again
-        R[old:, old:] = correction @ triangle
-        self.R = R
-        self.Q = torch.cat([self.Q, new], dim=1)
-        self.probes = torch.cat([self.probes, probes], dim=1)
-        return new
+    def __init__(self, probes: Float[Tensor, "n l"], images: Float[Tensor, "n l"]) -> None:
+        self.probes = probes
+        self.Q, self.R = torch.linalg.qr(images)
 
     def left_out(self) -> Float[Tensor, "l l"]:
         r"""Unit vectors $s_i$, as columns, that tell the basis without probe i.
@@ -69,7 +42,7 @@ class RangeSketch:
 
 
 class LeftOutPairs:
-    r"""What leaving out a second probe does, for the covariance of leave-one-out estimates.
+    r"""The effect of leaving out a second probe, for the covariance of leave-one-out estimates.
 
     Leaving out j as well as i takes $u_{ij}$ from the basis: $s_j$ without its part along $s_i$,
     of unit length. Entries `[i, j]` below belong to estimate i, the diagonal to nothing.
@@ -111,8 +84,7 @@ class LeftOutPairs:
         t_i^{(j)}$, where $t_i^{(j)}$ leaves out j too, $\mathrm{cov}(t_i, t_j) = \mathbb{E}\,
         \Delta_{ij}\Delta_{ji}$, and the variance of the mean is that of independent estimates plus
         the mean of these products over pairs. (The paper leaves the second part out, which makes
-        standard errors too small where the spectrum decays.) How well this variance is known, the
-        jackknife tells: the same from the estimates and pairs without each probe in turn.
+        standard errors too small where the spectrum decays.)
 
         Args:
             samples: $t_i$, along the last dimension.
@@ -121,15 +93,7 @@ class LeftOutPairs:
         count = samples.shape[-1]
         # The covariance is an estimate too, and noisy where the spectrum decays fast: it may raise
         # the variance but not lower it, which on flat spectra makes standard errors too large.
-        total = products.sum(dim=-1)
-        covariance = (total / (count * (count - 1))).clamp(min=0)
-        spread, spread_without = variance_and_left_out(samples)
-        variance = spread / count + covariance
-        pairs_without = max(1, (count - 1) * (count - 2))
-        covariance_without = ((total[..., None] - 2 * products) / pairs_without).clamp(min=0)
-        without = spread_without / count + covariance_without
-        degrees = jackknifed_degrees_of_freedom(variance, without)
-        return samples.mean(dim=-1), variance.sqrt(), degrees
+        return mean_of(samples, (products.sum(dim=-1) / (count * (count - 1))).clamp(min=0))
 
     def _mask(self, values: Tensor) -> Tensor:
         return torch.where(self.known, values, torch.zeros_like(values))

@@ -79,7 +79,7 @@ def spectral_density(
             the generator on another device.
 
     Warns:
-        RuntimeWarning: `width` is finer than the steps resolve; it says what would do.
+        RuntimeWarning: `width` is finer than the steps resolve.
 
     Reference:
         Lin, Saad, Yang. Approximating spectral densities of large matrices. SIAM Review, 2016.

@@ -1,7 +1,7 @@
 r"""Conjugate gradients, and debiased conjugate gradients on two quadratics.
 
 Both are exact line searches on $\tfrac12 x^\top A x - b^\top x$ along conjugate directions (Eq. 3).
-`ConjugateDirections` makes the directions, `LineSearches` measures the step sizes. Debiasing
+`_ConjugateDirections` makes the directions, `LineSearches` measures the step sizes. Debiasing
 measures them on a second quadratic (Eq. 8).
 """
 
@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.results import DebiasedSolution, Iterate, Solution, Status
-from laplace_debias.linalg.solvers.conjugate_directions import ConjugateDirections
 from laplace_debias.linalg.solvers.line_searches import LineSearches, Verdict, kept
-from laplace_debias.linalg.solvers.preconditioner import Preconditioner
+from laplace_debias.linalg.solvers.preconditioner import Preconditioner, precondition
 from laplace_debias.operators.base import LinearOperator
 
 
@@ -28,7 +27,6 @@ def cg(
     preconditioner: Preconditioner | None = None,
     x0: Float[Tensor, "n *k"] | None = None,
     *,
-    reorthogonalize: bool = False,
     stop: Callable[[Iterate], Verdict] | None = None,
     keep: str | Iterable[str] = (),
     callback: Callable[[Iterate], object] | None = None,
@@ -54,9 +52,6 @@ def cg(
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
             function of a matrix `[n, k]`.
         x0: Where to start; zero if not given, which saves a product.
-        reorthogonalize: Keep every residual (twice with a preconditioner) and make the next one
-            orthogonal to all of them, as it is in exact arithmetic. On ill-conditioned operators
-            that saves most of the products, for T more vectors of memory.
         stop: A rule asked after every iteration; see `relative_progress` for one. Returns a
             boolean, or one for each right-hand side.
         keep: `"directions"`, `"trajectory"` or both: what of `[n, T]` to store in the solution.
@@ -77,7 +72,7 @@ def cg(
     check_operator(A)
     max_iter = _max_iter(max_iter, A)
     run = LineSearches(A, b, x0, tol, kept(keep))
-    directions = ConjugateDirections(preconditioner, reorthogonalize)
+    directions = _ConjugateDirections(preconditioner)
     if callback is not None:
         callback(run.iterate())
     for _ in _bar(max_iter, progress, "cg"):
@@ -101,7 +96,6 @@ def debiased_cg(
     preconditioner: Preconditioner | None = None,
     x0: Float[Tensor, "n *k"] | None = None,
     *,
-    reorthogonalize: bool = False,
     stop: Callable[[Iterate, Iterate], Verdict] | None = None,
     keep: str | Iterable[str] = (),
     callback: Callable[[Iterate, Iterate], object] | None = None,
@@ -114,8 +108,8 @@ def debiased_cg(
 
     for the directions $d_t$ of `cg(A, b)`. The two run side by side, and with the recursion of the
     second gradient (Eq. 12) an iteration costs exactly one product with `A2` beside the one with
-    `A`; memory grows by the second trajectory's position and gradient. `replay` does the same
-    afterwards, from stored directions. With the same quadratic twice it is `cg`.
+    `A`; memory grows by the second trajectory's position and gradient. With the same quadratic
+    twice it is `cg`.
 
     Use `A`, `b = −g` of one mini-batch and `A2`, `b2 = −g̃` of another that is independent of it:
     slopes and curvatures are then unbiased along each direction.
@@ -129,7 +123,6 @@ def debiased_cg(
         max_iter: As for `cg`.
         preconditioner: As for `cg`; it shapes the directions.
         x0: Where both start.
-        reorthogonalize: As for `cg`; on the first quadratic's residuals.
         stop: A rule asked after every iteration with both iterates, the first quadratic's and the
             debiased one; for example `lambda single, debiased: rule(debiased)`.
         keep: As for `cg`; `"trajectory"` keeps both.
@@ -143,21 +136,17 @@ def debiased_cg(
     Raises:
         ValueError: As `cg`, and if the two systems differ in shape, dtype or device.
     """
-    if A.shape != A2.shape or b.shape != b2.shape:
-        raise ValueError(
-            f"The two systems must have the same shapes, got operators of {A.shape} and "
-            f"{A2.shape}, right-hand sides of {tuple(b.shape)} and {tuple(b2.shape)}."
-        )
-    if A.dtype != A2.dtype or A.device != A2.device:
-        raise ValueError(
-            f"The two operators must share dtype and device, got {A.dtype} on {A.device} and "
-            f"{A2.dtype} on {A2.device}."
-        )
+    systems = [
+        f"{side.shape} in {operator.dtype} on {operator.device}"
+        for operator, side in ((A, b), (A2, b2))
+    ]
+    if systems[0] != systems[1]:
+        raise ValueError(f"The two systems must be alike, got {' and '.join(systems)}.")
     max_iter = _max_iter(max_iter, A)
     parts = kept(keep)
     single = LineSearches(A, b, x0, tol, parts)
     debiased = LineSearches(A2, b2, x0, tol, parts & {"trajectory"})
-    directions = ConjugateDirections(preconditioner, reorthogonalize)
+    directions = _ConjugateDirections(preconditioner)
     if callback is not None:
         callback(single.iterate(), debiased.iterate())
     for _ in _bar(max_iter, progress, "debiased cg"):
@@ -179,6 +168,66 @@ def debiased_cg(
     debiased.end(~single.running, Status.EXHAUSTED)
     single.end(~debiased.running, Status.STOPPED)
     return DebiasedSolution(debiased.solution(Status.EXHAUSTED), single.solution(Status.MAX_ITER))
+
+
+def relative_progress(
+    epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
+) -> Callable[[Iterate], Tensor]:
+    r"""Martens' stopping rule: stop when the quadratic has ceased to fall.
+
+    With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
+    $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.
+
+    Args:
+        epsilon: The relative progress per iteration below which to stop.
+        fraction: The share of the iterations so far over which progress is averaged.
+        at_least: The fewest iterations over which it is averaged.
+
+    Returns:
+        The rule, for the argument `stop` of `cg`.
+
+    Raises:
+        ValueError: If an argument is not positive.
+
+    Reference:
+        Martens (2010), Deep learning via Hessian-free optimization, Section 4.4.
+    """
+    if not (epsilon > 0 and fraction > 0 and at_least > 0):
+        raise ValueError(
+            f"epsilon, fraction and at_least must be positive, got {epsilon}, {fraction}, "
+            f"{at_least}."
+        )
+
+    def rule(iterate: Iterate) -> Tensor:
+        value = iterate.values[-1]
+        window = max(at_least, -int(-fraction * iterate.iteration // 1))
+        if iterate.iteration <= window:
+            return torch.zeros_like(value, dtype=torch.bool)
+        decrease = value - iterate.values[-1 - window]
+        return (value < 0) & (decrease / value < window * epsilon)
+
+    return rule
+
+
+class _ConjugateDirections:
+    """The next direction from the residual and the last direction, `[n, k]`."""
+
+    def __init__(self, preconditioner: Preconditioner | None) -> None:
+        self._preconditioner = preconditioner
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def next(self, run: LineSearches) -> Tensor:
+        """The directions of the running right-hand sides, zero for the others; ends broken ones."""
+        direction = precondition(self._preconditioner, run.residual)
+        rho = torch.linalg.vecdot(run.residual, direction, dim=0)
+        run.end(~rho.isfinite(), Status.BREAKDOWN)
+        run.end(run.running & ~(rho > 0), Status.INDEFINITE_PRECONDITIONER)
+        if self._last is not None:
+            rho_last, direction_last = self._last
+            direction = direction + (rho / rho_last) * direction_last
+        direction = torch.where(run.running, direction, 0)
+        self._last = rho, direction
+        return direction
 
 
 def _max_iter(max_iter: int | None, A: LinearOperator) -> int:

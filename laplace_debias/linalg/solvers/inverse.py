@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laplace_debias.linalg.checks import (
@@ -12,18 +11,16 @@ from laplace_debias.linalg.checks import (
     check_finite,
     check_generator,
     check_operator,
-    check_right_side,
     check_square,
 )
 from laplace_debias.linalg.results import Status
 from laplace_debias.linalg.solvers.conjugate_gradient import cg
 from laplace_debias.linalg.solvers.lsmr import lsmr
 from laplace_debias.linalg.solvers.neumann import default_scale, neumann
-from laplace_debias.linalg.solvers.preconditioner import Preconditioner
-from laplace_debias.operators.base import LinearOperator, Parameters
-from laplace_debias.operators.exact import exact_inverse, exact_solve
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.exact import exact_inverse
 from laplace_debias.operators.layout import ParameterLayout
-from laplace_debias.operators.structures.wrapper import Wrapper
+from laplace_debias.operators.structures.wrappers import Wrapper
 from laplace_debias.system.warn import warn
 
 _SOLVERS: dict[str, Callable[..., Any]] = {"cg": cg, "lsmr": lsmr, "neumann": neumann}
@@ -39,14 +36,7 @@ _OPTIONS = {
 def inverse(
     A: LinearOperator,
     method: str = "auto",
-    *,
-    tol: float | None = None,
-    max_iter: int | None = None,
-    preconditioner: Preconditioner | None = None,
-    damping: float | None = None,
-    num_terms: int | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | None = None,
+    **options: Any,
 ) -> LinearOperator:
     r"""The inverse of an operator, as an operator: it multiplies, transposes and goes to SciPy.
 
@@ -61,14 +51,10 @@ def inverse(
     Args:
         A: Operator `[rows, columns]`; square but for LSMR.
         method: One of the above.
-        tol: For the solvers: where to stop, see there. Default 1e-6; Neumann has no default.
-        max_iter: For CG and LSMR: iterations.
-        preconditioner: For CG and Neumann: an approximate inverse of A, symmetric positive
-            definite for CG. A closed form does not use it.
-        damping: For LSMR: μ of $\|Ax - b\|^2 + \mu^2\|x\|^2$.
-        num_terms: For Neumann: terms; default 100.
-        scale: For Neumann: α; by default computed once, here.
-        generator: For Neumann: randomness of the default scale.
+        options: Of the solver, `cg`, `lsmr` or `neumann`, as it takes them: `tol` (1e-6; Neumann
+            has no default), `max_iter` (CG, LSMR), `preconditioner` (CG, Neumann; a closed form
+            does not use it), `damping` (LSMR), `num_terms`, `scale`, `generator` (Neumann, whose
+            scale is computed once, here).
 
     Returns:
         An operator `[columns, rows]`. Its products warn where a solve did not converge.
@@ -81,23 +67,16 @@ def inverse(
     """
     check_operator(A)
     check_choice(method, _OPTIONS, "method")
-    given = {
-        "tol": tol,
-        "max_iter": max_iter,
-        "preconditioner": preconditioner,
-        "damping": damping,
-        "num_terms": num_terms,
-        "scale": scale,
-        "generator": generator,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     for name in options:
         if name not in _OPTIONS[method]:
             takers = [repr(other) for other, names in _OPTIONS.items() if name in names]
-            raise ValueError(
-                f"`{name}` is not an option of method={method!r}; expected method="
-                f"{' or '.join(takers)}. Leave it out or change the method."
+            raise (ValueError if takers else TypeError)(
+                f"`{name}` is not an option of method={method!r}; expected one of "
+                f"{', '.join(_OPTIONS[method]) or 'none'}. "
+                f"{' and '.join(takers) or 'No method'} would take it."
             )
+    generator, preconditioner = options.get("generator"), options.get("preconditioner")
     check_generator(generator, A)
     if method != "lsmr" and not (method == "auto" and A.shape[0] != A.shape[1]):
         check_square(A, "inverse")
@@ -119,77 +98,9 @@ def inverse(
                 "is 'lsmr', which takes no `preconditioner`: leave it out, or use method='cg' if A "
                 "is positive definite."
             )
-    if method == "neumann" and scale is None:
+    if method == "neumann" and "scale" not in options:
         options["scale"], _ = default_scale(A, preconditioner, generator)
     return Inverse(A, method, options)
-
-
-def solve(
-    A: LinearOperator,
-    b: Tensor | Parameters,
-    method: str = "auto",
-    *,
-    tol: float | None = None,
-    max_iter: int | None = None,
-    preconditioner: Preconditioner | None = None,
-    damping: float | None = None,
-    num_terms: int | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Any:
-    r"""The solution x of $A x = b$, as `inverse(A, ...) @ b`.
-
-    In closed form for structured operators, by a factorisation in place of an inverse where that is
-    more precise. A solve that did not converge warns. For its status and residuals call the
-    iterative solver itself: `cg`, `lsmr` or `neumann`.
-
-    Args:
-        A: Operator `[rows, columns]`; square but for LSMR.
-        b: Right-hand sides, `[rows]` or `[rows, k]`; or named parameters, if A has a layout.
-        method: As for `inverse`, and so are the other arguments.
-        tol: See `inverse`.
-        max_iter: See `inverse`.
-        preconditioner: See `inverse`.
-        damping: See `inverse`.
-        num_terms: See `inverse`.
-        scale: See `inverse`.
-        generator: See `inverse`.
-
-    Returns:
-        x, `[columns]` or `[columns, k]`; or named parameters, as b.
-
-    Raises:
-        TypeError: A is not an operator, or b neither a tensor nor parameters.
-        ValueError: As `inverse`; A is singular in closed form; or b does not fit, or is not finite.
-
-    Warns:
-        RuntimeWarning: The solve did not converge; with the remedy.
-
-    Example:
-        >>> import torch
-        >>> from laplace_debias.linalg import solve
-        >>> from laplace_debias.operators import Diagonal
-        >>> solve(Diagonal(torch.tensor([2.0, 4.0])), torch.ones(2))
-        tensor([0.5000, 0.2500])
-    """
-    check_operator(A)
-    options = {
-        "tol": tol,
-        "max_iter": max_iter,
-        "preconditioner": preconditioner,
-        "damping": damping,
-        "num_terms": num_terms,
-        "scale": scale,
-        "generator": generator,
-    }
-    if isinstance(b, Tensor):
-        check_right_side(A, b, "b")
-        if method == "auto" and A.shape[0] == A.shape[1]:
-            check_finite(A)
-            solution = exact_solve(A, b)
-            if solution is not None:
-                return solution
-    return inverse(A, method, **options) @ b  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,16 +1,16 @@
 """Exact line searches on quadratics, many at once: the step sizes of conjugate gradients."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_operator, check_right_side
+from laplace_debias.linalg.checks import check_right_side, check_square
 from laplace_debias.linalg.results import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.system.warn import warn
+from laplace_debias.system.checks import real
 
 # True, or a boolean for each right-hand side, to stop there.
 Verdict = bool | Tensor
@@ -77,19 +77,22 @@ class LineSearches:
         self._bad_curvature = torch.full_like(norms, torch.nan)
         self.moved = torch.zeros_like(self.running)
         self._num_iterations = torch.zeros_like(self._codes)
-        self._residual_norms, self._values = [norms], [-((b + self.residual) * self._x).sum(0) / 2]
-        self._slopes: list[Tensor] = []
-        self._curvatures: list[Tensor] = []
-        self._step_sizes: list[Tensor] = []
+        self._history: dict[str, list[Tensor]] = {
+            "residual_norms": [self._shaped(norms)],
+            "values": [self._shaped(-((b + self.residual) * self._x).sum(0) / 2)],
+            "slopes": [],
+            "curvatures": [],
+            "step_sizes": [],
+        }
         self._direction: Tensor | None = None
         self._directions: list[Tensor] = []
-        self._trajectory = [self._x] if "trajectory" in keep else []
+        self._trajectory = [self._shaped(self._x)]
         self.end(~norms.isfinite(), Status.BREAKDOWN)
         self.end(norms <= self._tolerance, Status.CONVERGED)
 
     @property
     def running(self) -> Tensor:
-        """Which right-hand sides are not done, booleans `[k]`."""
+        """The right-hand sides that are not done, booleans `[k]`."""
         return self._codes == _RUNNING
 
     @property
@@ -141,52 +144,54 @@ class LineSearches:
         self.residual = torch.where(moved, residual, self.residual)
         self._num_iterations = self._num_iterations + moved
         slope, step = -gain / length, tau * length
-        residual_norm = torch.where(moved, residual_norm, self._residual_norms[-1])
-        self._residual_norms.append(residual_norm)
-        decrease = torch.where(moved, slope * step / 2, 0)
-        self._values.append(self._values[-1] + decrease)
-        self._slopes.append(torch.where(active, slope, torch.nan))
-        self._curvatures.append(torch.where(active, curvature, torch.nan))
-        self._step_sizes.append(torch.where(moved, step, 0))
-        self._direction = torch.where(moved, direction / length, 0)
+        residual_norm = torch.where(moved, residual_norm, self._history["residual_norms"][-1])
+        entries = {
+            "residual_norms": residual_norm,
+            "values": self._history["values"][-1] + torch.where(moved, slope * step / 2, 0),
+            "slopes": torch.where(active, slope, torch.nan),
+            "curvatures": torch.where(active, curvature, torch.nan),
+            "step_sizes": torch.where(moved, step, 0),
+        }
+        for name, entry in entries.items():
+            self._history[name].append(self._shaped(entry))
+        self._direction = self._shaped(torch.where(moved, direction / length, 0))
         if "directions" in self._keep:
             self._directions.append(self._direction)
         if "trajectory" in self._keep:
-            self._trajectory.append(self._x)
+            self._trajectory.append(self._shaped(self._x))
         self.end(moved & (residual_norm <= self._tolerance), Status.CONVERGED)
         return True
 
     def iterate(self) -> Iterate:
         """The present iterate."""
-        return Iterate(
-            iteration=len(self._step_sizes),
-            x=self._shaped(self._x),
-            direction=None if self._direction is None else self._shaped(self._direction),
-            residual_norms=_History(self._residual_norms, self._vector),
-            values=_History(self._values, self._vector),
-            slopes=_History(self._slopes, self._vector),
-            curvatures=_History(self._curvatures, self._vector),
-            step_sizes=_History(self._step_sizes, self._vector),
-        )
+        iteration = len(self._history["step_sizes"])
+        return Iterate(iteration, self._shaped(self._x), self._direction, **self._history)
 
     def solution(self, otherwise: Status) -> Solution:
         """The solution so far; `otherwise` is the status of those still running."""
         self.end(True, otherwise)
-        bad = self._bad_direction
+        bad, none = self._bad_direction, self._shaped(self._x[:0])
+        history: dict[str, Any] = {
+            name: torch.stack(entries) if entries else none
+            for name, entries in self._history.items()
+        }
+        kept: dict[str, Any] = {
+            name: torch.stack(entries, dim=1) if entries else self._shaped(self._x[:, None][:, :0])
+            for name, entries in (
+                ("directions", self._directions),
+                ("trajectory", self._trajectory),
+            )
+            if name in self._keep
+        }
         return Solution(
             x=self._shaped(self._x),
             statuses=tuple(_STATUSES[code] for code in self._codes.tolist()),
-            residual_norms=self._stacked(self._residual_norms),
-            values=self._stacked(self._values),
-            slopes=self._stacked(self._slopes),
-            curvatures=self._stacked(self._curvatures),
-            step_sizes=self._stacked(self._step_sizes),
             num_iterations=self._shaped(self._num_iterations),
             num_matvecs=self._num_matvecs,
             negative_direction=None if bad is None else self._shaped(bad),
             negative_curvature=None if bad is None else self._shaped(self._bad_curvature),
-            directions=self._columns("directions", self._directions),
-            trajectory=self._columns("trajectory", self._trajectory),
+            **history,
+            **kept,
         )
 
     def _multiply(self, direction: Tensor, active: Tensor) -> Tensor:
@@ -207,13 +212,6 @@ class LineSearches:
         if not bool(flat.any()):
             return
         negative = flat & (curvature < -threshold)
-        if claims_positive(self._A) and bool(negative.any()):
-            warn(
-                f"{type(self._A).__name__} claims to be positive semi-definite, but its curvature "
-                f"along a direction is {float(curvature[flat].min()):.3g}: its products contradict "
-                "its claim. See `Solution.negative_direction`.",
-                RuntimeWarning,
-            )
         self.end(negative, Status.NEGATIVE_CURVATURE)
         self.end(flat, Status.ZERO_CURVATURE)
         last = torch.zeros_like(direction) if self._bad_direction is None else self._bad_direction
@@ -223,49 +221,10 @@ class LineSearches:
     def _shaped(self, tensor: Tensor) -> Tensor:
         return tensor[..., 0] if self._vector else tensor
 
-    def _stacked(self, history: list[Tensor]) -> Tensor:
-        if not history:
-            return self._shaped(self._residual_norms[0].new_empty(0, len(self._codes)))
-        return self._shaped(torch.stack(history))
-
-    def _columns(self, part: str, history: list[Tensor]) -> Tensor | None:
-        if part not in self._keep:
-            return None
-        if not history:
-            return self._shaped(self._x.new_empty(len(self._x), 0, len(self._codes)))
-        return self._shaped(torch.stack(history, dim=1))
-
-
-def claims_positive(A: LinearOperator) -> bool:
-    """Whether an operator claims to have no negative curvature."""
-    return bool(getattr(A, "is_positive_semidefinite", False))
-
-
-class _History(Sequence[Tensor]):
-    """A growing list of `[k]`, read as numbers where there is one right-hand side."""
-
-    def __init__(self, entries: list[Tensor], vector: bool) -> None:
-        self._entries, self._vector = entries, vector
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        chosen = self._entries[index]
-        if isinstance(chosen, list):
-            return [entry[0] for entry in chosen] if self._vector else chosen
-        return chosen[0] if self._vector else chosen
-
 
 def _check(A: LinearOperator, b: Tensor, x0: Tensor | None, tol: float) -> None:
-    check_operator(A)
-    rows, columns = A.shape
-    if rows != columns:
-        raise ValueError(
-            f"{type(A).__name__} has shape {A.shape}: only a square, symmetric operator belongs to "
-            "a quadratic. For least squares, use `A.T @ A` with `A.T @ b`, or `lsmr`."
-        )
-    if not (tol >= 0 and math.isfinite(tol)):
+    check_square(A, "quadratic")
+    if not 0 <= real(tol, "tol") < math.inf:
         raise ValueError(f"`tol` is {tol}; expected a finite number of at least 0.")
     check_right_side(A, b, "b", least_columns=0)
     if x0 is not None:

@@ -9,6 +9,7 @@ from laplace_debias.linalg.checks import check_at_least, check_operator, check_r
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import LinearSolution, Status
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.system.checks import real
 
 # What SciPy's LSMR calls its reasons to stop.
 _STATUS = {
@@ -22,10 +23,18 @@ _STATUS = {
     7: Status.MAX_ITER,
 }
 _ADVICE = {
+    Status.CONVERGED: (
+        "The residual is at most `tol` (‖b‖ + ‖A‖ ‖x‖): `x` solves a system that differs from this "
+        "one by `tol`. Where `residual_norms` are too large beside ‖b‖, lower `tol`."
+    ),
+    Status.ILL_CONDITIONED: (
+        "Rounding keeps the residual above `tol` (‖b‖ + ‖A‖ ‖x‖): compute in float64, raise `tol`, "
+        "or set `damping`."
+    ),
     Status.MAX_ITER: (
         "The residual is not below the tolerance after `max_iter` iterations: raise `max_iter` or "
         "`tol`, or set `damping`."
-    )
+    ),
 }
 
 
@@ -48,8 +57,10 @@ def lsmr(
         A: Operator `[rows, columns]`; its adjoint is multiplied too.
         b: Right-hand sides, `[rows]` or `[rows, k]`.
         damping: μ. For a symmetric positive definite A this does not solve with `A + μ I`.
-        tol: Where to stop: residual, or its projection on the range of A, relative to the norms of
-            A and b.
+        tol: Where to stop: at ‖b − A x‖ ≤ tol (‖b‖ + ‖A‖ ‖x‖), `"converged"`, or else at
+            ‖Aᵀ(b − A x)‖ ≤ tol ‖A‖ ‖b − A x‖, `"least_squares"`, with an estimate of A's Frobenius
+            norm. Beside ‖b‖ alone the residual is larger, by up to A's condition number: it is in
+            `residual_norms`.
         max_iter: Iterations a right-hand side, each two products; default
             `10 * min(rows, columns)`.
         x0: Where to start, of x's shape; default zero.
@@ -79,9 +90,9 @@ def lsmr(
                 f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(b.shape)}; expected as many "
                 "columns."
             )
-    if not damping >= 0:
+    if not real(damping, "damping") >= 0:
         raise ValueError(f"`damping` is {damping}; expected 0 or more.")
-    if not tol > 0:
+    if not real(tol, "tol") > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
     if max_iter is None:
         max_iter = 10 * min(A.shape)
@@ -97,7 +108,7 @@ def lsmr(
         operator = SciPyOperator(
             A.shape, matvec=multiply, rmatvec=multiply_adjoint, dtype=np.float64
         )
-        solutions, statuses = [], []
+        solutions, reasons, norms_of_A = [], [], []
         starts = None if x0 is None else x0.reshape(len(x0), -1)
         for column, right in enumerate(b.reshape(len(b), -1).T):
             result = scipy_lsmr(
@@ -111,7 +122,17 @@ def lsmr(
                 x0=None if starts is None else starts[:, column].cpu().double().numpy(),
             )
             solutions.append(torch.from_numpy(np.asarray(result[0])).to(b))
-            statuses.append(_STATUS[result[1]])
+            reasons.append(_STATUS[result[1]])
+            norms_of_A.append(result[5])
         x = torch.stack(solutions, dim=1).reshape(A.shape[1], *b.shape[1:])
         residual_norms = (b - products(x)).norm(dim=0)
-    return LinearSolution(x, tuple(statuses), residual_norms, products.count, advice=_ADVICE)
+    # SciPy's recursion does not see the rounding of products and of x.
+    bounds = tol * (
+        b.norm(dim=0) + torch.tensor(norms_of_A).to(b).view_as(residual_norms) * x.norm(dim=0)
+    )
+    is_above = (residual_norms > bounds).flatten().tolist()
+    statuses = tuple(
+        Status.ILL_CONDITIONED if reason is Status.CONVERGED and above else reason
+        for reason, above in zip(reasons, is_above, strict=True)
+    )
+    return LinearSolution(x, statuses, residual_norms, products.count, advice=_ADVICE)

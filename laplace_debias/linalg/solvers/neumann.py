@@ -15,6 +15,7 @@ from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import LinearSolution, Status
 from laplace_debias.linalg.solvers.preconditioner import Preconditioner, precondition
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.system.checks import real
 
 _GROWTH = 10.0
 """Growth of the residual at which the series counts as diverging."""
@@ -71,7 +72,7 @@ def neumann(
     check_generator(generator, A)
     if scale is not None and not scale > 0:
         raise ValueError(f"`scale` is {scale}; expected a positive number below 2 / λ_max.")
-    if tol is not None and not tol > 0:
+    if tol is not None and not real(tol, "tol") > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
     before = 0
     if scale is None:
@@ -87,10 +88,16 @@ def neumann(
             norms = residual.norm(dim=0)
             if norms.norm() < best_norms.norm():
                 best, best_norms = x, norms
-            if _is_below(norms, start, tol).all() or (norms > _GROWTH * start).any():
+            is_solved = norms <= (-1.0 if tol is None else tol) * start
+            if is_solved.all() or (norms > _GROWTH * start).any():
                 break
         count = before + products.count
-    statuses = _statuses(norms, start, tol)
+    statuses = tuple(
+        Status.DIVERGED if grown else Status.CONVERGED if solved else Status.MAX_ITER
+        for grown, solved in zip(
+            (norms > start).reshape(-1).tolist(), is_solved.reshape(-1).tolist(), strict=True
+        )
+    )
     growth = float((norms / start.clamp(min=torch.finfo(b.dtype).tiny)).max())
     advice = {
         Status.MAX_ITER: (
@@ -106,20 +113,6 @@ def neumann(
     if Status.DIVERGED in statuses:
         x, norms = best, best_norms
     return LinearSolution(x, statuses, norms, count, advice=advice)
-
-
-def _is_below(norms: Tensor, start: Tensor, tol: float | None) -> Tensor:
-    """Which right-hand sides are solved to the tolerance; none without one."""
-    return torch.zeros_like(norms, dtype=torch.bool) if tol is None else norms <= tol * start
-
-
-def _statuses(norms: Tensor, start: Tensor, tol: float | None) -> tuple[Status, ...]:
-    reasons = []
-    is_below = _is_below(norms, start, tol).reshape(-1).tolist()
-    for has_grown, is_solved in zip((norms > start).reshape(-1).tolist(), is_below, strict=True):
-        solved = Status.CONVERGED if is_solved else Status.MAX_ITER
-        reasons.append(Status.DIVERGED if has_grown else solved)
-    return tuple(reasons)
 
 
 def default_scale(

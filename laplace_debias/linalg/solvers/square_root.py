@@ -1,71 +1,78 @@
-r"""The square root of an operator and its inverse: in closed form, or by Lanczos from a vector.
-
-Both are functions of A. With V the Krylov basis of the vector b and T the projection of A on it,
-$f(A) b \approx \|b\|\, V f(T)\, e_1$.
-"""
+"""The root of an operator's inverse, and samples of a Gaussian by products with its precision."""
 
 import math
-from functools import partial
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_at_least, check_finite, check_square
+from laplace_debias.linalg.checks import (
+    check_at_least,
+    check_finite,
+    check_generator,
+    check_right_side,
+    check_square,
+)
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
-from laplace_debias.linalg.solvers.lanczos_function import LanczosFunction
+from laplace_debias.linalg.probes import draw
+from laplace_debias.linalg.products import Products
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_inverse, exact_sqrt, least_eigenvalue_bound
-
-_EARLIER = 0.8
-"""Steps of the earlier approximation of the root, relative to all: where errors fall as the inverse
-of the number of steps, the error is four times the change from the one to the other."""
+from laplace_debias.operators.structures.wrappers import Wrapper
+from laplace_debias.system.warn import warn
 
 _MAX_ITER = 200
 
 
-def sqrt(A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None) -> LinearOperator:
-    r"""The **symmetric positive semi-definite** root R of such an operator, $R R = A$.
+def sample_gaussian(
+    mean: Float[Tensor, " n"],
+    precision: LinearOperator,
+    num_samples: int = 1,
+    *,
+    tol: float = 1e-3,
+    max_iter: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "samples n"]:
+    r"""Samples $\mu + P^{-1/2} z$ of $\mathcal N(\mu, P^{-1})$ with z standard normal.
 
-    In closed form for structured operators; the result is structured again. For any other, an
-    operator whose products are computed by Lanczos from the vector b itself,
-    $R b \approx \|b\|\, V \sqrt{T}\, e_1$, with V fully reorthogonalised. With a standard normal
-    b, $R b$ is a sample of $\mathcal N(0, A)$.
+    For a **matrix-free posterior** take $P = N \cdot \mathrm{GGN} + \delta I$, N the number of
+    training examples and δ the prior precision. It takes products with P alone: no matrix of D²
+    entries, no factorisation, no approximation of the curvature's structure. See `inverse_sqrt`.
 
     Args:
-        A: Symmetric positive semi-definite operator `[n, n]`. Asymmetry is noticed.
-        tol: Where a product stops: its estimated error, relative to its norm. The error falls as
-            $e^{-2 j / \sqrt\kappa}$ with the steps j, and as 1/j where A is singular.
-        max_iter: Lanczos steps, and products with A, for each column; at most so many vectors of
-            length n are held. By default 200, or n if that is less.
+        mean: μ, `[n]`.
+        precision: P, a symmetric positive definite operator `[n, n]`.
+        num_samples: How many samples.
+        tol: How far each may be from the exact $P^{-1/2} z$, relative to its norm.
+        max_iter: Lanczos steps, and products with P, for each sample; by default 200, or n if that
+            is less.
+        generator: Source of randomness, on the operator's device.
 
     Returns:
-        An operator `[n, n]`.
+        The samples, `[num_samples, n]`.
 
     Raises:
-        TypeError: A is not an operator.
-        ValueError: A is not square; it is known to have a negative eigenvalue, or upon a product a
-            Ritz value is negative; a part or a product is not finite; a number is out of range.
+        TypeError: P is not an operator, or μ not a tensor.
+        ValueError: P is not square or not positive definite, μ does not fit it, a product is not
+            finite, a number is out of range, or the generator is on another device.
 
     Warns:
-        RuntimeWarning: Upon a product that did not come to `tol`; with the remedy.
+        RuntimeWarning: A sample did not come to `tol`; with the remedy.
 
     Reference:
         Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
         distributions. SIAM Journal on Scientific Computing, 2014.
-
-    Example:
-        >>> import torch
-        >>> from laplace_debias.linalg import sqrt
-        >>> from laplace_debias.operators import Diagonal
-        >>> sqrt(Diagonal(torch.tensor([4.0, 9.0]))) @ torch.ones(2)
-        tensor([2., 3.])
     """
-    max_iter = _checked(A, "square root", tol, max_iter)
-    closed_form = exact_sqrt(A)
-    if closed_form is not None:
-        return closed_form
-    return LanczosFunction(A, "sqrt", partial(_root, A), tol, max_iter)
+    root = inverse_sqrt(precision, tol=tol, max_iter=max_iter)
+    check_right_side(precision, mean, "mean")
+    if mean.ndim != 1:
+        raise ValueError(f"`mean` has shape {tuple(mean.shape)}; expected ({len(mean)},).")
+    check_at_least(num_samples, 1, "num_samples")
+    check_generator(generator, precision)
+    noise = draw(precision, num_samples, "gaussian", generator)
+    return mean + (root @ noise).T
 
 
 def inverse_sqrt(
@@ -96,7 +103,8 @@ def inverse_sqrt(
         A: Symmetric positive definite operator `[n, n]`. Asymmetry is noticed.
         tol: Where a product stops: the bound of its error, relative to its norm. The error falls as
             $e^{-2 j / \sqrt\kappa}$ with the steps j.
-        max_iter: As for `sqrt`.
+        max_iter: Lanczos steps, and products with A, for each column; at most so many vectors of
+            length n are held. By default 200, or n if that is less.
 
     Returns:
         An operator `[n, n]`.
@@ -111,9 +119,10 @@ def inverse_sqrt(
         RuntimeWarning: Upon a product that did not come to `tol`; with the remedy.
 
     Reference:
-        Chow, Saad (2014), as for `sqrt`. For the bound: Chen, Greenbaum, Musco, Musco. Error bounds
-        for Lanczos-based matrix function approximation. SIAM Journal on Matrix Analysis and
-        Applications, 2022.
+        Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
+        distributions. SIAM Journal on Scientific Computing, 2014. For the bound:
+        Chen, Greenbaum, Musco, Musco. Error bounds for Lanczos-based matrix function approximation.
+        SIAM Journal on Matrix Analysis and Applications, 2022.
 
     Example:
         >>> import torch
@@ -122,76 +131,93 @@ def inverse_sqrt(
         >>> inverse_sqrt(Diagonal(torch.tensor([4.0, 16.0]))) @ torch.ones(2)
         tensor([0.5000, 0.2500])
     """
-    max_iter = _checked(A, "inverse square root", tol, max_iter)
+    n = check_square(A, "inverse square root")
+    if not tol > 0:
+        raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
+    if max_iter is not None:
+        check_at_least(max_iter, 1, "max_iter")
+    check_finite(A)
     inverse = exact_inverse(A)
     closed_form = None if inverse is None else exact_sqrt(inverse)
     if closed_form is not None:
         return closed_form
     bound = least_eigenvalue_bound(A)
     least = bound if bound is not None and bound > 0 else None
-    return LanczosFunction(A, "inverse_sqrt", partial(_inverse_root, A, least), tol, max_iter)
+    return InverseRoot(A, least, tol, min(n, _MAX_ITER if max_iter is None else max_iter))
 
 
-def _root(A: LinearOperator, basis: KrylovBasis) -> tuple[Tensor, float]:
-    """√T e₁; its error by the change from fewer steps: the bound of A^-½ is useless for κ = ∞."""
-    coordinates = _first_column_of_root(A, basis, basis.size)
-    earlier = _first_column_of_root(A, basis, max(1, int(_EARLIER * basis.size)))
-    change = coordinates.clone()
-    change[: len(earlier)] -= earlier
-    norm = float(coordinates.norm())
-    # One step has nothing to be compared with.
-    error = 4 * float(change.norm()) / norm if basis.size > 1 and norm > 0 else math.inf
-    return coordinates, error
+@dataclass(frozen=True, eq=False, repr=False)
+class InverseRoot(Wrapper):
+    """The inverse root of an operator; its products are Lanczos runs. Made by `inverse_sqrt`.
 
+    Args:
+        operator: What it is the inverse root of.
+        least: A lower bound of the eigenvalues; None for the least Ritz value in its place.
+        tol: Where a product stops: its error, relative to its norm.
+        max_iter: Lanczos steps a column.
+    """
 
-def _first_column_of_root(A: LinearOperator, basis: KrylovBasis, steps: int) -> Tensor:
-    values, vectors = eigh(basis.projected[:steps, :steps], "the projected operator")
-    _check_ritz_value(A, basis, float(values[0]), least=0.0)
-    return vectors * values.clamp(min=0).sqrt() @ vectors[0]
+    least: float | None
+    tol: float
+    max_iter: int
 
+    is_symmetric = True
 
-def _inverse_root(
-    A: LinearOperator, least: float | None, basis: KrylovBasis
-) -> tuple[Tensor, float]:
-    """T^-½ e₁ and the bound of its error, with ℓ = `least` or the least Ritz value."""
-    values, vectors = eigh(basis.projected, "the projected operator")
-    smallest = float(values[0])
-    _check_ritz_value(A, basis, smallest, least or 0.0)
-    if least is None:
-        if smallest <= 0:
-            raise _not_positive(A, smallest, "definite")
-        least = smallest
-    roots, low = values.clamp(min=least).sqrt(), math.sqrt(least)
-    coordinates = vectors / roots @ vectors[0]
-    residuals = (basis.coupling @ vectors) * vectors[0]
-    error = (residuals / (roots * low * (roots + low))).sum(dim=1).norm()
-    return coordinates, float(error / coordinates.norm())
+    is_positive_semidefinite = True
 
+    @property
+    def T(self) -> "InverseRoot":  # noqa: N802
+        """The operator itself: it is symmetric."""
+        return self
 
-def _check_ritz_value(A: LinearOperator, basis: KrylovBasis, value: float, least: float) -> None:
-    rounding = 100 * torch.finfo(A.dtype).eps * basis.scale
-    if value < -rounding:
-        raise _not_positive(A, value, "semi-definite")
-    if value < least - rounding:
-        raise ValueError(
-            f"{type(A).__name__} has the Ritz value {value:.4g}, but its parts claim that no "
-            f"eigenvalue is below {least:.4g}: one of them is not positive semi-definite."
-        )
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        with Products(self.operator) as products:
+            columns = [self._times(products, column) for column in matrix.T]
+        missed = max(error for _, error in columns)
+        if missed > self.tol:
+            warn(
+                f"inverse_sqrt: after {self.max_iter} Lanczos steps the relative error of a "
+                f"product is about {missed:.2g}, above `tol` = {self.tol:.2g}: raise `max_iter` or "
+                "`tol`, or add damping, `A + c * Identity(n)`.",
+                RuntimeWarning,
+            )
+        return torch.stack([product for product, _ in columns], dim=1)
 
+    def _times(self, products: Products, column: Tensor) -> tuple[Tensor, float]:
+        """The product with a column, and its relative error."""
+        length = column.norm()
+        if length == 0:
+            return torch.zeros_like(column), 0.0
+        basis = KrylovBasis(self.operator, products, len(column), self.max_iter, None)
+        basis.add(column / length)
+        error, is_going_on = math.inf, True
+        while is_going_on and basis.size < basis.capacity and error > self.tol:
+            for _ in range(1 + basis.size // 10):
+                is_going_on = is_going_on and basis.size < basis.capacity and basis.expand(0)
+            coordinates, error = self._coordinates(basis)
+        if len(basis.coupling) == 0 or basis.size == len(column):
+            # The Krylov space holds the product.
+            error = 0.0
+        return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
-def _not_positive(A: LinearOperator, value: float, what: str) -> ValueError:
-    return ValueError(
-        f"{type(A).__name__} has the Ritz value {value:.4g}; expected a positive {what} operator. "
-        "Add damping, `A + c * Identity(n)`, or use the GGN instead of the Hessian."
-    )
-
-
-def _checked(A: LinearOperator, what: str, tol: float, max_iter: int | None) -> int:
-    """Checks what both are given; the greatest number of steps."""
-    n = check_square(A, what)
-    if not tol > 0:
-        raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
-    if max_iter is not None:
-        check_at_least(max_iter, 1, "max_iter")
-    check_finite(A)
-    return min(n, _MAX_ITER if max_iter is None else max_iter)
+    def _coordinates(self, basis: KrylovBasis) -> tuple[Tensor, float]:
+        """T^-½ e₁ and the bound of its error, with ℓ = `least` or the least Ritz value."""
+        values, vectors = eigh(basis.projected, "the projected operator")
+        smallest, rounding = float(values[0]), 100 * torch.finfo(basis.vectors.dtype).eps
+        name = type(self.operator).__name__
+        if smallest < -rounding * basis.scale or (self.least is None and smallest <= 0):
+            raise ValueError(
+                f"{name} has the Ritz value {smallest:.4g}; expected a positive definite operator. "
+                "Add damping, `A + c * Identity(n)`, or use the GGN instead of the Hessian."
+            )
+        least = smallest if self.least is None else self.least
+        if smallest < least - rounding * basis.scale:
+            raise ValueError(
+                f"{name} has the Ritz value {smallest:.4g}, but its parts claim that no eigenvalue "
+                f"is below {least:.4g}: one of them is not positive semi-definite."
+            )
+        roots, low = values.clamp(min=least).sqrt(), math.sqrt(least)
+        coordinates = vectors / roots @ vectors[0]
+        residuals = (basis.coupling @ vectors) * vectors[0]
+        error = (residuals / (roots * low * (roots + low))).sum(dim=1).norm()
+        return coordinates, float(error / coordinates.norm())

@@ -4,26 +4,29 @@ Every function returns None where the structure has no closed form, so that the 
 iterative method. It raises where the quantity does not exist.
 """
 
-from laplace_debias.operators.exact.bounds import least_eigenvalue_bound
-from laplace_debias.operators.exact.determinant import exact_logdet
-from laplace_debias.operators.exact.eigendecomposition import Eigendecomposition, exact_eigh
 from laplace_debias.operators.exact.entries import (
     exact_diagonal,
+    exact_frobenius_norm,
+    exact_spectral_norm,
     exact_trace,
 )
-from laplace_debias.operators.exact.functions import exact_function, exact_sqrt
-from laplace_debias.operators.exact.inverse import exact_inverse, exact_solve
-from laplace_debias.operators.exact.norms import exact_frobenius_norm, exact_spectral_norm
+from laplace_debias.operators.exact.inverse import exact_inverse, exact_logdet
+from laplace_debias.operators.exact.spectrum import (
+    eigenvalues,
+    exact_eigh,
+    exact_function,
+    exact_sqrt,
+    least_eigenvalue_bound,
+)
 
 __all__ = [
-    "Eigendecomposition",
+    "eigenvalues",
     "exact_diagonal",
     "exact_eigh",
     "exact_frobenius_norm",
     "exact_function",
     "exact_inverse",
     "exact_logdet",
-    "exact_solve",
     "exact_spectral_norm",
     "exact_sqrt",
     "exact_trace",

@@ -1,4 +1,4 @@
-"""Trace and diagonal."""
+"""Trace, diagonal and norms."""
 
 from functools import reduce, singledispatch
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.algebra import Product, Scaled, Sum
+from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.exact.known import NoClosedFormError, or_none, pass_on, squares
-from laplace_debias.operators.structures.assume import Assumed
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on, squares
+from laplace_debias.operators.exact.spectrum import eigenvalues
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal
@@ -18,8 +18,7 @@ from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker
 from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
-from laplace_debias.operators.structures.permutation import Permutation
-from laplace_debias.operators.structures.permuted import Permuted
+from laplace_debias.operators.structures.wrappers import Assumed, Permuted
 
 
 def exact_trace(operator: LinearOperator) -> Float[Tensor, ""] | None:
@@ -40,6 +39,16 @@ def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
     """
     check_square(operator)
     return or_none(_diagonal, operator)
+
+
+def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
+    """The root of the sum of all squared entries, None without a closed form."""
+    return or_none(_frobenius_norm, operator)
+
+
+def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
+    """The largest singular value of an operator `[m, n]`, None without a closed form."""
+    return or_none(_spectral_norm, operator)
 
 
 @singledispatch
@@ -122,20 +131,6 @@ def _(operator: LowRankPlusDiagonal) -> Tensor:
 
 
 @_diagonal.register
-def _(operator: Permutation) -> Tensor:
-    axes = torch.arange(len(operator.index), device=operator.device)
-    return (operator.index == axes).to(operator.dtype)
-
-
-@_diagonal.register
-def _(operator: Product) -> Tensor:
-    match operator.factors:
-        case (Dense(left), Dense(right)):
-            return (left * right.T).sum(1)
-    raise NoClosedFormError
-
-
-@_diagonal.register
 def _(operator: Sum) -> Tensor:
     return reduce(torch.add, map(_diagonal, operator.terms))
 
@@ -145,9 +140,55 @@ def _(operator: Scaled) -> Tensor:
     return operator.scalar * _diagonal(operator.operator)
 
 
-pass_on(_diagonal, Assumed)
-
-
 @_diagonal.register
 def _(operator: Permuted) -> Tensor:
     return operator.permuted(_diagonal(operator.operator))
+
+
+pass_on(_diagonal, Assumed)
+
+
+@singledispatch
+def _frobenius_norm(operator: LinearOperator) -> Tensor:
+    return known(eigenvalues(operator)).norm()
+
+
+@_frobenius_norm.register
+def _(operator: Dense) -> Tensor:
+    return operator.matrix.norm()
+
+
+@_frobenius_norm.register
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.mul, map(_frobenius_norm, operator.factors))
+
+
+@_frobenius_norm.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.stack([_frobenius_norm(block) for block in operator.blocks.values()]).norm()
+
+
+pass_on(_frobenius_norm, Permuted)
+
+
+@singledispatch
+def _spectral_norm(operator: LinearOperator) -> Tensor:
+    return known(eigenvalues(operator)).abs().amax()
+
+
+@_spectral_norm.register
+def _(operator: Dense) -> Tensor:
+    return torch.linalg.matrix_norm(operator.matrix, 2)
+
+
+@_spectral_norm.register
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.mul, map(_spectral_norm, operator.factors))
+
+
+@_spectral_norm.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.stack([_spectral_norm(block) for block in operator.blocks.values()]).amax()
+
+
+pass_on(_spectral_norm, Permuted)

@@ -14,7 +14,7 @@ class NoClosedFormError(Exception):
 
 
 def or_none(function: Callable[..., Value], *arguments: Any) -> Value | None:
-    """What the function returns, None if it finds no closed form."""
+    """The value that the function returns, None if it finds no closed form."""
     try:
         return function(*arguments)
     except NoClosedFormError:

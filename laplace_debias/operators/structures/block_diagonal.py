@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +13,7 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
+    identity_like,
     multiply,
     named_range,
     scale,
@@ -21,9 +23,7 @@ from laplace_debias.operators.dispatch import (
 )
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.structures.composed import Composed
-from laplace_debias.operators.structures.diagonal import Diagonal
-from laplace_debias.operators.structures.identity import Identity
-from laplace_debias.operators.structures.submatrix import SubMatrix
+from laplace_debias.operators.structures.wrappers import SubMatrix
 
 Block = TypeVar("Block", bound=LinearOperator)
 
@@ -110,20 +110,8 @@ def _pairwise(
     return BlockDiagonal(blocks, left.layout or right.layout)
 
 
-@add.register(BlockDiagonal, BlockDiagonal)
-def _(left: BlockDiagonal[Any], right: BlockDiagonal[Any]) -> LinearOperator | None:
-    return _pairwise(add, left, right)
-
-
-@add.register(BlockDiagonal, Diagonal, commutative=True)
-def _(left: BlockDiagonal[Any], right: Diagonal) -> LinearOperator:
-    parts = dict(zip(left.blocks, right.values.split(left.sizes), strict=True))
-    return left.map(lambda name, block: block + Diagonal(parts[name]))
-
-
-@multiply.register(BlockDiagonal, BlockDiagonal)
-def _(left: BlockDiagonal[Any], right: BlockDiagonal[Any]) -> LinearOperator | None:
-    return _pairwise(multiply, left, right)
+add.register(BlockDiagonal, BlockDiagonal)(partial(_pairwise, add))
+multiply.register(BlockDiagonal, BlockDiagonal)(partial(_pairwise, multiply))
 
 
 @scale.register(BlockDiagonal)
@@ -133,11 +121,7 @@ def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator:
 
 @shift.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator | None:
-    def shifted(_: str, block: LinearOperator) -> LinearOperator:
-        identity = Identity(block.shape[0], block.dtype, block.device)
-        return block + scale(identity, scalar)
-
-    return operator.map(shifted)
+    return operator.map(lambda _, block: block + scale(identity_like(block), scalar))
 
 
 @named_range.register(BlockDiagonal)

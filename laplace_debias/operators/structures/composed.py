@@ -1,4 +1,4 @@
-"""What operators that are made of parts have in common."""
+"""The base of operators that are made of parts."""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -10,6 +10,7 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
 from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.system.checks import check_is
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,12 +24,14 @@ class Dense(Composed):
         matrix: The matrix, `[m, n]`.
 
     Raises:
+        TypeError: If it is not a tensor.
         ValueError: If it is not a matrix.
     """
 
     matrix: Float[Tensor, "m n"]
 
     def __post_init__(self) -> None:
+        check_is(self.matrix, "the matrix of Dense", Tensor)
         if self.matrix.ndim != 2 or not self.matrix.is_floating_point():
             raise ValueError(
                 "A dense operator is a matrix of real floating numbers, got shape "

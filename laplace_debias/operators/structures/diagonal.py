@@ -6,9 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
+from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift
 from laplace_debias.operators.structures.composed import Symmetric
-from laplace_debias.operators.structures.submatrix import SubMatrix
+from laplace_debias.system.checks import check_is
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,6 +25,7 @@ class Diagonal(Symmetric):
     values: Float[Tensor, " n"]
 
     def __post_init__(self) -> None:
+        check_is(self.values, "the values of Diagonal", Tensor)
         if self.values.ndim != 1 or not self.values.is_floating_point():
             raise ValueError(
                 "A diagonal is a vector of real floating numbers, got shape "
@@ -63,11 +64,3 @@ def _(operator: Diagonal, scalar: Scalar) -> LinearOperator:
 @shift.register
 def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
     return Diagonal(operator.values + scalar)
-
-
-@submatrix.register
-def _(operator: Diagonal, rows: Tensor, columns: Tensor) -> LinearOperator:
-    # An index that occurs twice puts entries beside the diagonal.
-    if rows.equal(columns) and len(rows.unique()) == len(rows):
-        return Diagonal(operator.values[rows])
-    return SubMatrix(operator, rows, columns)

@@ -11,7 +11,6 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift
 from laplace_debias.operators.parts import same
 from laplace_debias.operators.structures.composed import Symmetric
-from laplace_debias.operators.structures.diagonal import Diagonal
 
 Spectrum = Callable[[Tensor], Tensor]
 """A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""
@@ -126,10 +125,6 @@ def _same_directions(a: EigenKronecker, b: EigenKronecker) -> bool:
     return a.magnitudes.shape == b.magnitudes.shape and same(a.U_G, b.U_G) and same(a.U_A, b.U_A)
 
 
-def _axes(operator: EigenKronecker) -> bool:
-    return operator.U_G is None and operator.U_A is None
-
-
 @add.register(EigenKronecker, EigenKronecker)
 def _(left: EigenKronecker, right: EigenKronecker) -> LinearOperator | None:
     if not _same_directions(left, right):
@@ -142,20 +137,6 @@ def _(left: EigenKronecker, right: EigenKronecker) -> LinearOperator | None:
     if not _same_directions(left, right):
         return None
     return left.apply(lambda magnitudes: magnitudes * right.magnitudes)
-
-
-@add.register(EigenKronecker, Diagonal, commutative=True)
-def _(left: EigenKronecker, right: Diagonal) -> LinearOperator | None:
-    if not _axes(left):
-        return None
-    return left.apply(lambda magnitudes: magnitudes + right.values.view_as(magnitudes))
-
-
-@multiply.register(EigenKronecker, Diagonal, commutative=True)
-def _(left: EigenKronecker, right: Diagonal) -> LinearOperator | None:
-    if not _axes(left):
-        return None
-    return left.apply(lambda magnitudes: magnitudes * right.values.view_as(magnitudes))
 
 
 @scale.register

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, scale, shift
-from laplace_debias.operators.structures.composed import Composed, Symmetric
+from laplace_debias.operators.structures.composed import Symmetric
 from laplace_debias.operators.structures.diagonal import Diagonal
 
 
@@ -65,15 +65,6 @@ class LowRankPlusDiagonal(Symmetric):
         return self.U @ coordinates + self.diagonal.reshape(-1, 1) * matrix
 
 
-@add.register(LowRankPlusDiagonal, LowRankPlusDiagonal)
-def _(left: LowRankPlusDiagonal, right: LowRankPlusDiagonal) -> LinearOperator:
-    return LowRankPlusDiagonal(
-        torch.cat([left.U, right.U], dim=1),
-        torch.cat([left.magnitudes, right.magnitudes]),
-        left.diagonal + right.diagonal,
-    )
-
-
 @add.register(LowRankPlusDiagonal, Diagonal, commutative=True)
 def _(left: LowRankPlusDiagonal, right: Diagonal) -> LinearOperator:
     return LowRankPlusDiagonal(left.U, left.magnitudes, left.diagonal + right.values)
@@ -87,36 +78,3 @@ def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator:
 @shift.register
 def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator | None:
     return LowRankPlusDiagonal(operator.U, operator.magnitudes, operator.diagonal + scalar)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Reflections(Composed):
-    """An orthogonal matrix `[n, n]` as a product of k Householder reflections.
-
-    The first k columns of the Q of a QR decomposition and an orthonormal basis of the rest, in the
-    memory of `[n, k]`.
-
-    Args:
-        vectors: The reflections as `torch.geqrf` gives them, `[n, k]`.
-        coefficients: Their coefficients, `[min(n, k)]`.
-        transposed: Whether it is the adjoint.
-    """
-
-    vectors: Float[Tensor, "n k"]
-    coefficients: Float[Tensor, " r"]
-    transposed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Both n."""
-        return len(self.vectors), len(self.vectors)
-
-    @property
-    def T(self) -> "Reflections":  # noqa: N802
-        """The adjoint, which is the inverse."""
-        return Reflections(self.vectors, self.coefficients, not self.transposed)
-
-    def _matmat(self, matrix: Tensor) -> Tensor:
-        return torch.ormqr(
-            self.vectors, self.coefficients, matrix.contiguous(), transpose=self.transposed
-        )

@@ -29,15 +29,11 @@ class Permutation(LinearOperator):
     _dtype: torch.dtype | None
 
     def __init__(self, index: Int[Tensor, " n"], dtype: torch.dtype | None = None) -> None:
-        if index.ndim != 1 or index.is_floating_point():
+        is_whole = index.ndim == 1 and not index.is_floating_point()
+        if not is_whole or not index.sort().values.equal(torch.arange(len(index)).to(index)):
             raise ValueError(
-                f"A permutation is a vector of integers, got shape {tuple(index.shape)} and "
-                f"{index.dtype}."
-            )
-        if not index.sort().values.equal(torch.arange(len(index)).to(index)):
-            raise ValueError(
-                f"A permutation holds every number from 0 to {len(index) - 1} once, got "
-                f"{index.tolist()}."
+                f"A permutation is a vector of every number from 0 to {index.numel() - 1}, once "
+                f"each, got {index.tolist()}."
             )
         object.__setattr__(self, "index", index.long())
         object.__setattr__(self, "_dtype", dtype)
@@ -90,11 +86,6 @@ def _(operator: Permutation, dtype: torch.dtype, device: torch.device) -> Linear
 @multiply.register(Permutation, Permutation)
 def _(left: Permutation, right: Permutation) -> LinearOperator:
     return Permutation(right.index[left.index], left.dtype)
-
-
-@multiply.register(Permutation, Dense)
-def _(left: Permutation, right: Dense) -> LinearOperator:
-    return Dense(right.matrix[left.index])
 
 
 @multiply.register(Dense, Permutation)

@@ -3,11 +3,10 @@
 import base64
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from laplace_debias.report.page.names import significant
 from laplace_debias.report.page.run_folder import Run
@@ -26,100 +25,54 @@ _GROUPS = {
         "Mistakes that “{method}” is surest of. Look for wrong labels first, then for what these "
         "have in common.",
     ),
-    "most_changed": (
-        "Most changed",
-        "Where “{method}” and “{network}” differ most.",
-    ),
+    "most_changed": ("Most changed", "Where “{method}” and “{network}” differ most."),
 }
 
 
-@dataclass(frozen=True)
-class Guess:
-    """What a method says of an example.
-
-    Attributes:
-        label: The method's.
-        classes: Its most probable classes: name, probability in percent, whether it is the truth.
-        interval: Of a regression, mean and standard deviation, else empty.
-    """
-
-    label: str
-    classes: tuple[tuple[str, float, bool], ...] = ()
-    interval: str = ""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One example.
-
-    Attributes:
-        index: In the test set.
-        truth: The right class or the target.
-        picture: Address of its picture, `data:`; empty where it has none.
-        is_small: Whether its pixels are to be seen when it is drawn larger.
-        values: Inputs by name where they are no picture.
-        guesses: By method.
-    """
-
-    index: int
-    truth: str
-    picture: str
-    is_small: bool
-    values: tuple[tuple[str, str], ...]
-    guesses: tuple[Guess, ...]
-
-
-@dataclass(frozen=True)
-class ExampleGroup:
-    """Examples that have something in common."""
-
-    title: str
-    reads: str
-    examples: tuple[Example, ...]
-
-
-def example_groups(run: Run) -> list[ExampleGroup]:
+def example_groups(run: Run) -> list[dict[str, Any]]:
     """The groups of `examples.json` that have examples; none if the run has none.
+
+    Returns:
+        By group its `title`, how one `reads` it and its `examples`: `index` in the test set,
+        `truth`, `picture` (an address, or empty), `is_small` (whether its pixels are to be seen),
+        `inputs` by name where they are no picture, and `guesses`: label of the method, of a
+        regression its interval, else its most probable classes.
 
     Raises:
         ValueError: If the file or a picture is damaged.
     """
-    found = run.json("examples.json")
-    if found is None:
-        return []
-    chosen_by = found.get("chosen_by") or {}
+    chosen = run.json("examples.json")
     network = run.methods[0]
     labels = {method.key: method.label for method in run.methods}
     groups = []
     for key, (title, reads) in _GROUPS.items():
-        by = chosen_by.get(key, run.methods[-1].key)
-        shown = list(dict.fromkeys([network.key, by]))
-        examples = tuple(_example(run, entry, shown, labels) for entry in found.get(key) or ())
-        if examples:
-            text = reads.format(method=labels.get(by, by), network=network.label)
-            groups.append(ExampleGroup(title, text, examples))
+        by = chosen.get("chosen_by", {}).get(key, run.methods[-1].key)
+        shown = {method: labels[method] for method in (network.key, by)}
+        if examples := [_example(run, entry, shown) for entry in chosen.get(key, ())]:
+            text = reads.format(method=labels[by], network=network.label)
+            groups.append({"title": title, "reads": text, "examples": examples})
     return groups
 
 
-def _example(
-    run: Run, entry: Mapping[str, Any], shown: list[str], labels: Mapping[str, str]
-) -> Example:
-    picture, is_small = _picture(run.folder / "examples" / f"{int(entry['index'])}.png")
+def _example(run: Run, entry: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, Any]:
+    index = int(entry["index"])
+    told: dict[str, tuple[str, tuple[tuple[str, float, bool], ...]]]
+    picture, is_small = _picture(run.folder / "examples" / f"{index}.png")
     if run.is_regression:
-        said, truth = entry.get("predictions") or {}, _numbers(entry.get("target"))
-        guesses = tuple(
-            Guess(labels[key], interval=_interval(said[key])) for key in shown if key in said
-        )
+        truth, said = _numbers(entry["target"]), entry["predictions"]
+        told = {key: (_interval(one), ()) for key, one in said.items()}
     else:
-        said, truth = entry.get("probs") or {}, _class_names(run, entry.get("label"))
-        guesses = tuple(
-            Guess(labels[key], _top_classes(run, said[key], entry.get("label")))
-            for key in shown
-            if key in said
-        )
-    inputs = entry.get("inputs") or ()
-    values = tuple((f"x{i}", significant(float(x))) for i, x in enumerate(inputs, start=1))
-    return Example(int(entry["index"]), truth, picture, is_small, values, guesses)
+        truth, said = _class_names(run, entry["label"]), entry["probs"]
+        told = {key: ("", _top_classes(run, one, entry["label"])) for key, one in said.items()}
+    inputs = enumerate(entry.get("inputs") or (), start=1)
+    return {
+        "index": index,
+        "truth": truth,
+        "picture": picture,
+        "is_small": is_small,
+        "inputs": [(f"x{i}", significant(float(x))) for i, x in inputs],
+        "guesses": [(label, *told[key]) for key, label in shown.items() if key in told],
+    }
 
 
 def _picture(path: Path) -> tuple[str, bool]:
@@ -129,26 +82,19 @@ def _picture(path: Path) -> tuple[str, bool]:
     try:
         with Image.open(path) as image:
             is_small = max(image.size) <= _SMALL
-            data = path.read_bytes()
-            if max(image.size) > _MOST_PIXELS:
-                smaller = image.convert("RGB")
-                smaller.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Image.Resampling.LANCZOS)
-                buffer = io.BytesIO()
-                smaller.save(buffer, "png")
-                data = buffer.getvalue()
-            else:
-                image.verify()
-    except (OSError, SyntaxError, UnidentifiedImageError) as error:
+            shown = image.convert("RGB")
+    except (OSError, SyntaxError) as error:
         raise ValueError(
             f"{path} is no picture that can be read ({error}): delete it to draw the page without "
             "it, or run the report again."
         ) from error
-    return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}", is_small
+    shown.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    shown.save(buffer, "png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}", is_small
 
 
 def _class_names(run: Run, label: Any) -> str:
-    if label is None:
-        return ""
     if isinstance(label, list):
         return ", ".join(_class(run, i) for i, is_one in enumerate(label) if is_one) or "none"
     return _class(run, label)
@@ -165,7 +111,7 @@ def _top_classes(
 ) -> tuple[tuple[str, float, bool], ...]:
     """Those that round to a percent at least, at most two of them."""
     return tuple(
-        (_class(run, label), 100 * prob, not isinstance(truth, list) and int(label) == truth)
+        (_class(run, label), 100 * prob, label == truth)
         for label, prob in probs[:_SHOWN_CLASSES]
         if prob >= _LEAST
     )
@@ -176,7 +122,5 @@ def _interval(said: Mapping[str, Any]) -> str:
 
 
 def _numbers(value: Any) -> str:
-    if value is None:
-        return ""
     values = value if isinstance(value, list) else [value]
     return ", ".join(significant(float(one)) for one in values)

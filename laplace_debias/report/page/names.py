@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from laplace_debias.metrics.descriptions import DESCRIPTIONS, Description
+from laplace_debias.metrics import METRICS
 
 SCORES = {
     "entropy": "entropy",
@@ -16,17 +16,10 @@ SCORES = {
 MOST_DECIMALS = 5
 
 
-def metric_name(metric: str) -> Description:
-    """How the page speaks of a metric; of an unknown one by its own name."""
-    return DESCRIPTIONS.get(metric) or Description(metric.replace("_", " "), "", None, "", "")
-
-
 def known_first(metrics: Iterable[str]) -> list[str]:
-    """Metrics without repetition, in the order of `DESCRIPTIONS`, unknown ones last."""
-    found = list(dict.fromkeys(metrics))
-    return [name for name in DESCRIPTIONS if name in found] + [
-        name for name in found if name not in DESCRIPTIONS
-    ]
+    """Known metrics without repetition, in the order of `METRICS`."""
+    found = set(metrics)
+    return [name for name in METRICS if name in found]
 
 
 def decimals(low: float, high: float, value: float) -> int:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -15,14 +15,11 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from matplotlib.transforms import IdentityTransform
 
 from laplace_debias.report.page.names import power_of_ten
-from laplace_debias.report.style import OKABE_ITO, style_axes
+from laplace_debias.report.style import INK, OKABE_ITO, style_axes
 
-WIDTH = 4.4
-"""Width of a picture in inches: 317 units of its SVG."""
-
+_WIDTH = 4.4  # inches: 317 units of its SVG
 _UNITS_PER_INCH = 72
 _COLOURS = (
     "#7F7F7F",
@@ -68,13 +65,12 @@ class Look:
         return {**self.line, "marker": self.marker}
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A place in a picture that tells its values: units of the SVG, from the top left."""
 
-    method: str
     x: float
     y: float
+    method: str
     text: str
 
 
@@ -103,16 +99,8 @@ class Picture:
 
 def looks(methods: Iterable[tuple[str, str]]) -> dict[str, Look]:
     """Looks of methods `(key, label)` by key: the same in every picture."""
-    return {
-        key: Look(
-            key,
-            label,
-            _COLOURS[index % len(_COLOURS)],
-            _MARKERS[index % len(_MARKERS)],
-            _STYLES[index % len(_STYLES)],
-        )
-        for index, (key, label) in enumerate(methods)
-    }
+    ways = map(itertools.cycle, (_COLOURS, _MARKERS, _STYLES))
+    return {key: Look(key, label, *way) for (key, label), *way in zip(methods, *ways, strict=False)}
 
 
 @contextmanager
@@ -141,14 +129,9 @@ class Panel:
         margins: Mapping[str, float] | None = None,
     ) -> None:
         self.name = name
-        self._figure = Figure(
-            figsize=(WIDTH, height),
-            dpi=_UNITS_PER_INCH,
-            layout=None
-            if margins
-            else ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03),
-            facecolor="none",
-        )
+        layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03)
+        self._figure = Figure((_WIDTH, height), _UNITS_PER_INCH, layout=None if margins else layout)
+        self._figure.set_facecolor("none")
         if margins:
             self._figure.subplots_adjust(**margins)
         grid = self._figure.subplots(
@@ -160,7 +143,7 @@ class Panel:
             style_axes(ax)
             ax.tick_params(which="both", length=3)
         self._numbers = itertools.count()
-        self._noted: list[tuple[str, Any, float, float, str]] = []
+        self._noted: list[tuple[Axes, str, float, float, str]] = []
 
     def of(self, method: str, *artists: Artist) -> None:
         """Says that artists belong to a method: the page shows and hides them with it."""
@@ -172,8 +155,8 @@ class Panel:
     ) -> None:
         """Gives places of the axes texts that the page shows when one looks closer."""
         for place in zip(x, y, texts, strict=True):
-            if np.isfinite(place[0]) and np.isfinite(place[1]):
-                self._noted.append((method, ax.transData, *place))
+            if np.isfinite(place[:2]).all():
+                self._noted.append((ax, method, *place))
 
     def finish(self, title: str, alt: str, *, method: str | None = None, note: str = "") -> Picture:
         """Draws it.
@@ -189,9 +172,11 @@ class Panel:
             self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         top = self._figure.get_figheight() * _UNITS_PER_INCH
         points = []
-        for key, transform, x, y, text in self._noted:
-            across, up = (transform or IdentityTransform()).transform((x, y))
-            points.append(Point(key, round(float(across), 1), round(float(top - up), 1), text))
+        for ax, method_noted, x, y, text in self._noted:
+            across, up = ax.transData.transform((x, y))
+            points.append(
+                Point(round(float(across), 1), round(float(top - up), 1), method_noted, text)
+            )
         return Picture(
             self.name, title, alt, buffer.getvalue(), tuple(points), method=method, note=note
         )
@@ -216,6 +201,12 @@ def log_axis(axis: Axis, low: float, high: float) -> None:
     )
 
 
-def percent_axis(axis: Axis) -> None:
+def percent_axes(*axes: Axis) -> None:
     """Writes shares as percent."""
-    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.10g} %"))
+    for axis in axes:
+        axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.10g} %"))
+
+
+def draw_diagonal(ax: Axes, low: float = 0, high: float = 1) -> None:
+    """Draws where both axes say the same."""
+    ax.plot([low, high], [low, high], color=INK, linewidth=1, linestyle=(0, (4, 3)))

@@ -1,7 +1,10 @@
-"""A run folder as the page sees it: methods, sets, metrics, predictions."""
+"""A run folder as the page sees it, read and checked before anything is drawn."""
 
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-AGAIN = "run `laplace-debias report` again with the same settings, which goes on where it stopped"
-"""What to do where a file is missing or damaged."""
+_FORMAT = 1
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_COLUMNS = ["method", "set", "metric", "value", "low", "high", "score", "reference"]
+_AGAIN = "run `laplace-debias report` again with the same settings, which goes on where it stopped"
 
 
 @dataclass(frozen=True)
@@ -23,19 +28,23 @@ class Method:
         key: Names its files.
         label: Its name for people.
         describes: A sentence on it, may be empty.
-        seconds: By stage; the stage of a single number is `total`.
+        is_laplace: Whether it has a posterior.
+        seconds: By stage.
         num_bytes: Memory of what it keeps, None where it is not known.
         prior_precision: The tuned one, None if there is none, or one a block.
         temperature: Of the predictive, None if there is none.
+        link: What makes probabilities of its logits, None if none was tuned.
     """
 
     key: str
     label: str
     describes: str
+    is_laplace: bool
     seconds: Mapping[str, float]
     num_bytes: float | None
     prior_precision: float | None
     temperature: float | None
+    link: str | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,8 @@ class Run:
         meta: `run.json`.
         methods: The methods in the order in which they are shown.
         sets: The sets of examples.
-        rows: `rows` of `metrics.json`: `method`, `set`, `metric`, `value`, `low`, `high`, `score`,
-            `num_examples`.
+        test: The test set.
+        rows: `rows` of `metrics.json`: `method`, `set`, `metric`, `value`, `low`, `high`, `score`.
         differences: Its `differences`: the same with `reference`.
     """
 
@@ -75,6 +84,7 @@ class Run:
     meta: Mapping[str, Any]
     methods: tuple[Method, ...]
     sets: tuple[DataSet, ...]
+    test: DataSet
     rows: pd.DataFrame
     differences: pd.DataFrame
 
@@ -92,14 +102,8 @@ class Run:
     @property
     def ood(self) -> list[DataSet]:
         """The out-of-distribution sets, near ones first."""
-        return sorted(
-            (data for data in self.sets if data.role == "ood"), key=lambda data: data.kind != "near"
-        )
-
-    @property
-    def test(self) -> str:
-        """The name of the test set."""
-        return next(data.name for data in self.sets if data.role == "test")
+        strange = [data for data in self.sets if data.role == "ood"]
+        return sorted(strange, key=lambda data: data.kind != "near")
 
     def column(self, method: str, data: str, name: str) -> np.ndarray | None:
         """One column of the predictions of a method on a set.
@@ -116,30 +120,27 @@ class Run:
         Raises:
             ValueError: If the file is damaged.
         """
-        path = self.folder / "predictions" / method / f"{data}.parquet"
+        path = self._predictions(method, data)
         if not path.is_file():
             return None
-        try:
+        with _telling_of(path):
             if name not in pq.read_schema(path).names:
                 return None
             column = pq.read_table(path, columns=[name])[name]
             if not len(column) or column.null_count:
                 return None
-            if pa.types.is_nested(column.type):
-                values = np.stack(column.to_numpy()).astype(float)
-            else:
-                values = column.to_numpy().astype(float)
+            values = column.to_numpy()
+            values = (np.stack(values) if pa.types.is_nested(column.type) else values).astype(float)
             return values if np.isfinite(values).all() else None
-        except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-            raise damaged(path, error) from error
 
     def num_predicted(self, method: str, data: str) -> int | None:
         """How many examples of a set a method has predicted, None where it has no file."""
-        path = self.folder / "predictions" / method / f"{data}.parquet"
-        try:
+        path = self._predictions(method, data)
+        with _telling_of(path):
             return pq.read_metadata(path).num_rows if path.is_file() else None
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(path, error) from error
+
+    def _predictions(self, method: str, data: str) -> Path:
+        return self.folder / "predictions" / method / f"{data}.parquet"
 
     def probabilities(self, method: str, data: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Probabilities `[n, classes]` and labels `[n]`; None where an example has not one label.
@@ -150,34 +151,105 @@ class Run:
         probs, labels = (self.column(method, data, name) for name in ("probs", "label"))
         if self.is_regression or probs is None or labels is None or labels.ndim != 1:
             return None
-        if probs.ndim == 1:
-            probs = probs[:, None]
-        if probs.shape[1] == 1:
-            probs = np.concatenate([1 - probs, probs], axis=1)
         return probs, labels.astype(int)
 
-    def json(self, name: str) -> Any:
-        """A JSON file of the folder, None where it is missing.
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder, empty where it is missing.
 
         Raises:
             ValueError: If it is damaged.
         """
-        return read_json(self.folder / name) if (self.folder / name).is_file() else None
+        path = self.folder / name
+        return _read_json(path) if path.is_file() else {}
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file.
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """Reads the run folder that a page is drawn from.
+
+    Args:
+        folder: A folder as `docs/run-folder.md` describes it.
 
     Raises:
-        ValueError: If it is damaged.
+        FileNotFoundError: If it is missing, is no run folder, or lacks its metrics.
+        ValueError: If the run is not complete, or a file is damaged or of another format.
     """
+    folder = Path(folder)
+    path, measured = folder / "run.json", folder / "metrics.json"
+    if not path.is_file():
+        told = "is no run folder, it has no run.json" if folder.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"{folder} {told}: give a folder that `laplace-debias report --output` wrote."
+        )
+    meta = _read_json(path)
+    if meta.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path} has format {meta.get('format')!r}, and this version reads format {_FORMAT}: "
+            "draw the page with the version that wrote the run."
+        )
+    if meta.get("status") != "complete":
+        raise ValueError(f"The run in {folder} is not complete ({meta.get('status')}): {_AGAIN}.")
+    if not measured.is_file():
+        raise FileNotFoundError(f"{folder} has no metrics.json: {_AGAIN}.")
+    with _telling_of(path):
+        methods = tuple(map(_method, meta["methods"]))
+        sets = tuple(map(_data_set, meta["sets"]))
+        tests = [data for data in sets if data.role == "test"]
+        if not methods or not tests:
+            raise ValueError("it has no methods, or no set with the role test")
+    metrics = _read_json(measured)
+    with _telling_of(measured):
+        tables = [_table(metrics[name]) for name in ("rows", "differences")]
+    return Run(folder, meta, methods, sets, tests[0], *tables)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with _telling_of(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it is no JSON object")
+    return content
+
+
+def _method(entry: Mapping[str, Any]) -> Method:
+    precision = entry.get("prior_precision")
+    return Method(
+        key=_checked_key(entry["key"]),
+        label=str(entry.get("label") or entry["key"]),
+        describes=str(entry.get("describes") or ""),
+        is_laplace=bool(entry.get("is_laplace")),
+        seconds=entry.get("seconds") or {},
+        num_bytes=entry.get("bytes"),
+        prior_precision=float(precision) if isinstance(precision, int | float) else None,
+        temperature=entry.get("temperature"),
+        link=entry.get("link"),
+    )
+
+
+def _data_set(entry: Mapping[str, Any]) -> DataSet:
+    more = (entry.get(name) for name in ("severity", "kind", "num_examples"))
+    return DataSet(_checked_key(entry["name"]), entry["role"], *more)
+
+
+def _checked_key(key: str) -> str:
+    """A name that names files and parts of pictures."""
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"the name {key!r} has more than letters, digits, '.', '_' and '-'")
+    return key
+
+
+def _table(entries: list[dict[str, Any]]) -> pd.DataFrame:
+    frame = pd.DataFrame(entries, columns=_COLUMNS)
+    if frame[["method", "set", "metric"]].isna().any(axis=None):
+        raise ValueError("an entry lacks its method, set or metric")
+    return frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("value", "low", "high")})
+
+
+@contextmanager
+def _telling_of(path: Path) -> Iterator[None]:
+    """Says which file is damaged, and what to do, where reading it fails."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise damaged(path, error) from error
-
-
-def damaged(path: Path, error: Exception) -> ValueError:
-    """The error that tells of a file that cannot be read, and why."""
-    told = (str(error).splitlines() or [type(error).__name__])[0]
-    return ValueError(f"{path} is damaged ({told}): delete it and {AGAIN}.")
+        yield
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        told = f"{told} is missing" if isinstance(error, KeyError) else told
+        raise ValueError(f"{path} is damaged ({told}): delete it and {_AGAIN}.") from error

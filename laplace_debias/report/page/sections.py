@@ -1,21 +1,17 @@
-"""What the page shows, from top to bottom: sections of pictures with what they mean."""
+"""The page's pictures from top to bottom: sections with what they mean."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from laplace_debias.report.page.charts import (
-    classification,
-    costs,
-    ood,
-    posterior,
-    regression,
-    severity,
-)
-from laplace_debias.report.page.names import known_first
-from laplace_debias.report.page.panel import Look, Picture
-from laplace_debias.report.page.run_folder import Run
+from laplace_debias.metrics import METRICS
+from laplace_debias.report.page import calibration, ood, posterior
+from laplace_debias.report.page.names import decimals, duration, known_first, number, size
+from laplace_debias.report.page.panel import Look, Panel, Picture
+from laplace_debias.report.page.run_folder import Method, Run
+from laplace_debias.report.style import INK
 
-_BY_SEVERITY = ("accuracy", "nll", "smooth_ece", "ece", "brier", "rmse", "crps", "coverage")
+_BY_SEVERITY = ("accuracy", "nll", "overconfidence", "brier", "rmse", "scaled_error", "crps")
 _MOST_METRICS = 4
 
 
@@ -59,45 +55,33 @@ def sections(run: Run, looks: dict[str, Look]) -> list[Section]:
         looks: Looks of its methods by key.
     """
     judged = _regression(run, looks) if run.is_regression else _classification(run, looks)
-    found = [*judged, _ood(run, looks), _severity(run, looks), *_posterior(run, looks)]
-    return [part for part in [*found, _costs(run, looks)] if part.groups]
+    parts = [*judged, _ood(run, looks), _severity(run, looks), *_posterior(run, looks)]
+    return [part for part in [*parts, _costs(run, looks)] if part.groups]
 
 
 def _classification(run: Run, looks: dict[str, Look]) -> list[Section]:
-    hardest = run.shifts[-1:]
-    pictures = [classification.reliability(run, look, run.test) for look in looks.values()]
-    groups = [
-        _group(
-            "",
-            "On the dashed line, confidence is accuracy; below it, the method is over-confident. "
-            "The band is the 95 % interval of the accuracy in each of 15 equal bins, hollow points "
-            "are of fewer than 10 examples; the bars count them, on a logarithmic axis.",
-            pictures,
-        )
-    ]
-    kept = [classification.risk_coverage(run, looks, run.test, "Test set")]
+    kept = [calibration.risk_coverage(run, looks, run.test.name, "Test set")]
     kept += [
-        classification.risk_coverage(run, looks, data.name, f"Severity {data.severity}")
-        for data in hardest
+        calibration.risk_coverage(run, looks, data.name, f"Severity {data.severity}")
+        for data in run.shifts[-1:]
     ]
-    risk = _group(
-        "",
-        "Keep only the most confident examples, from right to left: the faster the curve falls, "
-        "the better confidence finds the mistakes. Lower is better.",
-        kept,
-    )
     return [
         _section(
             "calibration",
             "Are the probabilities right?",
             "Of the examples that a method is 80 % sure of, 80 % should be right.",
-            groups,
+            "On the dashed line, confidence is accuracy; below it, the method is over-confident. "
+            "The band is the 95 % interval of the accuracy in each of 15 equal bins, hollow points "
+            "are of fewer than 10 examples; the bars count them, on a logarithmic axis.",
+            [calibration.reliability(run, look, run.test.name) for look in looks.values()],
         ),
         _section(
             "selective",
             "Does doubt find the mistakes?",
             "If the least certain examples go to a person, how many mistakes remain?",
-            [risk],
+            "Keep only the most confident examples, from right to left: the faster the curve "
+            "falls, the better confidence finds the mistakes. Lower is better.",
+            kept,
         ),
     ]
 
@@ -108,90 +92,65 @@ def _regression(run: Run, looks: dict[str, Look]) -> list[Section]:
             "calibration",
             "Are the predicted distributions right?",
             "Of all targets, 10 % should lie below the predicted 10 % quantile, and so on.",
-            [
-                _group(
-                    "",
-                    "On the dashed line, quantiles are right; the grey band is where a calibrated "
-                    "method lies in 95 % of test sets. An S-shape says too wide or too narrow.",
-                    [regression.quantiles(run, look) for look in looks.values()],
-                )
-            ],
+            "On the dashed line, quantiles are right; the grey band is where a calibrated "
+            "method lies in 95 % of test sets. An S-shape says too wide or too narrow.",
+            [calibration.quantiles(run, look) for look in looks.values()],
         ),
         _section(
             "intervals",
             "Do the intervals hold what they promise?",
             "",
-            [
-                _group(
-                    "",
-                    "Coverage: above the dashed line, intervals hold more targets than they "
-                    "promise. Residuals, in groups by predicted standard deviation: above the "
-                    "line, errors are larger than predicted; points far apart from left to right "
-                    "tell easy from hard examples.",
-                    [regression.coverage(run, looks), regression.residuals(run, looks)],
-                ),
-            ],
+            "Coverage: above the dashed line, intervals hold more targets than they "
+            "promise. Residuals, in groups by predicted standard deviation: above the "
+            "line, errors are larger than predicted; points far apart from left to right "
+            "tell easy from hard examples.",
+            [calibration.coverage(run, looks), calibration.residuals(run, looks)],
         ),
     ]
 
 
 def _ood(run: Run, looks: dict[str, Look]) -> Section:
-    kinds = {"near": "Near", "far": "Far"}
-    groups = []
-    for data in run.ood:
-        kind = kinds.get(data.kind or "", "")
-        pair = [
-            ood.score_histograms(run, looks, data.name, "Uncertainty"),
-            ood.roc(run, looks, data.name, "ROC"),
-        ]
-        groups.append(
-            _group(
-                f"{kind}: {data.name}" if kind else data.name,
-                "Uncertainty of the test set (line) and of this set (filled), heights as square "
-                "roots: the less they overlap, the better. ROC: how many strange examples are "
-                "found at how many false alarms; up and to the left is better.",
-                pair,
-            )
+    groups = [
+        _group(
+            f"{data.kind.capitalize()}: {data.name}" if data.kind else data.name,
+            "Uncertainty of the test set (line) and of this set (filled), heights as square "
+            "roots: the less they overlap, the better. ROC: how many strange examples are "
+            "found at how many false alarms; up and to the left is better.",
+            [ood.score_histograms(run, looks, data.name), ood.roc(run, looks, data.name)],
         )
-    for data in run.shifts[-1:]:
-        groups.append(
-            _group(
-                f"Not out-of-distribution: the test set at severity {data.severity}",
-                "The same test examples, corrupted (filled): still of the known classes, so that "
-                "nothing is to be detected. Uncertainty should grow as accuracy falls.",
-                [ood.score_histograms(run, looks, data.name, "Uncertainty")],
-            )
+        for data in run.ood
+    ]
+    groups += [
+        _group(
+            f"Not out-of-distribution: the test set at severity {data.severity}",
+            "The same test examples, corrupted (filled): still of the known classes, so that "
+            "nothing is to be detected. Uncertainty should grow as accuracy falls.",
+            [ood.score_histograms(run, looks, data.name)],
         )
-    return _section(
-        "ood",
-        "Does it notice what it does not know?" if run.ood else "Does doubt grow with the shift?",
-        "Near sets look like the training data but are of other classes; far sets do not look "
-        "like it."
-        if run.ood
-        else "",
-        groups,
+        for data in run.shifts[-1:]
+    ]
+    title = (
+        "Does it notice what it does not know?" if run.ood else "Does doubt grow with the shift?"
     )
+    lead = (
+        "Near sets look like the training data but are of other classes; far sets do not look like "
+        "it."
+    )
+    shown = tuple(group for group in groups if group.pictures)
+    return Section("ood", title, lead if run.ood else "", shown)
 
 
 def _severity(run: Run, looks: dict[str, Look]) -> Section:
     names = {data.name for data in run.shifts}
     metrics = known_first(run.rows[run.rows["set"].isin(names)]["metric"])
     chosen = [name for name in _BY_SEVERITY if name in metrics]
-    if "smooth_ece" in chosen and "ece" in chosen:
-        chosen.remove("ece")
-    pictures = [severity.severity(run, looks, name) for name in chosen[:_MOST_METRICS]]
     return _section(
         "shift",
         "What remains when the data get worse?",
         "The test examples, corrupted more and more.",
-        [
-            _group(
-                "",
-                "From left to right the corruption grows. Bars are 95 % intervals; methods stand "
-                "beside each other so that they can be told apart.",
-                pictures,
-            )
-        ],
+        "From left to right the corruption grows. Bars are 95 % intervals; methods stand "
+        "beside each other so that they can be told apart.",
+        [severity(run, looks, name) for name in chosen[:_MOST_METRICS]],
     )
 
 
@@ -202,52 +161,125 @@ def _posterior(run: Run, looks: dict[str, Look]) -> list[Section]:
             "tuning",
             "How was the prior precision chosen?",
             "On validation examples, which the network was not trained on.",
-            [
-                _group(
-                    "",
-                    "The line marks the tuned value, the grey range all values within one standard "
-                    "error of the best: a wide range says that the choice hardly matters.",
-                    [posterior.sweep(run, look) for look in looks.values()],
-                )
-            ],
+            "The line marks the tuned value, the grey range all values within one standard "
+            "error of the best: a wide range says that the choice hardly matters.",
+            [posterior.sweep(run, look) for look in looks.values()],
         ),
         _section(
             "spectrum",
             "What did the posterior learn, and where?",
             "Where the data say little, the prior decides.",
-            [
-                _group(
-                    "",
-                    "One row a block of parameters: thick, the middle half of the directions; "
-                    "thin, all of them; the tick is the median. Left of the dashed line, the prior "
-                    "precision, the prior weighs more. On the right, the prior's mean share.",
-                    [posterior.spectrum(run, look, precisions[key]) for key, look in looks.items()],
-                )
-            ],
+            "One row a block of parameters: thick, the middle half of the directions; "
+            "thin, all of them; the tick is the median. Left of the dashed line, the prior "
+            "precision, the prior weighs more. On the right, the prior's mean share.",
+            [posterior.spectrum(run, look, precisions[key]) for key, look in looks.items()],
         ),
     ]
 
 
 def _costs(run: Run, looks: dict[str, Look]) -> Section:
-    pictures = [costs.seconds(run.methods, looks), costs.memory(run.methods, looks)]
+    seconds = [(m, sum(m.seconds.values())) for m in run.methods if m.seconds]
+    stages = [
+        "\n".join([m.label, *(f"{stage} {duration(value)}" for stage, value in m.seconds.items())])
+        for m, _ in seconds
+    ]
+    kept = [(m, float(m.num_bytes)) for m in run.methods if m.num_bytes is not None]
+    memory = [f"{m.label}\n{size(value)}" for m, value in kept]
     return _section(
         "cost",
         "What does it cost?",
         "",
+        "Shorter is cheaper. Time is that of this run: fitting, tuning and all "
+        "predictions. Memory is what a method keeps besides the network.",
         [
-            _group(
-                "",
-                "Shorter is cheaper. Time is that of this run: fitting, tuning and all "
-                "predictions. Memory is what a method keeps besides the network.",
-                pictures,
-            )
+            _bars("Time", seconds, stages, duration, looks),
+            _bars("Memory", kept, memory, size, looks),
         ],
     )
+
+
+def _section(
+    key: str, title: str, lead: str, reads: str, pictures: Iterable[Picture | None]
+) -> Section:
+    """A section of one group without a title."""
+    group = _group("", reads, pictures)
+    return Section(key, title, lead, (group,) if group.pictures else ())
 
 
 def _group(title: str, reads: str, pictures: Iterable[Picture | None]) -> Group:
     return Group(title, reads, tuple(picture for picture in pictures if picture is not None))
 
 
-def _section(key: str, title: str, lead: str, groups: Sequence[Group]) -> Section:
-    return Section(key, title, lead, tuple(group for group in groups if group.pictures))
+def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
+    """A metric against the severity, with its intervals; severity 0 is the test set as it is.
+
+    Args:
+        run: The run.
+        methods: Looks by key.
+        metric: Name of the metric.
+    """
+    levels = {run.test.name: 0} | {data.name: data.severity or 0 for data in run.shifts}
+    name = METRICS[metric]
+    panel = Panel(f"severity-{metric}", 2.9)
+    ax = panel.axes[0]
+    ends = []
+    shift = -0.06 * (len(methods) - 1) / 2
+    for key, look in methods.items():
+        rows = run.rows.assign(level=run.rows["set"].map(levels))
+        rows = rows[(rows["method"] == key) & (rows["metric"] == metric)]
+        rows = rows.dropna(subset=["value", "level"]).sort_values("level")
+        if len(rows) < 2:
+            continue
+        x = rows["level"].to_numpy(float) + shift
+        value, low, high = (rows[end].to_numpy(float) for end in ("value", "low", "high"))
+        shift += 0.06
+        panel.of(key, ax.vlines(x, low, high, color=look.colour, lw=1.4, alpha=0.6))
+        panel.of(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.marked))
+        texts = [
+            f"{look.label}, severity {level:.0f}\n{name.label} {_interval(v, a, b)} {name.unit}"
+            for level, v, a, b in zip(rows["level"], value, low, high, strict=True)
+        ]
+        panel.note(ax, key, x, value, texts)
+        places = decimals(low[-1], high[-1], value[-1])
+        ends.append(f"{look.label} from {number(value[0], places)} to {number(value[-1], places)}")
+    if not ends:
+        return None
+    ax.set_xticks(sorted(levels.values()), ["none" if x == 0 else str(x) for x in levels.values()])
+    ax.set(xlabel="Severity", ylabel=f"{name.label} ({name.unit})" if name.unit else name.label)
+    better = f", {name.better} is better" if name.better in ("higher", "lower") else ""
+    alt = f"{name.label} against severity: {'; '.join(ends)}."
+    return panel.finish(f"{name.label}{better}", alt)
+
+
+def _interval(value: float, low: float, high: float) -> str:
+    places = decimals(low, high, value)
+    if not high >= low:
+        return number(value, places)
+    return f"{number(value, places)} ({number(low, places)} … {number(high, places)})"
+
+
+def _bars(
+    title: str,
+    rows: list[tuple[Method, float]],
+    texts: list[str],
+    tell: Callable[[float], str],
+    looks: dict[str, Look],
+) -> Picture | None:
+    """A bar for each method, its value above the end."""
+    most = max((value for _, value in rows), default=0)
+    if most <= 0:
+        return None
+    panel = Panel(title.lower(), 0.15 + 0.45 * len(rows))
+    ax = panel.axes[0]
+    written: Any = {"va": "bottom", "fontsize": 9, "color": INK}
+    for place, (method, value) in enumerate(rows):
+        bar = ax.barh(place, value, height=0.3, color=looks[method.key].colour)
+        label = ax.text(0, place - 0.21, method.label, **written)
+        figure = ax.text(most, place - 0.21, tell(value), ha="right", **written)
+        panel.of(method.key, *bar, label, figure)
+        panel.note(ax, method.key, [value], [place], [texts[place]])
+    ax.set(xlim=(0, most), ylim=(len(rows) - 0.7, -0.8), xticks=[], yticks=[])
+    ax.spines[["left", "bottom"]].set_visible(False)
+    ax.grid(visible=False)
+    told = "; ".join(f"{method.label} {tell(value)}" for method, value in rows)
+    return panel.finish(title, f"{title} by method: {told}.")

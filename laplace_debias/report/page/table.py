@@ -1,26 +1,19 @@
 """The tables of the page: metrics by method, and differences between methods."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
-from laplace_debias.metrics.descriptions import Description
-from laplace_debias.report.page.charts.ood import main_score
-from laplace_debias.report.page.names import (
-    MOST_DECIMALS,
-    SCORES,
-    decimals,
-    known_first,
-    metric_name,
-    number,
-)
+from laplace_debias.metrics import METRICS, Metric
+from laplace_debias.report.page.names import MOST_DECIMALS, SCORES, decimals, known_first, number
 from laplace_debias.report.page.run_folder import Method, Run
 
 _MAIN = (
-    *("accuracy", "nll", "brier", "smooth_ece", "ece", "aurc"),
-    *("rmse", "crps", "coverage", "quantile_calibration_error"),
+    *("accuracy", "nll", "brier", "overconfidence", "ece", "aurc"),
+    *("rmse", "bias", "scaled_error", "crps", "coverage"),
 )
 _ARROWS = {"higher": "↑", "lower": "↓"}
 
@@ -35,7 +28,7 @@ class Column:
         where: The set if it is not the test set, and the score of an out-of-distribution metric.
     """
 
-    name: Description
+    name: Metric
     arrow: str
     where: str
 
@@ -47,14 +40,12 @@ class Cell:
     Attributes:
         value: The figure as text, a dash where there is none.
         interval: `low … high`, empty where it is not known.
-        is_best: Whether no other method that was judged on as many examples has a better one.
         verdict: Of a difference beyond chance `better` or `worse` (`higher` or `lower` where
             neither is better), `not told apart` of others, empty where nothing is compared.
     """
 
     value: str
     interval: str = ""
-    is_best: bool = False
     verdict: str = ""
 
 
@@ -82,29 +73,24 @@ def full_tables(run: Run, data: str) -> list[Table]:
     """Every metric of a set; of an out-of-distribution set a table for each score."""
     rows = run.rows[run.rows["set"] == data]
     scores: list[str | None] = [name for name in SCORES if (rows["score"] == name).any()]
-    metrics = known_first(rows["metric"])
-    tables = [
-        _table(run, [(data, metric) for metric in metrics], score=score)
-        for score in scores or [None]
-    ]
+    metrics = [(data, metric) for metric in known_first(rows["metric"])]
+    tables = [_table(run, metrics, score=score) for score in scores or [None]]
     return [table for table in tables if table.columns]
 
 
 def difference_tables(run: Run) -> list[Table]:
-    """What the methods do better or worse than each reference, on the same examples."""
-    used = set(run.differences["reference"])
-    references = [method.key for method in run.methods if method.key in used]
-    tables = [_table(run, _main_columns(run), reference) for reference in references]
+    """What the methods do better or worse than those without a posterior, on the same examples."""
+    simple = [method.key for method in run.methods if not method.is_laplace]
+    tables = [_table(run, _main_columns(run), reference) for reference in simple]
     return [table for table in tables if table.columns]
 
 
 def _main_columns(run: Run) -> list[tuple[str, str]]:
     """Pairs of a set and a metric."""
-    names = known_first(run.rows[run.rows["set"] == run.test]["metric"])
+    test = run.test.name
+    names = known_first(run.rows[run.rows["set"] == test]["metric"])
     chosen = [name for name in names if name in _MAIN] or names
-    if "smooth_ece" in chosen:  # the other one tells the same, less exactly
-        chosen = [name for name in chosen if name != "ece"]
-    return [(run.test, name) for name in chosen] + [(data.name, "auroc") for data in run.ood]
+    return [(test, name) for name in chosen] + [(data.name, "auroc") for data in run.ood]
 
 
 def _table(
@@ -119,31 +105,32 @@ def _table(
     columns, cells = [], []
     for data, metric in chosen:
         differences = run.differences[run.differences["reference"] == against]
-        differences = _of(differences, data, metric, score)
-        rows = _of(run.rows, data, metric, score) if reference is None else differences
+        differences = of_metric(differences, data, metric, score)
+        rows = of_metric(run.rows, data, metric, score) if reference is None else differences
         rows = rows[rows.index.isin([method.key for method in methods])]
         if rows.empty:
             continue
         columns.append(_column(run, data, metric, rows))
-        cells.append(_cells(rows, differences, methods, metric_name(metric), reference is not None))
-    label = next((m.label for m in run.methods if m.key == against), against)
+        cells.append(_cells(rows, differences, methods, METRICS[metric], reference is not None))
+    label = next(m.label for m in run.methods if m.key == against)
     by_method = tuple(zip(methods, zip(*cells, strict=True), strict=True)) if cells else ()
     return Table(tuple(columns), by_method, label)
 
 
-def _of(rows: pd.DataFrame, data: str, metric: str, score: str | None) -> pd.DataFrame:
+def of_metric(rows: pd.DataFrame, data: str, metric: str, score: str | None = None) -> pd.DataFrame:
     """The rows of a metric on a set by method, by default of the score that is shown first."""
-    found = rows[(rows["set"] == data) & (rows["metric"] == metric) & rows["value"].notna()]
-    score = score or main_score(found)
+    chosen = rows[(rows["set"] == data) & (rows["metric"] == metric) & rows["value"].notna()]
+    scores = set(chosen["score"].dropna())
+    score = score or next((name for name in ("entropy", "variance") if name in scores), None)
     if score is not None:
-        found = found[found["score"] == score]
-    return found.drop_duplicates("method").set_index("method")
+        chosen = chosen[chosen["score"] == score]
+    return chosen.drop_duplicates("method").set_index("method")
 
 
 def _column(run: Run, data: str, metric: str, rows: pd.DataFrame) -> Column:
-    name = metric_name(metric)
+    name = METRICS[metric]
     score = rows["score"].iloc[0]
-    where = [] if data == run.test else [data]
+    where = [] if data == run.test.name else [data]
     where += [SCORES.get(score, score)] if isinstance(score, str) else []
     return Column(name, _ARROWS.get(name.better or "", ""), ", ".join(where))
 
@@ -152,20 +139,16 @@ def _cells(
     rows: pd.DataFrame,
     differences: pd.DataFrame,
     methods: Sequence[Method],
-    name: Description,
+    name: Metric,
     is_difference: bool,
 ) -> list[Cell]:
     shown = rows[["value", "low", "high"]]
-    places = int(
-        pd.Series(
-            [decimals(row.low, row.high, row.value) for row in shown.itertuples(index=False)]
-        ).median()
-    )
+    fitting = [decimals(low, high, value) for value, low, high in shown.to_numpy()]
+    places = int(statistics.median(fitting))
     if is_difference:  # its sign is what is looked for: no end of an interval becomes 0.000
         smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
         while places < MOST_DECIMALS and smallest < 0.5 * 10.0**-places:
             places += 1
-    best = _best(rows, name)
     cells = []
     for method in methods:
         if method.key not in shown.index:
@@ -173,28 +156,13 @@ def _cells(
             continue
         value, low, high = shown.loc[method.key]
         text = number(value, places)
-        cells.append(
-            Cell(
-                f"+{text}" if is_difference and value > 0 and text.strip("0.") else text,
-                f"{number(low, places)} … {number(high, places)}" if high >= low else "",
-                is_best=not is_difference and method.key in best,
-                verdict=_verdict(differences, method.key, name),
-            )
-        )
+        sign = "+" if is_difference and value > 0 and text.strip("0.") else ""
+        interval = f"{number(low, places)} … {number(high, places)}" if high >= low else ""
+        cells.append(Cell(sign + text, interval, _verdict(differences, method.key, name)))
     return cells
 
 
-def _best(rows: pd.DataFrame, name: Description) -> set[str]:
-    """The methods with the best value, of those that were judged on the most examples."""
-    counts = rows["num_examples"].fillna(0)
-    values = rows["value"][counts == counts.max()]
-    if name.better not in ("higher", "lower") or values.nunique() < 2:
-        return set()
-    best = values.max() if name.better == "higher" else values.min()
-    return set(values.index[values == best])
-
-
-def _verdict(differences: pd.DataFrame, method: str, name: Description) -> str:
+def _verdict(differences: pd.DataFrame, method: str, name: Metric) -> str:
     if method not in differences.index:
         return ""
     low, high = differences.loc[method, ["low", "high"]]
@@ -203,6 +171,7 @@ def _verdict(differences: pd.DataFrame, method: str, name: Description) -> str:
     if low <= 0 <= high:
         return "not told apart"
     way = "higher" if low > 0 else "lower"
-    if name.better not in ("higher", "lower"):
+    if name.better not in ("higher", "lower", "ideal"):
         return way
-    return "better" if way == name.better else "worse"
+    # Of a metric with an ideal the difference is that of the distances from it.
+    return "better" if way == name.better.replace("ideal", "lower") else "worse"

@@ -1,20 +1,53 @@
 """Writes the page of a run folder and its pictures."""
 
 import os
+import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
-from laplace_debias.report.page import embed, facts, legend
 from laplace_debias.report.page.examples import example_groups
+from laplace_debias.report.page.names import duration, size
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
-from laplace_debias.report.page.reading import read_run
-from laplace_debias.report.page.run_folder import Run
+from laplace_debias.report.page.run_folder import Run, read_run
 from laplace_debias.report.page.sections import Section, sections
 from laplace_debias.report.page.table import difference_tables, full_tables, main_table
+from laplace_debias.report.style import GRID, INK, OKABE_ITO
 from laplace_debias.system.atomic import written_atomically
+
+_THEME = {
+    INK: "ink",
+    GRID: "grid",
+    "#FFFFFF": "paper",
+    "#7F7F7F": "grey",
+    **{
+        colour: name.replace(" ", "-")
+        for name, colour in OKABE_ITO.items()
+        if name not in ("black", "yellow")
+    },
+}
+"""CSS variables of the page by the colours in which pictures are drawn."""
+
+_MARKERS = {
+    "o": "M12 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
+    "s": "M12.5 2.5h7v7h-7Z",
+    "D": "M16 1.4 20.6 6 16 10.6 11.4 6Z",
+    "^": "M16 1.5 20.5 10h-9Z",
+    "v": "M16 10.5 11.5 2h9Z",
+    "P": "M14.5 2h3v2.5h2.5v3h-2.5v2.5h-3v-2.5h-2.5v-3h2.5Z",
+    "X": "M12.6 3.9 14.5 2 16 3.6 17.5 2 19.4 3.9 17.8 6 "
+    "19.4 8.1 17.5 10 16 8.4 14.5 10 12.6 8.1 14.2 6Z",
+}
+"""Outlines of matplotlib's markers."""
+
+_DROPPED = re.compile(r"<metadata>.*?</metadata>|<!--.*?-->", re.DOTALL)
+_METHOD = re.compile(r'\bid="method:([\w.-]+):\d+"')
+_ID = re.compile(r'\s\bid="([^"]+)"')
+_REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
+_COLOUR = re.compile(r"#[0-9a-fA-F]{6}\b")
+_FONT = re.compile(r"font: (\d[\d.]*px) [^;\"]*")
 
 
 def write_page(folder: str | os.PathLike[str]) -> Path:
@@ -58,40 +91,102 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"inline": embed.inline, "points": _points, "tidy": _tidy}
+    environment.filters |= {"inline": _inline, "tidy": _tidy}
     config = run.folder / "config.yaml"
-    num_predicted = {m.key: run.num_predicted(m.key, run.test) for m in run.methods}
-    num_test = next(data.num_examples for data in run.sets if data.name == run.test)
+    main, differences = main_table(run), difference_tables(run)
+    intervals = [
+        cell.interval for table in (main, *differences) for _, cells in table.rows for cell in cells
+    ]
+    num_predicted = {m.key: run.num_predicted(m.key, run.test.name) or 0 for m in run.methods}
+    num_test = run.test.num_examples or 0
     return environment.get_template("page.html.j2").render(
         run=run,
         title=str(run.meta["title"]),
         input_name=str(run.meta.get("input_name") or "example"),
-        facts=facts.of_run(run),
-        conclusion=_sentences(run.meta.get("conclusion")),
-        notes=_sentences(run.meta.get("notes")),
-        main=main_table(run),
-        differences=difference_tables(run),
+        facts=_facts(run),
+        conclusion=run.meta.get("conclusion") or (),
+        notes=run.meta.get("notes") or (),
+        main=main,
+        differences=differences,
+        num_intervals=sum(map(bool, intervals)),
         full=[(data, full_tables(run, data.name)) for data in run.sets],
         looks=by_key,
-        swatch=legend.swatch,
+        swatch=_swatch,
         sections=shown,
         examples=example_groups(run),
-        num_predicted=num_predicted,
+        parts={key: count for key, count in num_predicted.items() if 0 < count < num_test},
         num_test=num_test,
-        has_parts=any(0 < (count or 0) < (num_test or 0) for count in num_predicted.values()),
-        made=facts.made(run),
+        made=_made(run),
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
-
-
-def _sentences(told: Any) -> list[str]:
-    return [told] if isinstance(told, str) else [str(sentence) for sentence in told or ()]
-
-
-def _points(picture: Picture) -> list[list[object]]:
-    return [[point.x, point.y, point.method, point.text] for point in picture.points]
 
 
 def _tidy(text: str) -> str:
     """Keeps numbers and their percent signs on one line."""
     return text.replace(" %", "\u00a0%")
+
+
+def _facts(run: Run) -> list[str]:
+    """Facts on the run below its title."""
+    meta, num_test = run.meta, run.test.num_examples
+    what = f"{meta.get('input_name') or 'example'}s"
+    classes = len(meta.get("classes") or ())
+    facts = [
+        f"{meta['task']}, {classes} classes" if classes else str(meta["task"]),
+        f"{num_test:,} test {what}" if num_test else "",
+        f"{len(run.shifts)} severities of corruption" if run.shifts else "",
+        f"{len(run.ood)} out-of-distribution set{'s'[: len(run.ood) != 1]}" if run.ood else "",
+        f"{meta['num_parameters']:,} parameters" if meta.get("num_parameters") else "",
+        f"trained on {meta['num_train']:,} {what}" if meta.get("num_train") else "",
+    ]
+    return [fact for fact in facts if fact]
+
+
+def _made(run: Run) -> list[tuple[str, str]]:
+    """How the run was made, names and values."""
+    meta = run.meta
+    stages, versions = meta.get("seconds") or {}, meta.get("versions") or {}
+    values = {
+        **{name.capitalize(): meta.get(name) for name in ("created", "seed", "device", "threads")},
+        "Time": ", ".join(f"{stage} {duration(value)}" for stage, value in stages.items()),
+        "Peak memory": size(meta["peak_bytes"]) if meta.get("peak_bytes") else None,
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    return [(name, str(value)) for name, value in values.items() if value not in (None, "")]
+
+
+def _swatch(look: Look) -> dict[str, str]:
+    """How the legend draws a method: colour, dashes and marker of a small SVG, 32 × 12."""
+    dashes = "" if look.dashes == "-" else " ".join(str(2 * length) for length in look.dashes[1])
+    return {"colour": _themed(look.colour), "dashes": dashes, "marker": _MARKERS[look.marker]}
+
+
+def _inline(picture: Picture) -> Markup:
+    """The `<svg>` element of a picture.
+
+    Its texts are in the page's font. Its inner names, which have to differ from those of every
+    other picture, begin with the picture's name. Parts that belong to a method have
+    `data-method`. Colours of the theme are CSS variables.
+    """
+    text = _DROPPED.sub("", picture.svg[picture.svg.index("<svg") :])
+    head, body = text.split(">", 1)
+    box = re.search(r'viewBox="[^"]+"', head)
+    assert box is not None  # matplotlib writes one
+    used = {match[2] for match in _REFERENCE.finditer(body)}
+    body = _METHOD.sub(r'data-method="\1"', body)
+    body = _ID.sub(
+        lambda match: f' id="{picture.name}-{match[1]}"' if match[1] in used else "", body
+    )
+    body = _REFERENCE.sub(lambda match: f"{match[1]}{picture.name}-{match[2]}", body)
+    body = body.replace("xlink:href", "href")
+    body = _FONT.sub(r"font-size: \1", body)
+    body = _COLOUR.sub(lambda match: _themed(match[0]), body)
+    body = re.sub(r">\s*\n\s*<", ">\n<", body)
+    start = Markup('<svg {} role="img" aria-label="{}" tabindex="0">')
+    # The body is matplotlib's, which has escaped the texts.
+    return start.format(Markup(box[0]), picture.alt) + Markup(body)
+
+
+def _themed(colour: str) -> str:
+    name = _THEME.get(colour.upper())
+    return f"var(--{name}, {colour})" if name else colour

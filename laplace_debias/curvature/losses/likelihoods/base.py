@@ -1,13 +1,16 @@
-"""What a likelihood is: a loss in the outputs with a distribution and a predictive."""
+"""The likelihood: a loss in the outputs with a distribution and a predictive."""
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
+
+Weights = Sequence[float] | Tensor
 
 
 class Likelihood(ABC):
@@ -79,7 +82,7 @@ class Likelihood(ABC):
         """p(y) averaged over samples of the outputs (Eq. 18)."""
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Which targets count, `[B]`; None for all."""
+        """The mask of targets that count, `[B]`; None for all."""
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
@@ -135,7 +138,7 @@ class Likelihood(ABC):
         Raises:
             TypeError: If targets are not real numbers.
         """
-        raise TypeError(self._no_marginals)
+        raise self._no_marginals()
 
     def marginal_mixture(self, samples: Float[Tensor, "samples *batch outputs"]) -> Distribution:
         """p(y_c) of each target on its own, with `icdf`, averaged over samples of the outputs.
@@ -143,11 +146,10 @@ class Likelihood(ABC):
         Raises:
             TypeError: If targets are not real numbers.
         """
-        raise TypeError(self._no_marginals)
+        raise self._no_marginals()
 
-    @property
-    def _no_marginals(self) -> str:
-        return (
+    def _no_marginals(self) -> TypeError:
+        return TypeError(
             f"{type(self).__name__} has no marginals with quantiles: they are those of regression, "
             "of Gaussian or HeteroscedasticGaussian. `predict` gives class probabilities."
         )
@@ -169,3 +171,44 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     is_matrix = covariance.ndim > mean.ndim
     variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
     return mean / (1 + math.pi / 8 * variances).sqrt()
+
+
+def checked_weights(weights: Weights | float | None, name: str) -> Float[Tensor, " n"] | None:
+    """Weights as a float64 vector on the CPU; None for None.
+
+    Args:
+        weights: One number or one per output, not negative, not all zero.
+        name: What errors call them.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if weights is None:
+        return None
+    values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone().reshape(-1)
+    is_vector = torch.as_tensor(weights).ndim <= 1 and len(values) > 0
+    if not is_vector or not (values.isfinite() & (values >= 0)).all() or not values.any():
+        raise ValueError(
+            f"{name} must be finite numbers, none negative and not all zero, got {weights}."
+        )
+    return values
+
+
+def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bool = False) -> None:
+    """Require one weight per output.
+
+    Args:
+        weights: As `checked_weights` gives them.
+        num_outputs: C.
+        name: What errors call them.
+        single: Whether one weight serves all outputs.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):
+        return
+    raise ValueError(
+        f"{name} has {len(weights)} entries, the model has {num_outputs} outputs: give one for "
+        "each."
+    )

@@ -7,16 +7,39 @@ from torch import Tensor
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Independent
 
-from laplace_debias.curvature.losses.likelihoods.base import Likelihood, probit
-from laplace_debias.curvature.losses.likelihoods.weights import (
+from laplace_debias.curvature.losses.likelihoods.base import (
+    Likelihood,
     Weights,
     check_length,
     checked_weights,
+    probit,
 )
 from laplace_debias.curvature.network.faults import require
 
 
-class Bernoulli(Likelihood):
+class _Sigmoids(Likelihood):
+    """Independent Bernoullis of logits, whatever their targets' shape and weights."""
+
+    variances_suffice = True
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        r"""The C columns of $\mathrm{diag}(\sqrt{p(1-p)})$."""
+        return torch.diag_embed(_deviations(outputs)).movedim(-1, 0)
+
+    def hessian_trace(self, outputs: Tensor) -> Tensor:
+        """Σ p (1 − p), without a matrix of all labels."""
+        return _deviations(outputs.double()).square().sum(-1)
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch labels"]:
+        """Zeros and ones from the sigmoids, each label from a uniform of its own."""
+        return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
+
+    def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
+        """P − y, y drawn from the sigmoids."""
+        return MultiLabel().gradient(outputs, self.sample(outputs, uniforms))
+
+
+class Bernoulli(_Sigmoids):
     r"""Binary classification on one logit; targets in {0, 1}, `[B]` or `[B, 1]`.
 
     With a weight π of the positives, as `nn.BCEWithLogitsLoss(pos_weight=)` has it,
@@ -30,8 +53,6 @@ class Bernoulli(Likelihood):
     Raises:
         ValueError: If the weight is not positive and finite.
     """
-
-    variances_suffice = True
 
     def __init__(self, positive_weight: float | None = None) -> None:
         self.positive_weight = checked_weights(positive_weight, "positive_weight")
@@ -69,19 +90,6 @@ class Bernoulli(Likelihood):
             return None
         return _curvature_weights(targets.reshape(-1, 1), None, self.positive_weight)
 
-    def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""$\sqrt{p(1-p)}$, from log-sigmoids so that saturated logits keep their digits."""
-        return (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp().unsqueeze(0)
-
-    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch 1"]:
-        """Zeros and ones from the sigmoid."""
-        return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
-
-    def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
-        """P − y, y drawn from the sigmoid."""
-        plain = self if self.positive_weight is None else Bernoulli()
-        return plain.gradient(outputs, self.sample(outputs, uniforms))
-
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
         r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
         if covariance is None:
@@ -93,7 +101,7 @@ class Bernoulli(Likelihood):
         return BernoulliDistribution(probs=samples[..., 0].sigmoid().mean(0))
 
 
-class MultiLabel(Likelihood):
+class MultiLabel(_Sigmoids):
     r"""Several labels, each of which applies or not: independent Bernoullis on C logits.
 
     Targets are 0 or 1, `[B, C]`, of any real dtype. With $p = \sigma(f)$,
@@ -116,8 +124,6 @@ class MultiLabel(Likelihood):
     Raises:
         ValueError: If weights are out of range.
     """
-
-    variances_suffice = True
 
     def __init__(
         self,
@@ -175,27 +181,9 @@ class MultiLabel(Likelihood):
         return _curvature_weights(labels, *given)
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Those that are not `ignore_index` for every label."""
+        """The targets that are not `ignore_index` for every label."""
         # In a narrow unsigned type −100 would wrap around to another number.
         return (targets.double() != self.ignore_index).any(-1)
-
-    def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""The C columns of $\mathrm{diag}(\sqrt{p(1-p)})$, as `Bernoulli` computes them."""
-        return torch.diag_embed(Bernoulli().hessian_root(outputs)[0]).movedim(-1, 0)
-
-    def hessian_trace(self, outputs: Tensor) -> Tensor:
-        """Σ p (1 − p), without a matrix of all labels."""
-        return Bernoulli().hessian_root(outputs.double())[0].square().sum(-1)
-
-    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch labels"]:
-        """Zeros and ones from the sigmoids, each label from a uniform of its own."""
-        return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
-
-    def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
-        """P − y, y drawn from the sigmoids."""
-        is_plain = self.label_weights is None and self.positive_weights is None
-        plain = self if is_plain else MultiLabel()
-        return plain.gradient(outputs, self.sample(outputs, uniforms))
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
         r"""Of each label the sigmoid of its logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$.
@@ -222,3 +210,8 @@ def _curvature_weights(
     weights, positive = _like(weights, y), _like(positive, y)
     omega = torch.ones_like(y) if positive is None else 1 + (positive - 1) * y
     return omega if weights is None else weights * omega
+
+
+def _deviations(logits: Tensor) -> Tensor:
+    """√(p (1 − p)), from log-sigmoids so that saturated logits keep their digits."""
+    return (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()

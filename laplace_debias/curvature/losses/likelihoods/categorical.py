@@ -6,11 +6,12 @@ from jaxtyping import Int, Integer
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 
-from laplace_debias.curvature.losses.likelihoods.base import Likelihood, probit
-from laplace_debias.curvature.losses.likelihoods.weights import (
+from laplace_debias.curvature.losses.likelihoods.base import (
+    Likelihood,
     Weights,
     check_length,
     checked_weights,
+    probit,
 )
 from laplace_debias.curvature.network.faults import is_pending, require
 
@@ -162,7 +163,7 @@ class Categorical(Likelihood):
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Those that are not `ignore_index`, nor of weight zero."""
+        """The targets that are not `ignore_index`, nor of weight zero."""
         counted = self._not_ignored(targets)
         weights = self.curvature_weights(targets) if self.class_weights is not None else None
         return counted if weights is None else counted & (weights.reshape(counted.shape) > 0)
@@ -247,7 +248,7 @@ def _are_soft(targets: Tensor) -> bool:
 
 
 def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
-    """What to do with targets of one number a class, which are not class indices."""
+    """Advice on targets of one number a class, which are not class indices."""
     if targets.shape != outputs.shape:
         return ""
     is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(1) == 1).all()

@@ -9,10 +9,10 @@ from torch.distributions import MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.gaussian import (
+    NormalMixture,
     check_finite_floats,
     noisy_normal,
 )
-from laplace_debias.curvature.losses.likelihoods.normal_mixture import NormalMixture
 from laplace_debias.curvature.network.faults import require
 
 

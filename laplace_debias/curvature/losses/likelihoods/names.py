@@ -52,7 +52,7 @@ def likelihood_from(
         return name
     if name == "regression":
         return Gaussian(sigma)
-    if name in LIKELIHOODS:
+    if isinstance(name, str) and name in LIKELIHOODS:
         return LIKELIHOODS[name]()
     raise ValueError(
         f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', 'multilabel', "

@@ -1,0 +1,184 @@
+"""What the experiments share: settings, the trained network and its data, results in a folder."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from safetensors.torch import save_file
+from scipy import stats
+from torch import Tensor, nn
+
+from examples.paper.data import Images
+from examples.paper.problems import Problem, Recipe, get_problem, train
+from laplace_debias.report.style import save
+from laplace_debias.report.tables import print_table, write_csv
+from laplace_debias.sources.weights import load_weights
+
+Row = dict[str, Any]
+Batch = tuple[Tensor, Tensor]
+
+MAP, MINI, DEBIASED, CROSSFIT, FULL = METHODS = (
+    "MAP",
+    "mini-batch",
+    "debiased",
+    "cross-fitted",
+    "full-batch",
+)
+"""What posteriors are called in tables and pictures."""
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings of every experiment.
+
+    Attributes:
+        problem: Name of the test problem.
+        data: Its data: for CIFAR an archive or a torchvision root, for ImageNet a folder with
+            `train/` and `val/`, nothing for the digits.
+        checkpoint: The trained network; the published one or one that is trained here if None.
+        recipe: What differs from the problem's recipe: `--recipe.KEY=VALUE`.
+        output: Folder of tables and pictures.
+        seed: Of all random choices.
+        device: Where to run.
+        progress: Whether to show progress bars.
+    """
+
+    problem: str = "allcnn-digits"
+    data: Path | None = None
+    checkpoint: Path | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    output: Path
+    seed: int = 0
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network with its data.
+
+    Attributes:
+        problem: The test problem.
+        recipe: How the network was trained.
+        model: The network, in evaluation mode, on the device of the run.
+        train: Images that it was trained on.
+        validation: Images held out of these.
+        test: Images to report on.
+        split: Which images of the pool the first two are, as checkpoints hold it.
+    """
+
+    problem: Problem
+    recipe: Recipe
+    model: nn.Module
+    train: Images
+    validation: Images
+    test: Images
+    split: dict[str, Tensor]
+
+    def batches(self, size: int, number: int, seed: int) -> list[Batch]:
+        """Disjoint batches of training images chosen at random, on the network's device."""
+        if size * number > len(self.train):
+            raise ValueError(f"{number} batches of {size} images; there are {len(self.train)}")
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        return [self.batch(self.train, part) for part in order[: size * number].split(size)]
+
+    def batch(self, images: Images, indices: Tensor) -> Batch:
+        """Images and labels as the network takes them."""
+        parameter = next(self.model.parameters())
+        x, y = images.batch(indices)
+        return x.to(parameter), y.to(parameter.device)
+
+
+def load(
+    settings: Settings, on_epoch: Callable[[int, nn.Module], None] = lambda epoch, model: None
+) -> Trained:
+    """The trained network of the settings and its data; trains the network if there is none.
+
+    Args:
+        settings: Which network, which data.
+        on_epoch: As for `train`.
+    """
+    problem = get_problem(settings.problem)
+    recipe = replace(problem.recipe, **settings.recipe)
+    pool, test = problem.data(settings.data)
+    number = min(problem.num_validation, len(pool) // 4)
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(settings.seed))
+    split = {"split.train": order[number:], "split.val": order[:number]}
+    model = problem.initial_model(settings.seed)
+    if settings.checkpoint is not None:
+        split |= load_weights(model, settings.checkpoint)
+    elif problem.published is not None:
+        model, split["split.train"] = problem.published(), order
+    training = pool.subset(split["split.train"])
+    model.to(settings.device)
+    if settings.checkpoint is None and problem.published is None:
+        train(model, training, recipe, settings.seed, settings.progress, on_epoch)
+    validation = pool.subset(split["split.val"])
+    return Trained(problem, recipe, model.eval(), training, validation, test, split)
+
+
+def run_train(settings: Settings) -> None:
+    """Train the problem's network and save it, with its split, as `output`, a safetensors file."""
+    trained = load(settings)
+    tensors = {**trained.model.state_dict(), **trained.split}
+    settings.output.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, settings.output)
+    print(f"Checkpoint: {settings.output}")
+
+
+def some(number: int, limit: int | None, generator: torch.Generator) -> Tensor:
+    """Indices of at most so many of a number of examples, at random."""
+    return torch.randperm(number, generator=generator)[:limit]
+
+
+@torch.no_grad()
+def judge(trained: Trained, step: Tensor, parts: dict[str, Images], decay: float) -> Row:
+    """Regularised loss (Eq. 1) and accuracy on parts of the data, a step away from the network.
+
+    Args:
+        trained: The network, left as it is.
+        step: From its parameters, [D].
+        parts: Images by name.
+        decay: β, of weights alone.
+    """
+    parameters = list(trained.model.parameters())
+    before = nn.utils.parameters_to_vector(parameters)
+    nn.utils.vector_to_parameters(before + step, parameters)
+    found: Row = {}
+    penalty = decay / 2 * sum(p.square().sum() for p in parameters if p.ndim > 1)
+    for part, images in parts.items():
+        batches = [trained.batch(images, i) for i in torch.arange(len(images)).split(500)]
+        logits = torch.cat([trained.model(x) for x, _ in batches])
+        labels = torch.cat([y for _, y in batches])
+        loss = nn.functional.cross_entropy(logits, labels) + penalty
+        found[f"{part}_loss"] = float(loss.nan_to_num(math.inf))
+        found[f"{part}_accuracy"] = float((logits.argmax(1) == labels).double().mean())
+    nn.utils.vector_to_parameters(before, parameters)
+    return found
+
+
+def half_width(draws: Sequence[Any], statistic: Callable[[Sequence[Any]], float]) -> float | None:
+    """Half of Student's 95 % interval of a statistic of draws, by the jackknife; None for one."""
+    n = len(draws)
+    if n < 2:
+        return None
+    left_out = [statistic([*draws[:i], *draws[i + 1 :]]) for i in range(n)]
+    centre = math.fsum(left_out) / n
+    error = math.sqrt((n - 1) / n * math.fsum((value - centre) ** 2 for value in left_out))
+    return float(stats.t.ppf(0.975, n - 1)) * error
+
+
+def write(
+    settings: Settings, tables: dict[str, list[Row]], pictures: dict[str, Figure], title: str
+) -> None:
+    """Print the last table, and write all tables and pictures into the output folder."""
+    for name, rows in tables.items():
+        write_csv(rows, settings.output / f"{name}.csv")
+    for name, figure in pictures.items():
+        save(figure, settings.output / f"{name}.png")
+    print_table(list(tables.values())[-1], title)
+    print(f"Tables and pictures: {settings.output}")

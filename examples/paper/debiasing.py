@@ -1,0 +1,155 @@
+"""Beyond the paper: ways to get directions and magnitudes from few examples, at equal data.
+
+Every method sees the same 2b training examples of a draw. Those with larger numbers in their names,
+or with "all", see further ones too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from examples.paper.common import Batch, Row, half_width, load, write
+from examples.paper.common import Settings as Shared
+from examples.paper.laplace import measured, predicted
+from examples.paper.plots import bars_figure
+from laplace_debias import Laplace
+
+FULL, MINI = "full-batch", "mini-batch"
+
+
+@dataclass(kw_only=True)
+class Settings(Shared):
+    """What is studied, and on how much data.
+
+    Attributes:
+        batch_size: b: every method sees 2b examples; a multiple of 2.
+        draws: How many times these are drawn; none twice, nor from the reference.
+        ekfac_draws: In how many of the draws EKFAC is fitted too.
+        folds: Numbers of folds to cross-fit with.
+        further_batches: How many further magnitude batches of b examples there are.
+        full_examples: How many training examples, chosen at random, stand for full-batch.
+        test_examples: How many test images are predicted.
+        prior_precisions: The grid of δ.
+        fisher: How the curvature's columns are found.
+        chunk_size: Images per batch.
+    """
+
+    output: Path = Path("results/debiasing")
+    batch_size: int = 64
+    draws: int = 8
+    ekfac_draws: int = 3
+    folds: tuple[int, ...] = (2, 4, 8, 16, 32)
+    further_batches: int = 3
+    full_examples: int = 4000
+    test_examples: int = 100
+    prior_precisions: tuple[float, ...] = (0.1, 0.316, 1.0, 3.16, 10.0)
+    fisher: Literal["exact", "mc", "empirical"] = "exact"
+    chunk_size: int = 50
+
+
+def run(settings: Settings) -> list[Row]:
+    """Fit, predict, and compare with full-batch; returns a row for each method."""
+    trained = load(settings)
+    b = settings.batch_size
+    a_draw = (2 + settings.further_batches) * b
+    number = settings.full_examples + settings.draws * a_draw
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = torch.randperm(len(trained.train), generator=generator)
+    if number > len(order):
+        raise ValueError(f"the study takes {number} training images; there are {len(order)}")
+    chosen = torch.randperm(len(trained.test), generator=generator)[: settings.test_examples]
+    test = trained.test.subset(chosen)
+    parts = order[: settings.full_examples].split(settings.chunk_size)
+    full = [trained.batch(trained.train, part) for part in parts]
+    rows: list[Row] = []
+
+    def measure(curvature: str, name: str, draw: int | None, *batches: Any, **how: Any) -> None:
+        la = Laplace(trained.model, curvature=curvature, params="weights", fisher=settings.fisher)
+        la.fit_batches(*batches, num_data=len(trained.train), generator=generator, **how)
+        for delta in settings.prior_precisions:
+            la.prior_precision = delta
+            probs = predicted(trained, la, "", test, settings.chunk_size)
+            nll = measured(probs, test.labels)["nll"]
+            method = name if curvature == "kfac" else f"EKFAC, {name}"
+            rows.append({"method": method, "draw": draw, "prior_precision": delta, "nll": nll})
+
+    measure("kfac", FULL, None, full)
+    if settings.ekfac_draws:
+        measure("ekfac", FULL, None, full)
+    for draw in tqdm(range(settings.draws), "draws", disable=not settings.progress):
+        start = settings.full_examples + draw * a_draw
+        x, y = trained.batch(trained.train, order[start : start + a_draw])
+
+        def some(first: int, last: int, x: torch.Tensor = x, y: torch.Tensor = y) -> list[Batch]:
+            return [(x[first:last], y[first:last])]
+
+        hand = some(0, 2 * b)
+        for curvature in ("kfac", "ekfac")[: 1 + (draw < settings.ekfac_draws)]:
+            measure(curvature, MINI, draw, hand)
+            measure(curvature, f"debiased, {b} + {b}", draw, some(0, b), some(b, 2 * b))
+            for folds in settings.folds:
+                measure(curvature, f"crossfit, {folds} folds", draw, hand, folds=folds)
+        for size in (b // 2, 3 * b // 2):
+            name = f"debiased, {size} + {2 * b - size}"
+            measure("kfac", name, draw, some(0, size), some(size, 2 * b))
+        for m in range(2, settings.further_batches + 2):
+            measure("kfac", f"debiased, {b} + {m * b}", draw, some(0, b), some(b, (m + 1) * b))
+        measure("kfac", f"debiased, {b} + all", draw, some(0, b), full)
+        measure("kfac", "oracle magnitudes", draw, hand, full)
+        measure("kfac", "mini-batch, scaled by the outputs", draw, hand, scale=full)
+        folds = settings.folds[-1]
+        name = f"crossfit, {folds} folds, scaled by the outputs"
+        measure("kfac", name, draw, hand, folds=folds, scale=full)
+    summary = summarise(rows)
+    figure = bars_figure(summary, "ratio", "|NLL − full-batch NLL| over the mini-batch's ↓")
+    title = "Distance of the NLL to full-batch at equal data, ± half a 95 % interval over draws"
+    write(settings, {"results": rows, "summary": summary}, {"distances": figure}, title)
+    return summary
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Distances of every method to full-batch, those of EKFAC to full-batch EKFAC.
+
+    Returns:
+        For each method the mean |NLL − full-batch's| over draws and prior precisions in nats, and
+        its ratio to the mini-batch's in the same draws; with intervals over draws.
+    """
+    full = {(r["method"], r["prior_precision"]): r["nll"] for r in rows if r["draw"] is None}
+    gaps: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        if row["draw"] is not None:
+            kind = "EKFAC, " if row["method"].startswith("EKFAC, ") else ""
+            gap = abs(row["nll"] - full[kind + FULL, row["prior_precision"]])
+            gaps.setdefault(row["method"], {}).setdefault(row["draw"], []).append(gap)
+    table = []
+    for method, of_method in gaps.items():
+        mini = gaps["EKFAC, " + MINI if method.startswith("EKFAC, ") else MINI]
+
+        def nll(draws: Sequence[int], gaps: dict[int, list[float]] = of_method) -> float:
+            return fmean(gap for draw in draws for gap in gaps[draw])
+
+        def ratio(
+            draws: Sequence[int],
+            own: dict[int, list[float]] = of_method,
+            other: dict[int, list[float]] = mini,
+        ) -> float:
+            return math.fsum(sum(own[d]) for d in draws) / math.fsum(sum(other[d]) for d in draws)
+
+        draws = list(of_method)
+        table.append(
+            {
+                "method": method,
+                "draws": len(draws),
+                "NLL": nll(draws),
+                "NLL ±": half_width(draws, nll),
+                "ratio": ratio(draws),
+                "ratio ±": half_width(draws, ratio),
+            }
+        )
+    return table

@@ -1,0 +1,38 @@
+"""Figures 2, 8 to 10 and 19: slopes and curvatures along one mini-batch's directions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.paper.common import Row, load, write
+from examples.paper.plots import points_figure
+from examples.paper.quadratics import BiasSettings, bias_rows, summary_of
+
+
+@dataclass(kw_only=True)
+class Settings(BiasSettings):
+    """What is measured.
+
+    Attributes:
+        batch_sizes: Examples of a mini-batch, one picture for each.
+    """
+
+    output: Path = Path("results/directional_curvature")
+    batch_sizes: tuple[int, ...] = (128,)
+
+
+def run(settings: Settings) -> list[Row]:
+    """Find directions, measure them on every mini-batch and the full set; returns the summary."""
+    trained = load(settings)
+    table: list[Row] = []
+    summary: list[Row] = []
+    pictures = {}
+    label = "CG iteration" if settings.directions == "cg" else "Index of eigenvector"
+    for size in settings.batch_sizes:
+        rows = bias_rows(trained, size, settings)
+        figure = points_figure(rows, "draw", ("slope", "curvature"), label, log=("curvature",))
+        pictures[f"directional_curvature_{size}"] = figure
+        table += [{"batch_size": size, **row} for row in rows]
+        summary += [{"batch_size": size, **row} for row in summary_of(rows)]
+    title = "Relative errors on the mini-batch itself, median ratios to the full set"
+    write(settings, {"results": table, "summary": summary}, pictures, title)
+    return summary

@@ -1,0 +1,86 @@
+"""Figure 20: K-FAC's curvature along its eigenvectors, against the mini-batch size."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from examples.paper.common import Batch, Row, Trained, load, write
+from examples.paper.common import Settings as Shared
+from examples.paper.plots import points_figure
+from examples.paper.quadratics import FULL, OTHER, SAME
+from laplace_debias import Laplace
+
+
+@dataclass(kw_only=True)
+class Settings(Shared):
+    """What is measured.
+
+    Attributes:
+        full_examples: How many training images, chosen at random, are the full set.
+        batch_sizes: Examples of a mini-batch.
+        draws: On how many mini-batches of each size K-FAC's eigenvectors are computed.
+        others: On how many other mini-batches they are measured.
+        num_directions: How many of the largest eigenvalues' eigenvectors.
+    """
+
+    output: Path = Path("results/kfac_batch_size")
+    full_examples: int = 2048
+    batch_sizes: tuple[int, ...] = (32, 128, 512)
+    draws: int = 1
+    others: int = 2
+    num_directions: int = 100
+
+
+def run(settings: Settings) -> list[Row]:
+    """Measure K-FAC along one mini-batch's eigenvectors on it, on others and on the full set."""
+    trained = load(settings)
+    table: list[Row] = []
+    for size in settings.batch_sizes:
+        batches = trained.batches(size, settings.full_examples // size, settings.seed)
+        for draw in range(settings.draws):
+            own = magnitudes(trained, batches[draw], None)
+            top = own.topk(min(settings.num_directions, len(own))).indices
+            others = [(draw + 1 + i) % len(batches) for i in range(settings.others)]
+            # The full set's K-FAC is not the mean of the mini-batches' (Eq. 5 holds for the GGN).
+            measured = [(SAME, own), (FULL, magnitudes(trained, batches[draw], batches))]
+            for other in others:
+                measured.append((OTHER, magnitudes(trained, batches[draw], [batches[other]])))
+            table += [
+                {"batch_size": size, "draw": draw, "index": i, "measured_on": name, "curvature": c}
+                for name, along in measured
+                for i, c in enumerate(along[top].tolist(), start=1)
+            ]
+    summary = [ratios(table, size) for size in settings.batch_sizes]
+    drawn = [row for row in table if row["draw"] == 0]
+    label = "Index of eigenvector"
+    figure = points_figure(drawn, "batch_size", ("curvature",), label, log=("curvature",))
+    tables, pictures = {"results": table, "summary": summary}, {"kfac_batch_size": figure}
+    write(settings, tables, pictures, "K-FAC along a mini-batch's top eigenvectors: medians")
+    return summary
+
+
+def magnitudes(trained: Trained, directions: Batch, measured: list[Batch] | None) -> Tensor:
+    """K-FAC's curvature along all eigenvectors of one batch's, block after block, float64."""
+    la = Laplace(trained.model, params="weights").fit_batches([directions], measured)
+    blocks = la.posterior.curvature.blocks.values()
+    return torch.cat([block.magnitudes.flatten().double().cpu() for block in blocks])
+
+
+def ratios(table: list[Row], size: int) -> Row:
+    """Medians over directions and draws of the ratios to the full set."""
+
+    def of(name: str) -> Tensor:
+        chosen = [r for r in table if (r["batch_size"], r["measured_on"]) == (size, name)]
+        pairs = sorted({(r["draw"], r["index"]) for r in chosen})
+        return torch.tensor(
+            [[r["curvature"] for r in chosen if (r["draw"], r["index"]) == pair] for pair in pairs]
+        ).mean(1)
+
+    same, others, full = (of(name) for name in (SAME, OTHER, FULL))
+    return {
+        "batch_size": size,
+        "same/full": float((same / full).median()),
+        "others/full": float((others / full).median()),
+    }

@@ -1,0 +1,148 @@
+"""Pictures of several experiments."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from examples.paper.common import Row
+from examples.paper.quadratics import FULL, OTHER, SAME
+from laplace_debias.report.style import (
+    FONT_SIZE,
+    OKABE_ITO,
+    add_legend,
+    method_colours,
+    metric_label,
+    new_panels,
+    style_axes,
+)
+
+MARKERS = {
+    OTHER: (".", 22, OKABE_ITO["sky blue"]),
+    FULL: ("x", 34, OKABE_ITO["black"]),
+    SAME: ("o", 26, OKABE_ITO["orange"]),
+}
+"""Marker, area and colour by what a slope or curvature was measured on."""
+
+
+def points_figure(
+    rows: Sequence[Row], columns: str, quantities: Sequence[str], label: str, log: Sequence[str]
+) -> Figure:
+    """A marker for each row at its `index`: a panel for each quantity and value of a column.
+
+    Args:
+        rows: Rows with `index`, `measured_on`, the column and the quantities.
+        columns: That column.
+        quantities: What is drawn, from top to bottom.
+        label: Of the horizontal axes.
+        log: Which of the quantities have a logarithmic axis, where all are positive.
+    """
+    values = sorted({row[columns] for row in rows})
+    size = (max(5.6, 3.2 * len(values)), 2.7 * len(quantities) + 0.4)
+    figure, panels = new_panels(len(quantities), len(values), size, sharex="col", sharey="row")
+    for quantity, line in zip(quantities, panels, strict=True):
+        for value, ax in zip(values, line, strict=True):
+            for name, (marker, area, colour) in MARKERS.items():
+                chosen = [r for r in rows if (r[columns], r["measured_on"]) == (value, name)]
+                chosen = [r for r in chosen if r[quantity] is not None]
+                x, y = [r["index"] for r in chosen], [r[quantity] for r in chosen]
+                ax.scatter(x, y, s=area, marker=marker, color=colour, zorder=2.5)
+            if quantity not in log:
+                ax.axhline(0, color="black", linewidth=0.8)
+            elif all(row[quantity] > 0 for row in rows):
+                ax.set_yscale("log")
+            style_axes(ax)
+        line[0].set_ylabel(quantity.replace("_", " ").capitalize())
+    for value, top, bottom in zip(values, panels[0], panels[-1], strict=True):
+        top.set_title(f"{columns.replace('_', ' ')} {value}", fontsize=FONT_SIZE)
+        bottom.set_xlabel(label)
+    handles = [
+        Line2D([], [], linestyle="", marker=marker, color=colour, label=name)
+        for name, (marker, _, colour) in MARKERS.items()
+    ]
+    add_legend(figure, handles, columns=3)
+    return figure
+
+
+def trend_figure(summary: Sequence[Row], x: str, label: str) -> Figure:
+    """Relative errors on the mini-batch itself: a dot is the mean, a bar the 10 to 90 %."""
+    quantities = sorted({row["quantity"] for row in summary})
+    figure, (panels,) = new_panels(1, len(quantities), (4.2 * len(quantities), 3.3))
+    draws = sorted({row["draw"] for row in summary})
+    for ax, quantity in zip(panels, quantities, strict=True):
+        for place, draw in enumerate(draws):
+            rows = [r for r in summary if (r["quantity"], r["draw"]) == (quantity, draw)]
+            shift = np.exp(0.06 * (place - (len(draws) - 1) / 2))
+            centres = shift * np.array([float(row[x]) for row in rows])
+            low, mean, high = ([r[c] for r in rows] for c in ("p10", "mean error", "p90"))
+            ax.vlines(centres, low, high, color=OKABE_ITO["orange"], linewidth=1.4)
+            ax.plot(centres, mean, "o", markersize=4.5, color=OKABE_ITO["orange"])
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set(xscale="log", xlabel=label, ylabel=f"Relative error of the {quantity}")
+        ax.set_yscale("symlog", linthresh=1.0)
+        style_axes(ax)
+    return figure
+
+
+def lines_figure(
+    rows: Sequence[Row], parts: str, metrics: Sequence[str], x: str, label: str, log: bool = False
+) -> Figure:
+    """Metrics against a column, a line for each method and draw; what has no value is dashed.
+
+    Args:
+        rows: Rows with `method`, `draw`, the columns and the metrics.
+        parts: A column, of which each value has a row of panels.
+        metrics: The columns of panels.
+        x: The horizontal axis.
+        label: Its label.
+        log: Whether it is logarithmic.
+    """
+    colours = method_colours(dict.fromkeys(row["method"] for row in rows))
+    names = list(dict.fromkeys(row[parts] for row in rows))
+    figure, panels = new_panels(len(names), len(metrics), (3.6 * len(metrics), 2.8 * len(names)))
+    for name, line in zip(names, panels, strict=True):
+        for metric, ax in zip(metrics, line, strict=True):
+            chosen = [r for r in rows if r[parts] == name and r.get(metric) is not None]
+            for method, draw in dict.fromkeys((r["method"], r["draw"]) for r in chosen):
+                of_line = [r for r in chosen if (r["method"], r["draw"]) == (method, draw)]
+                _line(ax, of_line, metric, x, colours[method])
+            ax.set(xlabel=label, ylabel=metric_label(metric))
+            ax.set_title(name, fontsize=FONT_SIZE)
+            if log:
+                ax.set_xscale("log")
+            if "loss" in metric:
+                ax.set_yscale("log")
+            style_axes(ax)
+    handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    add_legend(figure, handles, columns=len(colours))
+    return figure
+
+
+def _line(ax: Axes, rows: Sequence[Row], metric: str, x: str, colour: str) -> None:
+    if rows[0][x] is None:
+        ax.axhline(rows[0][metric], linestyle="--", color=colour, linewidth=1.2)
+    else:
+        values = [row[metric] for row in rows]
+        ax.plot([row[x] for row in rows], values, color=colour, linewidth=1.2)
+
+
+def bars_figure(rows: Sequence[Row], column: str, label: str) -> Figure:
+    """Values with their intervals by method, the mini-batch's as a line.
+
+    Args:
+        rows: Rows with `method`, the column and `<column> ±`.
+        column: What is drawn.
+        label: Its label.
+    """
+    figure, ((ax,),) = new_panels(1, 1, (6.4, 0.3 * len(rows) + 1.2))
+    for place, row in enumerate(reversed(rows)):
+        error = row[f"{column} ±"]
+        colour = OKABE_ITO["blue" if row["method"] != "mini-batch" else "orange"]
+        ax.errorbar(row[column], place, xerr=error, fmt="o", color=colour, markersize=4)
+    ax.set_yticks(range(len(rows)), [row["method"] for row in reversed(rows)])
+    ax.axvline(1.0, color=OKABE_ITO["orange"], linewidth=0.8)
+    ax.set_xlabel(label)
+    style_axes(ax)
+    return figure

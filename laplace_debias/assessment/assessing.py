@@ -1,0 +1,114 @@
+"""A network's uncertainty assessed: methods fitted, tuned, predicted with and compared."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from laplace_debias.assessment.measures import measure
+from laplace_debias.assessment.methods import Method, check_methods, default_methods
+from laplace_debias.assessment.run import Run, sets_of
+from laplace_debias.assessment.run_folder import RunFolder, telling_how_to_go_on, write_bytes
+from laplace_debias.assessment.stages import Fits, predict
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.fingerprint import checksum
+from laplace_debias.curvature.network.inputs import tensors_of
+from laplace_debias.sources.loaded import Loaded
+from laplace_debias.system.console import Printer
+from laplace_debias.system.ranks import alone, current
+
+
+def assess(
+    loaded: Loaded,
+    output: str | Path,
+    methods: Sequence[Method] | None = None,
+    *,
+    title: str = "",
+    settings: Mapping[str, Any] | None = None,
+    config: str | None = None,
+    seed: int = 0,
+    seconds: Mapping[str, float] | None = None,
+    overwrite: bool = False,
+    console: Printer | None = None,
+) -> RunFolder:
+    """Compare methods on a network's data and write what was found into a run folder.
+
+    In a process group the processes share the work: all of them call it with the same arguments and
+    whole data, and see the folder, to which the first one writes.
+
+    Every posterior is fitted to the training examples and tuned on the validation examples; without
+    these by the marginal likelihood. A run that was broken off goes on with what is complete and
+    ends with the same predictions.
+
+    Args:
+        loaded: The network and its data.
+        output: The folder, a new one or that of the same run.
+        methods: What is compared, the network first; `default_methods` if None.
+        title: What the page is called.
+        settings: What else makes two runs the same, as plain data: where the network and its data
+            come from, say.
+        config: The text of `config.yaml`; the settings in YAML if None.
+        seed: Of everything that is drawn.
+        seconds: What was done before and how long it took, for `seconds` of `run.json`.
+        overwrite: Whether an earlier run in the folder is removed first.
+        console: Where it prints what it does; nowhere if None.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: If the folder holds other files, or a run of other settings.
+        ValueError: If methods or data do not fit each other; as `Laplace`.
+        OSError: If the folder cannot be written; after a full disk the same call goes on.
+    """
+    has_validation = loaded.validation is not None
+    methods = default_methods(loaded.task, has_validation) if methods is None else tuple(methods)
+    check_methods(methods, loaded.task, has_validation)
+    sets = sets_of(loaded)
+    settings = dict(settings or {})
+    identity = {
+        "task": loaded.task,
+        "seed": seed,
+        "settings": settings,
+        "methods": {method.key: dataclasses.asdict(method) for method in methods},
+        "model": checksum(loaded.model),
+        "data": {part.name: _digest_of_batch(part.batches) for part in sets},
+        "num_train": loaded.num_train,
+    }
+    folder, ranks = RunFolder(Path(output)), current()
+    with telling_how_to_go_on():
+        # Of several processes the first one looks at the folder, and writes to it.
+        earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
+        earlier = ranks.from_rank(earlier, 0)
+        run = Run(loaded, folder, methods, sets, identity, seed, console)
+        # `run.json` comes first and goes last: a folder with it is known for a run's.
+        run.begin(earlier, title, seconds or {})
+        write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
+        predict(run, Fits(run).fit())
+        if ranks.rank == 0:
+            with alone():
+                measure(run)
+        ranks.exchange(None)
+    return folder
+
+
+def _digest_of_batch(batches: Batches) -> str:
+    """Of the first batch's tensors: other data under the same path are found."""
+    for batch in batches:
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        tensors = [tensor for part in parts for tensor in tensors_of(part)]
+        hashed = hashlib.sha256()
+        for tensor in tensors:
+            hashed.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return hashed.hexdigest()[:16]
+    return "empty"
+
+
+def _yaml(settings: Mapping[str, Any], config: str | None) -> str:
+    if config is not None:
+        return config
+    import yaml
+
+    return yaml.safe_dump(json.loads(json.dumps(settings, default=str)), sort_keys=False)

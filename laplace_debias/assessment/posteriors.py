@@ -1,0 +1,237 @@
+"""Posteriors of a loaded network: fitted, tuned, looked into; and how the network itself does."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laplace_debias import metrics
+from laplace_debias.assessment.methods import PosteriorChoice
+from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network, probs_of
+from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import join, num_examples, take
+from laplace_debias.curvature.network.reader import BatchReader
+from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.tuning import Tuning
+from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
+from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.shares import share
+from laplace_debias.system.ranks import alone
+
+_SELECTIONS = ("all", "weights", "supported", "last_layer")
+_LEVEL = 1.959963984540054
+"""Standard errors on each side of a 95 % interval."""
+_JUDGED = 1000
+"""Training examples that the network is judged on."""
+_BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
+"""How many batches a way to fit that sees few of them takes."""
+_NUM_QUANTILES = 101
+
+
+def fitted(
+    loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: int, resume: Path
+) -> Laplace:
+    """A posterior fitted to the training examples, or read from its file; not tuned.
+
+    Args:
+        loaded: The network and its data.
+        choice: Which posterior.
+        sigma: Standard deviation of a regression's noise.
+        seed: Of the labels that `fisher="mc"` draws.
+        resume: The folder of a long fit's state, as `Laplace.fit` takes it.
+
+    Raises:
+        ValueError: If there are fewer training examples than it is to be fitted to; as
+            `Laplace.fit` and `Laplace.load`.
+    """
+    if choice.path is not None:
+        return Laplace.load(choice.path, loaded.model)
+    names = [name.strip() for name in choice.params.split(",")]
+    la = Laplace(
+        loaded.model,
+        Gaussian(sigma) if loaded.task == "regression" else loaded.task,
+        curvature=choice.curvature,
+        params=choice.params if choice.params in _SELECTIONS else names,
+        fisher=choice.fisher,
+        joint=choice.joint,
+        sharing=choice.sharing,
+        rank=choice.rank,
+    )
+    batches = loaded.train if choice.fit_examples is None else _first(loaded, choice)
+    generator = torch.Generator().manual_seed(seed)
+    batches = share(batches, loaded.model)
+    num_data = loaded.num_train
+    return la.fit(batches, choice.mode, num_data=num_data, generator=generator, resume=resume)
+
+
+def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:
+    """The first training examples, whose order mixes the classes; in batches as the fit takes them.
+
+    Raises:
+        ValueError: If there are not as many.
+    """
+    assert choice.fit_examples is not None
+    number, times = choice.fit_examples, _BATCHES.get(choice.mode)
+    wanted = missing = number * (times or 1)
+    read, pairs = BatchReader(loaded.model), []
+    for batch in loaded.train:
+        x, y = read(batch)
+        size = min(num_examples(x), missing)
+        pairs.append((take(x, slice(size)), y[:size]))
+        missing -= size
+        if not missing:
+            break
+    if missing and not choice.or_fewer:
+        raise ValueError(
+            f"the fit is to see {wanted} training examples, and the training data holds "
+            f"{wanted - missing}: lower fit_examples"
+        )
+    if times is None:
+        return pairs
+    x, y = join([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    size = len(y) // times
+    parts = [slice(part * size, (part + 1) * size) for part in range(times)]
+    return [(take(x, part), y[part]) for part in parts]
+
+
+def tuned(
+    la: Laplace, choice: PosteriorChoice, validation: Batches | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Tune a posterior's prior precision, and a regression's noise with it.
+
+    On validation examples by the negative log-likelihood; without any by the marginal likelihood,
+    and where that has no optimum not at all. A posterior that was read from a file stays as it is.
+
+    Args:
+        la: The posterior, which is changed.
+        choice: What it is.
+        validation: Batches; None if there are none.
+
+    Returns:
+        As `sweeps/METHOD.json` has it; and what a reader should know of the search.
+
+    Raises:
+        ValueError: As `Laplace.tune`.
+    """
+    if choice.path is not None:
+        return _sweep_of(la, None), ()
+    is_regression = isinstance(la.likelihood, Gaussian)
+    if validation is not None:
+        # Of the empirical Fisher the best noise has no closed form: it stays the network's.
+        found = la.tune(validation, sigma=is_regression and choice.fisher != "empirical")
+        return _sweep_of(la, found), found.notes
+    try:
+        found = la.tune_evidence(sigma=is_regression)
+    except ValueError as error:
+        return _sweep_of(la, None), (f"The prior precision was not tuned and is 1: {error}",)
+    return _sweep_of(la, found), found.notes
+
+
+def _sweep_of(la: Laplace, found: Tuning | None) -> dict[str, Any]:
+    if found is None:
+        chosen = la.prior_precision.tolist()
+        return {"metric": None, "rows": [], "chosen": chosen, "flat": None, "sigma": None}
+    rows = []
+    for row in found.table:
+        value, error = row[found.metric], row.get("standard_error")
+        low, high = (
+            (None, None) if error is None else (value - _LEVEL * error, value + _LEVEL * error)
+        )
+        rows.append(
+            {"prior_precision": row["prior_precision"], "value": value, "low": low, "high": high}
+        )
+    return {
+        "metric": found.metric,
+        "rows": rows,
+        "chosen": found.prior_precision,
+        "flat": None if found.flat is None else list(found.flat),
+        "sigma": found.sigma,
+    }
+
+
+def is_at_limit(sweep: Mapping[str, Any]) -> bool:
+    """Whether a search ended at its range's end, and still got better there.
+
+    Args:
+        sweep: As `tuned` returns it.
+    """
+    rows = sweep["rows"]
+    at = [row["prior_precision"] for row in rows]
+    if len(rows) < 2 or sweep["chosen"] not in (at[0], at[-1]) or rows[0]["low"] is None:
+        return False
+    best, inner = (rows[0], rows[1]) if sweep["chosen"] == at[0] else (rows[-1], rows[-2])
+    return abs(best["value"] - inner["value"]) > 0.05 * (best["high"] - best["value"])
+
+
+def spectrum_of(la: Laplace) -> dict[str, Any]:
+    """Quantiles of N Λ, and the mean of δ / (N Λ + δ), of every block.
+
+    The last is the share of the posterior's precision that the prior has, averaged over directions:
+    1 where the data tell nothing, 0 where they tell everything. Directions without curvature, of
+    which a low-rank block has most, count as magnitudes of zero.
+
+    Args:
+        la: A fitted posterior.
+
+    Returns:
+        As `spectra/METHOD.json` has it.
+    """
+    posterior = la.posterior
+    deltas = posterior.prior_precision.double().expand(len(posterior.curvature.blocks))
+    blocks = []
+    for (name, block), delta in zip(posterior.curvature.blocks.items(), deltas, strict=True):
+        assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
+        magnitudes = block.magnitudes.double().flatten() * posterior.data_weight
+        size = block.shape[0]
+        values = torch.cat([magnitudes, magnitudes.new_zeros(size - magnitudes.numel())])
+        values = values.sort().values
+        at = torch.linspace(0, size - 1, _NUM_QUANTILES, dtype=torch.float64)
+        below = at.long()
+        above, part = (below + 1).clamp_max(size - 1), (at - below).to(values.device)
+        blocks.append(
+            {
+                "name": name,
+                "num_parameters": size,
+                "quantiles": (values[below] * (1 - part) + values[above] * part).tolist(),
+                "prior_share": (delta / (values + delta)).mean().item(),
+            }
+        )
+    return {"blocks": blocks}
+
+
+def of_training(loaded: Loaded) -> dict[str, Any]:
+    """How well the network fits the first of its own training examples.
+
+    Args:
+        loaded: The network and its data.
+
+    Returns:
+        `num_examples` and `rows` as `metrics.json` has them: of a regression `explained`, the share
+        of the targets' variance; else accuracy, NLL and over-confidence, with `num_classes` and
+        `uniform_nll`, the NLL of a guess, nats.
+    """
+    outputs, targets, missing = [], [], _JUDGED
+    with alone():
+        for x, y in Chosen(loaded.model, loaded.train):
+            outputs.append(network_outputs(loaded.model, take(x, slice(missing))))
+            targets.append(y[:missing].cpu())
+            missing -= len(targets[-1])
+            if not missing:
+                break
+    f, y = torch.cat(outputs), torch.cat(targets)
+    if loaded.task == "regression":
+        y = y.double().reshape(f.shape)
+        error, spread = (f - y).square().mean(0), (y - y.mean(0)).square().mean(0)
+        value = (1 - error / spread).mean().item()
+        row = {"metric": "explained", "value": value, "low": None, "high": None}
+        return {"num_examples": len(y), "rows": [row]}
+    probs = probs_of(of_network(f, loaded.task, None)["log_probs"], loaded.task)
+    evaluate = metrics.evaluate_multilabel if loaded.task == "multilabel" else metrics.evaluate
+    kept = ("accuracy", "nll", "overconfidence")
+    rows = [row for row in evaluate(probs, y.long()).rows() if row["metric"] in kept]
+    classes = probs.shape[1]
+    guess = classes * math.log(2) if loaded.task == "multilabel" else math.log(classes)
+    return {"num_examples": len(y), "rows": rows, "num_classes": classes, "uniform_nll": guess}

@@ -1,0 +1,225 @@
+"""What a fit saves of its passes over data, so that the same call in another process goes on.
+
+Once a minute, at the end of a batch, each process writes what the pass has summed and how many
+batches are in it. The same fit reads that many batches again, since a loader's order and
+augmentation are known in no other way, and computes with those that follow: its sums have the same
+bits. It takes as many processes as before.
+"""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.network.fingerprint import sum_of_bits
+from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.system.atomic import check_target, written_atomically
+from laplace_debias.system.ranks import Ranks
+from laplace_debias.system.same_run import differences
+from laplace_debias.system.sealed import DamagedFileError, read_sealed, write_sealed
+from laplace_debias.system.warn import warn
+
+EVERY = 60.0
+"""Seconds after which a pass is saved again."""
+
+# What a pass sums, by name: from a block, or a text, to a tensor that is added to, or to a list of
+# tensors that are as good if they are joined along their first dimension.
+Sums = Mapping[str, Any]
+_IDENTITY = "fit.json"
+
+
+@dataclass
+class Progress:
+    """How far a pass has come.
+
+    Attributes:
+        num_batches: How many batches are in its sums.
+        num_examples: How many examples.
+        nll: Their summed loss.
+        num_outputs: How many numbers the network gave for them.
+    """
+
+    num_batches: int = 0
+    num_examples: int = 0
+    nll: Tensor | float = 0.0
+    num_outputs: int = 0
+
+
+class Unsaved:
+    """The passes of a fit of which nothing is saved."""
+
+    def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Progress:
+        """Begin the next pass.
+
+        Args:
+            sums: Where it sums; what was saved is put back there.
+            keys: The keys of `sums` by their names; a text stands for itself.
+        """
+        return Progress()
+
+    def has(self, x: Inputs, y: Tensor) -> bool:
+        """Whether the batch that was read next is in the sums already."""
+        return False
+
+    def done(self, progress: Progress, check: Callable[[], None]) -> None:
+        """Tell that the batch is in the sums; they are not saved if `check` raises."""
+
+    def end(self) -> None:
+        """End the pass."""
+
+
+UNSAVED = Unsaved()
+
+
+class Checkpoint(Unsaved):
+    """The passes of a fit that is saved in a folder.
+
+    Args:
+        folder: The folder, which need not be there.
+        identity: What the fit is, as plain data: the state of another fit is refused.
+        device: Where the sums are.
+        ranks: The processes, each of which saves its own sums. They make it together.
+
+    Raises:
+        ValueError: If the folder holds the state of another fit, with what differs.
+        NotADirectoryError: If it is a file.
+        OSError: If it cannot be written to.
+    """
+
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], device: torch.device, ranks: Ranks
+    ) -> None:
+        self._folder, self._device, self._ranks = check_folder(folder), device, ranks
+        self._number, path = 0, folder / _IDENTITY
+        if ranks.rank == 0:
+            now = json.dumps(identity, default=str)
+            there = path.read_text(encoding="utf-8") if path.exists() else now
+            if different := differences(json.loads(there), json.loads(now)):
+                raise ValueError(
+                    f"{folder} holds the state of another fit: {different}. Give the model, the "
+                    "data and the options of that fit, or another folder."
+                )
+            with written_atomically(path) as temporary:
+                temporary.write_text(now, encoding="utf-8")
+        ranks.exchange(None)
+
+    def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Progress:
+        """As `Unsaved.begin`.
+
+        Raises:
+            ValueError: If what was saved is damaged.
+        """
+        self._number += 1
+        self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
+        self._sums, self._last = sums, time.monotonic()
+        self._read, self._digest = 0, hashlib.blake2b(digest_size=8)
+        self._saved, self._mark, found = 0, "", Progress()
+        if self._path.exists():
+            try:
+                texts, tensors = read_sealed(self._path)
+            except DamagedFileError as error:
+                raise ValueError(
+                    f"{self._path} is damaged ({error}): remove the folder, and fit anew."
+                ) from error
+            told = json.loads(texts["progress"])
+            self._mark, found = told.pop("mark"), Progress(**told)
+            self._saved = found.num_batches
+            self._put_back(tensors, keys)
+        return found
+
+    def has(self, x: Inputs, y: Tensor) -> bool:
+        """As `Unsaved.has`.
+
+        Raises:
+            ValueError: If the batches in the sums were others.
+        """
+        self._read += 1
+        marks = [sum_of_bits(tensor) for tensor in (*tensors_of(x), y)]
+        self._digest.update(str(marks).encode())
+        if self._read == self._saved and self._digest.hexdigest() != self._mark:
+            self._refuse("others are in the sums")
+        return self._read <= self._saved
+
+    def done(self, progress: Progress, check: Callable[[], None]) -> None:
+        """As `Unsaved.done`; a disk that is full does not end the fit."""
+        if time.monotonic() - self._last < EVERY:
+            return
+        check()
+        # The nll may be on a device.
+        told = asdict(replace(progress, nll=float(progress.nll)))
+        texts = {"progress": json.dumps({**told, "mark": self._digest.hexdigest()})}
+        try:
+            with written_atomically(self._path) as temporary:
+                write_sealed(temporary, texts, self._tensors())
+        except OSError as error:
+            # Days of work are not given up for it.
+            warn(f"The state of the fit was not saved, and the fit goes on: {error}")
+        self._last = time.monotonic()
+
+    def end(self) -> None:
+        """As `Unsaved.end`.
+
+        Raises:
+            ValueError: If the data ended before what was saved.
+        """
+        if self._read < self._saved:
+            self._refuse(f"the data gave {self._read} batches, and {self._saved} are in the sums")
+
+    def remove(self) -> None:
+        """Remove the state of a fit that has ended, and the folder if nothing else is in it."""
+        self._ranks.exchange(None)
+        if self._ranks.rank == 0:
+            for pattern in (_IDENTITY, "pass-*.safetensors", ".pass-*.partial", ".fit.*.partial"):
+                for path in self._folder.glob(pattern):
+                    path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The sums by names: `table/block`, of what is joined `table//block`."""
+        found = {}
+        for table, values in self._sums.items():
+            for key, value in values.items():
+                name = getattr(key, "name", key)
+                if not isinstance(value, list):
+                    found[f"{table}/{name}"] = value
+                elif value:
+                    found[f"{table}//{name}"] = torch.cat(value)
+        return found
+
+    def _put_back(self, tensors: Mapping[str, Tensor], keys: Mapping[str, Any]) -> None:
+        for name, saved in tensors.items():
+            table, _, of = name.partition("/")
+            values, value = self._sums[table], saved.to(self._device)
+            if of.startswith("/"):
+                # The list itself stays: the pass may hold it elsewhere, too.
+                values.setdefault(keys.get(of[1:], of[1:]), [])[:] = [value]
+            else:
+                values[keys.get(of, of)] = value
+
+    def _refuse(self, how: str) -> None:
+        raise ValueError(
+            f"{self._folder} holds a fit of other batches (in pass {self._number} {how}): give the "
+            "same data in the same order, which a loader that shuffles has by the fit's "
+            "generator=, or another folder."
+        )
+
+
+def check_folder(folder: Path) -> Path:
+    """Require that states can be written to a folder, before the work that goes into them.
+
+    Raises:
+        NotADirectoryError: If it is a file.
+        OSError: As `check_target`.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"resume={str(folder)!r} is a file: name a folder.")
+    check_target(folder / _IDENTITY, make_folders=True)
+    return folder

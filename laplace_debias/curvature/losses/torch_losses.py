@@ -1,0 +1,442 @@
+"""Torch's losses: three in closed form with all their arguments, any other by differentiation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laplace_debias.curvature.losses.base import Labels, Loss, LossFunction, OutputLoss, OutputMap
+from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
+from laplace_debias.curvature.losses.negative_log_likelihood import (
+    NegativeLogLikelihood,
+    each_at_one_position,
+)
+from laplace_debias.curvature.losses.uniforms import Uniforms
+
+REDUCTIONS = ("mean", "sum")
+
+
+def output_loss(loss: Loss, reduction: str | None) -> OutputLoss:
+    """The loss as the operators know it.
+
+    Args:
+        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss` with any arguments, or
+            any callable `loss(outputs, targets) -> scalar`; or a `Likelihood`, whose loss is the
+            mean of −log p(y | f) over examples, of outputs `[B, ..., C]`.
+        reduction: Of a callable that has no attribute `reduction`: `"mean"` or `"sum"`.
+
+    Raises:
+        TypeError: If the loss cannot be called.
+        ValueError: For a reduction that is missing, unknown, in contradiction with the loss's own,
+            or that this loss's arguments make depend on the batch.
+    """
+    if isinstance(loss, Likelihood):
+        if reduction not in (None, "mean"):
+            raise ValueError(
+                f"A likelihood's loss is the mean over examples, got reduction={reduction!r}: "
+                "multiply the operator by N for the sum."
+            )
+        return NegativeLogLikelihood(loss)
+    if not callable(loss) or isinstance(loss, type):
+        raise TypeError(
+            f"loss must be an instance such as nn.CrossEntropyLoss() or a callable "
+            f"(outputs, targets) -> scalar, got {loss!r}."
+        )
+    own = getattr(loss, "reduction", None)
+    if own is not None and reduction is not None and own != reduction:
+        raise ValueError(
+            f"The loss has reduction={own!r}, the operator was given reduction={reduction!r}: "
+            "leave it out."
+        )
+    stated = own if own is not None else reduction
+    name = type(loss).__name__
+    if stated is None:
+        raise ValueError(
+            f"{name} does not say how it reduces over the examples of a batch: pass "
+            'reduction="mean" or reduction="sum".'
+        )
+    if stated == "batchmean":
+        # KLDivLoss's name for a mean over examples.
+        stated = "mean"
+    if stated not in REDUCTIONS:
+        raise ValueError(
+            f'{name} has reduction={stated!r}: an operator needs a scalar loss, "mean" or "sum".'
+        )
+    if _is(loss, nn.CrossEntropyLoss):
+        return CrossEntropy(loss)  # type: ignore[arg-type]
+    if _is(loss, nn.MSELoss):
+        return SquaredError(loss)  # type: ignore[arg-type]
+    if _is(loss, nn.BCEWithLogitsLoss):
+        return BinaryCrossEntropy(loss)  # type: ignore[arg-type]
+    for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
+        if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
+            raise ValueError(
+                f"{name} has {argument}=..., so that its mean over a batch divides by a number "
+                'that only it knows: give it reduction="sum".'
+            )
+    # The functions ignore what the classes ignore, without saying so.
+    silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
+    return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent))
+
+
+def _is(loss: LossFunction, kind: type[nn.Module]) -> bool:
+    """Whether a loss computes what torch's class does; a subclass may not."""
+    return isinstance(loss, kind) and type(loss).forward is kind.forward
+
+
+class CrossEntropy(OutputLoss):
+    r"""`nn.CrossEntropyLoss` of logits `[B, C]` or `[B, C, d1, ...]`.
+
+    With $w$ the class weights, $q$ the smoothed target distribution, $t_c = w_c q_c$ (zero where
+    the target is ignored) and $T = \sum_c t_c$, a term is $T\,\mathrm{logsumexp}(f) - t^\top f$,
+    its gradient $T p - t$ and its Hessian $T(\mathrm{diag}(p) - pp^\top)$ with $p$ the softmax.
+    """
+
+    def __init__(self, loss: nn.CrossEntropyLoss) -> None:
+        self.reduction = loss.reduction
+        self._weight = _non_negative(loss.weight, "weight")
+        self._ignore_index = loss.ignore_index
+        self._smoothing = loss.label_smoothing
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Class indices `[B, d1, ...]` in range or `ignore_index`, or probabilities of `shape`."""
+        shape = outputs.shape
+        if len(shape) < 2:
+            raise ValueError(
+                f"CrossEntropyLoss needs outputs [B, C] or [B, C, d1, ...], got {tuple(shape)}: "
+                "for one logit per example use nn.BCEWithLogitsLoss."
+            )
+        if self._weight is not None and self._weight.shape != shape[1:2]:
+            raise ValueError(
+                f"CrossEntropyLoss has weight of shape {tuple(self._weight.shape)} for {shape[1]} "
+                "classes (dimension 1 of the outputs): give one weight per class."
+            )
+        if targets.is_floating_point():
+            self._check_probabilities(shape, targets)
+            return
+        expected = shape[:1] + shape[2:]
+        if targets.dtype not in (torch.int64, torch.uint8):
+            raise TypeError(
+                f"Class indices must be int64, got {targets.dtype}: use `targets.long()`."
+            )
+        if targets.shape != expected:
+            raise ValueError(
+                f"Expected class indices of shape {tuple(expected)}, or class probabilities of "
+                f"shape {tuple(shape)}, got {tuple(targets.shape)}."
+            )
+        valid = targets[targets != self._ignore_index]
+        if len(valid) and not (int(valid.min()) >= 0 and int(valid.max()) < shape[1]):
+            raise ValueError(
+                f"Class indices must lie in 0 … {shape[1] - 1} or be ignore_index="
+                f"{self._ignore_index}, got {int(valid.min())} … {int(valid.max())}."
+            )
+
+    def _check_probabilities(self, shape: torch.Size, targets: Tensor) -> None:
+        if self._ignore_index >= 0:
+            raise ValueError(
+                f"ignore_index={self._ignore_index} means nothing for class probabilities, and "
+                "torch refuses it: leave it out, or pass class indices."
+            )
+        if targets.shape != shape:
+            raise ValueError(
+                f"Class probabilities must have the outputs' shape {tuple(shape)}, got "
+                f"{tuple(targets.shape)}."
+            )
+        if not (targets.isfinite() & (targets >= 0)).all():
+            raise ValueError("Class probabilities must be finite and not negative.")
+
+    def count(self, targets: Tensor) -> float:
+        """The sum of the weights of the targets that are not ignored."""
+        if targets.is_floating_point():
+            return targets.numel() / targets.shape[1]
+        valid = targets[targets != self._ignore_index].long()
+        if self._weight is None:
+            return float(len(valid))
+        return float(self._weight.to(targets.device, torch.float64)[valid].sum())
+
+    def counted(self, labels: Labels) -> Tensor | None:
+        """Targets that are not ignored, nor of a class whose weight is zero."""
+        targets = labels[0]
+        if targets.is_floating_point():
+            return None
+        counted = targets != self._ignore_index
+        if self._weight is not None and self._smoothing == 0:
+            weight = self._weight.to(targets.device)
+            counted = counted & (weight[targets.long().clamp(0, len(weight) - 1)] != 0)
+        return counted.unsqueeze(1)
+
+    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """The value that torch computes, summed."""
+        return F.cross_entropy(
+            outputs,
+            labels[0].to(outputs.dtype) if labels[0].is_floating_point() else labels[0],
+            weight=None if self._weight is None else self._weight.to(outputs),
+            ignore_index=self._ignore_index,
+            label_smoothing=self._smoothing,
+            reduction="sum",
+        )
+
+    def _weighted_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """t, `[B, C, d1, ...]`."""
+        keep = None
+        if targets.is_floating_point():
+            q = targets.to(outputs.dtype)
+        else:
+            keep = (targets != self._ignore_index).unsqueeze(1)
+            classes = targets.long().unsqueeze(1).where(keep, 0)
+            q = torch.zeros_like(outputs).scatter_(1, classes, 1.0)
+        num_classes = outputs.shape[1]
+        t = (1 - self._smoothing) * q + self._smoothing / num_classes
+        if self._weight is not None:
+            t = t * self._weight.to(outputs).reshape(-1, *[1] * (outputs.ndim - 2))
+        return t if keep is None else t * keep
+
+    def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """T p − t."""
+        t = self._weighted_targets(outputs, labels[0])
+        return t.sum(1, keepdim=True) * outputs.softmax(1) - t
+
+    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
+        """The map of v to T (p ∘ v − p pᵀv)."""
+        p = outputs.softmax(1)
+        weighted = self._weighted_targets(outputs, labels[0]).sum(1, keepdim=True) * p
+        axis = 1 - outputs.ndim
+
+        def product(v: Tensor) -> Tensor:
+            return weighted * (v - (p * v).sum(axis, keepdim=True))
+
+        return product
+
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """√T times the columns of `Categorical.hessian_root`, each at one position."""
+        total = self._weighted_targets(outputs, labels[0]).sum(1).sqrt()  # [B, d1, ...]
+        logits = outputs.movedim(1, -1)
+        columns = Categorical().hessian_root(logits.flatten(0, -2)).unflatten(1, total.shape)
+        columns = columns * total.unsqueeze(-1)  # [C - 1, B, d1, ..., C]
+        return each_at_one_position(columns).movedim(-1, 2)
+
+    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """√T (p − e_y), y drawn from the softmax at every position."""
+        p = outputs.softmax(1)
+        cumulative = p.cumsum(1)
+        above = uniforms(p[:, :1], self.counted(labels)).to(p.dtype) * cumulative[:, -1:]
+        drawn = (cumulative[:, :-1] <= above).sum(1, keepdim=True)
+        root = self._weighted_targets(outputs, labels[0]).sum(1, keepdim=True).sqrt()
+        return root * p.scatter_add(1, drawn, torch.full_like(p[:, :1], -1.0))
+
+
+class SquaredError(OutputLoss):
+    r"""`nn.MSELoss`: terms $(f - y)^2$, the negative log-likelihood of a Gaussian of variance ½."""
+
+    def __init__(self, loss: nn.MSELoss) -> None:
+        self.reduction = loss.reduction
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Finite floating-point targets of the outputs' shape."""
+        shape = outputs.shape
+        _check_like_outputs("MSELoss", shape, targets)
+
+    def count(self, targets: Tensor) -> float:
+        """The number of entries."""
+        return float(targets.numel())
+
+    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """Σ (f − y)²."""
+        # Not `F.mse_loss`: recording a derivative of its derivative crashes torch (2.15).
+        return (outputs - labels[0].to(outputs.dtype)).square().sum()
+
+    def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """2 (f − y)."""
+        return 2 * (outputs - labels[0].to(outputs.dtype))
+
+    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
+        """The map of v to 2 v."""
+        return lambda v: 2 * v
+
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """√2 times the unit vectors."""
+        return _each_alone(torch.full_like(outputs, 2**0.5))
+
+    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """√2 ε with standard normal ε."""
+        # In float64: rounded to float32, a uniform can be 1.
+        return (2**0.5 * torch.special.ndtri(uniforms(outputs))).to(outputs.dtype)
+
+
+class BinaryCrossEntropy(OutputLoss):
+    r"""`nn.BCEWithLogitsLoss` of logits and targets in [0, 1] of one shape.
+
+    With $w$ the weight, $\pi$ the `pos_weight` and $T = w(1 + (\pi - 1)y)$, a term is
+    $T\,\mathrm{softplus}(f) - w\pi y f$, its gradient $T p - w\pi y$ and its Hessian $T p(1-p)$
+    with $p$ the sigmoid.
+    """
+
+    def __init__(self, loss: nn.BCEWithLogitsLoss) -> None:
+        self.reduction = loss.reduction
+        self._weight = _non_negative(loss.weight, "weight")
+        self._pos_weight = _non_negative(loss.pos_weight, "pos_weight")
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Targets in [0, 1] of the outputs' shape; weights that broadcast to them."""
+        shape = outputs.shape
+        _check_like_outputs("BCEWithLogitsLoss", shape, targets)
+        if not ((targets >= 0) & (targets <= 1)).all():
+            raise ValueError(
+                f"BCEWithLogitsLoss needs targets in [0, 1], got {float(targets.min())} … "
+                f"{float(targets.max())}."
+            )
+        for name, weight in (("weight", self._weight), ("pos_weight", self._pos_weight)):
+            if weight is not None and not _broadcasts(weight.shape, (1, *shape[1:])):
+                raise ValueError(
+                    f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which does not "
+                    f"broadcast to the outputs of one example, {tuple(shape[1:])}: give one for "
+                    "every output; weights of examples belong to a loss of your own."
+                )
+
+    def labels(self, targets: Tensor, ndim: int) -> Labels:
+        """Targets, T and w π of the batch's entries."""
+        weight = self._expanded(self._weight, targets)
+        positive = weight * self._expanded(self._pos_weight, targets)
+        return targets, weight + (positive - weight) * targets, positive
+
+    def counted(self, labels: Labels) -> Tensor | None:
+        """Entries whose weight is not zero."""
+        return None if self._weight is None else labels[1] != 0
+
+    def _expanded(self, weight: Tensor | None, targets: Tensor) -> Tensor:
+        if weight is None:
+            return torch.ones_like(targets)
+        return weight.to(targets).expand(targets.shape)
+
+    def count(self, targets: Tensor) -> float:
+        """The number of entries, whatever their weights, as torch has it."""
+        return float(targets.numel())
+
+    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """T softplus(f) − w π y f, with logits of either sign kept from overflowing."""
+        targets, total, positive = (x.to(outputs.dtype) for x in labels)
+        # Each where its second derivative keeps its digits; torch's softplus is a straight line
+        # from 20 on.
+        softplus = torch.where(outputs > 0, -F.logsigmoid(-outputs), F.softplus(outputs))
+        return (total * softplus - positive * targets * outputs).sum()
+
+    def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """T p − w π y."""
+        targets, total, positive = (x.to(outputs.dtype) for x in labels)
+        return total * outputs.sigmoid() - positive * targets
+
+    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
+        """The map of v to T p (1 − p) ∘ v."""
+        curvature = labels[1].to(outputs.dtype) * outputs.sigmoid() * (-outputs).sigmoid()
+        return lambda v: curvature * v
+
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """√(T p (1 − p)) times the unit vectors, with log-sigmoids that do not lose digits."""
+        deviation = (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
+        return _each_alone(labels[1].to(outputs.dtype).sqrt() * deviation)
+
+    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """√T (p − y), y drawn from the sigmoid."""
+        p = outputs.sigmoid()
+        return labels[1].to(outputs.dtype).sqrt() * (
+            p - (uniforms(p, self.counted(labels)) < p).to(p.dtype)
+        )
+
+
+class AnyLoss(OutputLoss):
+    """A callable `loss(outputs, targets) -> scalar`, differentiated by torch.
+
+    Args:
+        loss: Takes a batch's outputs `[B, ...]` and targets.
+        reduction: What the callable does over the examples of its batch; a mean is one over
+            examples, so that the data set's loss weighs every batch by its size.
+        ignore_index: The target that the loss leaves out, if there is one: its mean is then not
+            one over examples.
+    """
+
+    # Nobody knows what is in it: see `SquaredError.value`.
+    is_recordable = False
+    is_convex = False
+
+    def __init__(self, loss: LossFunction, reduction: str, ignore_index: int | None = None) -> None:
+        self.reduction = reduction
+        self._loss = loss
+        self._ignore_index = ignore_index
+
+    def count(self, targets: Tensor) -> float:
+        """The number of examples.
+
+        Raises:
+            ValueError: If the mean leaves some out.
+        """
+        is_mean_of_fewer = (
+            self.reduction == "mean"
+            and self._ignore_index is not None
+            and not targets.is_floating_point()
+            and bool((targets == self._ignore_index).any())
+        )
+        if is_mean_of_fewer:
+            raise ValueError(
+                f"Targets are ignored (ignore_index={self._ignore_index}), so that the mean of "
+                f"{type(self._loss).__name__} over a batch divides by a number that only it knows: "
+                'give it reduction="sum".'
+            )
+        return float(targets.shape[0])
+
+    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """The callable's value, times the number of examples if it is a mean."""
+        value = self._loss(outputs, labels[0])
+        if not isinstance(value, Tensor) or value.ndim != 0:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"The loss must return a scalar tensor for a batch, got {found}: reduce it with "
+                "`.mean()` or `.sum()` and say which with `reduction=`."
+            )
+        return value * outputs.shape[0] if self.reduction == "mean" else value
+
+    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
+        """By differentiating the gradient once more."""
+        with torch.enable_grad():
+            f = outputs.detach().requires_grad_()
+            (g,) = torch.autograd.grad(self.value(f, labels), f, create_graph=True)
+
+        def product(v: Tensor) -> Tensor:
+            if not g.requires_grad:  # a loss that is linear in the outputs
+                return torch.zeros_like(v)
+            return torch.autograd.grad(
+                g, f, v, retain_graph=True, is_grads_batched=v.ndim > f.ndim
+            )[0]
+
+        return product
+
+
+def _each_alone(values: Tensor) -> Tensor:
+    """For values `[B, ...]` one column an output entry, zero elsewhere, `[K, B, ...]`."""
+    columns = torch.diag_embed(values.flatten(1)).movedim(1, 0)
+    return columns.unflatten(2, values.shape[1:])
+
+
+def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
+    if weight is not None and not (weight.isfinite() & (weight >= 0)).all():
+        raise ValueError(f"The loss's {name} must be finite and not negative.")
+    return None if weight is None else weight.detach().clone()
+
+
+def _check_like_outputs(name: str, shape: torch.Size, targets: Tensor) -> None:
+    if not targets.is_floating_point():
+        raise TypeError(
+            f"{name} needs floating-point targets, got {targets.dtype}: use `targets.float()`."
+        )
+    if targets.shape != shape:
+        raise ValueError(
+            f"{name} needs targets of the outputs' shape {tuple(shape)}, got "
+            f"{tuple(targets.shape)}: use `targets.reshape(...)`."
+        )
+    if not targets.isfinite().all():
+        raise ValueError(f"{name} targets hold NaN or Inf: remove these examples.")
+
+
+def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:
+    try:
+        return torch.broadcast_shapes(shape, to) == torch.Size(to)
+    except RuntimeError:
+        return False

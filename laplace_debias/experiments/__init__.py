@@ -1,1 +1,0 @@
-"""One experiment a file: data → table → picture."""

@@ -1,1 +1,0 @@
-"""The bias of mini-batch quadratics, direction by direction."""

@@ -1,1 +1,0 @@
-"""Ways to take directions and magnitudes, compared."""

@@ -1,1 +1,0 @@
-"""What the bias does to optimisers, and debiasing for them."""

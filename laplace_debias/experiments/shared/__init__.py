@@ -1,1 +1,0 @@
-"""What the experiments share: settings, storage, trained networks, draws."""

@@ -1,0 +1,366 @@
+"""Export: a predictive as a program of `torch.export`, which runs without this package.
+
+Network and posterior become one module, whose answers are held against `predict` before anything
+is written.
+"""
+
+import inspect
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.func import vmap
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.losses.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    OneArgument,
+    Record,
+    call,
+    call_with,
+    join,
+)
+from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.laplace import predictive, sampling
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.links import Link, link_from, variances_suffice
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.sampling import SAMPLES_AT_ONCE
+from laplace_debias.operators import EigenKronecker
+from laplace_debias.system.atomic import check_target, written_atomically
+from laplace_debias.system.checks import whole
+from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.threads import FORWARD_MODE
+
+DEFAULT_SAMPLES = 100
+
+Answers = dict[str, Tensor]
+
+
+def export(
+    fitted: Fitted,
+    path: Path,
+    example: Inputs | Record,
+    method: str,
+    samples: int | None,
+    generator: torch.Generator | None,
+    link: str | Link | None,
+) -> None:
+    """As `Laplace.export`."""
+    if method not in ("glm", "nn"):
+        raise ValueError(f"method={method!r} cannot be exported: use 'glm' or 'nn'.")
+    if method == "glm" and (samples is not None or generator is not None):
+        raise ValueError(
+            'samples and generator belong to method="nn": "glm" is exported in closed form.'
+        )
+    if samples is not None:
+        whole(samples, "samples")
+    if method == "nn" and link is not None:
+        raise ValueError(f'link={link!r} belongs to method="glm": leave it out.')
+    chosen = link_from(link, fitted.likelihood) or fitted.link
+    if type(fitted.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
+        raise NotImplementedError(
+            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported: only "
+            "those of 'classification', 'binary', 'multilabel' and 'regression' can."
+        )
+    if path.suffix != ".pt2":
+        raise ValueError(f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2.")
+    check_target(path)
+    with torch.inference_mode(False):
+        inputs = fitted.moved(example)
+        _check_tensors(inputs)
+        if method == "glm":
+            chosen = chosen or predictive.default_link(fitted, inputs)
+            if chosen is not None and chosen.name == "exact":
+                raise NotImplementedError(
+                    'link="exact" decomposes covariances, which is not exported: use "pairwise".'
+                )
+            program = _traced(_LastLayerPredictive(fitted, inputs, chosen), inputs)
+            expected = predictive.predict_grid(fitted, inputs, None, chosen)[0]
+        else:
+            draws = fitted.posterior.sample(samples or DEFAULT_SAMPLES, generator)
+            try:
+                program = _traced(_SampledPredictive(fitted, inputs, draws, True), inputs)
+            except NotImplementedError:
+                # Of some operations, convolutions and embeddings among them, torch cannot trace
+                # several samples at once for any number of examples.
+                program = _traced(_SampledPredictive(fitted, inputs, draws, False), inputs)
+            names = fitted.parameters.names
+            outputs = sampling.sampled_outputs(fitted.network, names, inputs, draws)
+            expected = fitted.likelihood.mixture(outputs)
+        _check(program, inputs, expected)
+        buffer = io.BytesIO()
+        with FORWARD_MODE:
+            torch.export.save(program, buffer)
+    with written_atomically(path, make_folders=False) as temporary:
+        temporary.write_bytes(buffer.getvalue())
+
+
+# --------------------------------------------------------------- modules that can be traced
+
+
+class _Predictive(nn.Module):
+    """The network and what is made of its outputs, called as the network is."""
+
+    def __init__(self, fitted: Fitted, example: Inputs) -> None:
+        super().__init__()
+        self.network, self.likelihood = shadow(fitted.network), fitted.likelihood
+
+        def forward(*args: Tensor, **kwargs: Tensor) -> Answers:
+            is_whole = isinstance(example, OneArgument)
+            return self.answers(OneArgument(kwargs) if is_whole else kwargs or args)
+
+        # With `**kwargs` torch (2.15) writes programs that it cannot call, so every input has a
+        # name of its own.
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        named = [inspect.Parameter(name, kind) for name in _names(example)]
+        forward.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        self.forward = forward
+
+    def answers(self, inputs: Inputs) -> Answers:
+        """The program's answers for the model's inputs."""
+        raise NotImplementedError
+
+
+class _LastLayerPredictive(_Predictive):
+    r"""The closed form of a posterior over a linear last layer with inputs φ.
+
+    The covariance of the outputs is the sum over the layer's blocks of
+    $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2/P_{ij}\big)_i U_G^\top$.
+    """
+
+    def __init__(self, fitted: Fitted, example: Inputs, link: Link | None) -> None:
+        super().__init__(fitted, example)
+        self._layer = _last_linear_layer(fitted, example)
+        self._link, self._blocks = link, fitted.parameters.blocks
+        self._hold(fitted.posterior)
+
+    def _hold(self, posterior: GaussianPosterior) -> None:
+        deltas = posterior.prior_precision.to(posterior.mean).expand(len(self._blocks))
+        for index, (block, delta) in enumerate(zip(self._blocks, deltas, strict=True)):
+            operator = posterior.curvature.blocks.get(block.name)
+            if not isinstance(operator, EigenKronecker):
+                raise NotImplementedError(
+                    "The closed form is exported of curvature kfac, ekfac and diag alone: export "
+                    'samples of this posterior, method="nn".'
+                )
+            variances = 1 / (posterior.data_weight * operator.magnitudes + delta)
+            held = {"U_G": operator.U_G, "U_A": operator.U_A, "variances": variances}
+            for name, value in held.items():
+                if value is not None:
+                    # A copy: of a view the file would hold what it is a view of.
+                    copy = value.clone(memory_format=torch.contiguous_format)
+                    self.register_buffer(f"{name}_{index}", copy)
+
+    def answers(self, inputs: Inputs) -> Answers:
+        """As `_Predictive.answers`."""
+        read: list[Tensor] = []
+        handle = self.network.get_submodule(self._layer).register_forward_hook(
+            lambda _, given, named, __: read.append(
+                given[0] if given else next(iter(named.values()))
+            ),
+            with_kwargs=True,
+        )
+        try:
+            mean = call(self.network, inputs)
+        finally:
+            handle.remove()
+        diagonal = variances_suffice(self.likelihood, self._link)
+        covariance = self._covariance(read[0], diagonal)
+        if isinstance(self.likelihood, Gaussian):
+            return _regression(self.likelihood, mean, covariance)
+        variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
+        assert self._link is not None
+        logits = self._link.logits(self.likelihood, mean, covariance)
+        probs = _probabilities(self.likelihood, logits)
+        return {"logits": mean, "variance": variance, "probs": probs}
+
+    def _covariance(self, phi: Tensor, diagonal: bool) -> Float[Tensor, "..."]:
+        """The covariance of the layer's outputs, `[B, ..., C, C]`, or its diagonal."""
+        one = torch.ones_like(phi[..., :1])
+        parts = []
+        for index, block in enumerate(self._blocks):
+            U_G, U_A = (getattr(self, f"{name}_{index}", None) for name in ("U_G", "U_A"))
+            x = torch.cat([phi, one], dim=-1) if block.is_joint else phi
+            x = one if block.is_exact else x
+            rotated = x if U_A is None else x @ U_A
+            along = rotated.square() @ getattr(self, f"variances_{index}").mT
+            if diagonal:
+                parts.append(along if U_G is None else along @ U_G.square().mT)
+            elif U_G is None:
+                parts.append(torch.diag_embed(along))
+            else:
+                parts.append((U_G * along.unsqueeze(-2)) @ U_G.mT)
+        return sum(parts[1:], parts[0])
+
+
+class _SampledPredictive(_Predictive):
+    """The average over samples of the parameters, which are in the program."""
+
+    def __init__(
+        self,
+        fitted: Fitted,
+        example: Inputs,
+        draws: Float[Tensor, "samples parameters"],
+        vectorised: bool,
+    ) -> None:
+        super().__init__(fitted, example)
+        self._names, self._vectorised = fitted.parameters.names, vectorised
+        shapes = [self.network.get_parameter(name).shape for name in self._names]
+        columns = draws.split([shape.numel() for shape in shapes], dim=1)
+        for index, (part, shape) in enumerate(zip(columns, shapes, strict=True)):
+            self.register_buffer(f"samples_{index}", part.clone().reshape(-1, *shape).contiguous())
+
+    def answers(self, inputs: Inputs) -> Answers:
+        """As `_Predictive.answers`."""
+
+        def outputs(*values: Tensor) -> Tensor:
+            parameters = dict(zip(self._names, values, strict=True))
+            return call_with(self.network, parameters, inputs)
+
+        stacks = [getattr(self, f"samples_{index}") for index in range(len(self._names))]
+        if self._vectorised:
+            chunks = zip(*(stack.split(SAMPLES_AT_ONCE) for stack in stacks), strict=True)
+            samples = torch.cat([vmap(outputs)(*part) for part in chunks])
+        else:
+            samples = torch.stack([outputs(*values) for values in zip(*stacks, strict=True)])
+        mean, residuals = samples.mean(0), samples - samples.mean(0)
+        if isinstance(self.likelihood, Gaussian):
+            covariance = (residuals.unsqueeze(-1) * residuals.unsqueeze(-2)).mean(0)
+            return _regression(self.likelihood, mean, covariance)
+        probs = _probabilities(self.likelihood, samples).mean(0)
+        return {"logits": mean, "variance": residuals.square().mean(0), "probs": probs}
+
+
+def _regression(likelihood: Gaussian, mean: Tensor, covariance: Tensor) -> Answers:
+    noise = likelihood.sigma.to(mean).square().expand(mean.shape[-1])
+    total = (covariance + covariance.mT) / 2 + torch.diag(noise)
+    variance = total.diagonal(dim1=-2, dim2=-1)
+    return {"mean": mean, "variance": variance, "covariance": total}
+
+
+def _probabilities(likelihood: Likelihood, logits: Tensor) -> Tensor:
+    if isinstance(likelihood, Categorical):
+        return logits.softmax(-1)
+    # Of a single label the predictive has no dimension for the outputs.
+    return logits[..., 0].sigmoid() if isinstance(likelihood, Bernoulli) else logits.sigmoid()
+
+
+# ------------------------------------------------------------------- tracing, and the check
+
+
+def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram:
+    """The program, for any number of examples.
+
+    Raises:
+        NotImplementedError: If it cannot be traced.
+    """
+    # Of one example torch would take the 1 for a constant.
+    args, kwargs = _arguments(join([example, example]))
+    shapes = {name: {0: torch.export.Dim("batch")} for name in _names(example)}
+    try:
+        # Recording is torch's business of one thread.
+        with FORWARD_MODE, torch.no_grad():
+            return torch.export.export(
+                module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False
+            )
+    # Whatever it raises: torch's own errors have no class in common.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise NotImplementedError(
+            f"torch.export cannot trace the model's forward pass for any number of examples "
+            f"({type(error).__name__}: {reason}). Take out what depends on the values of tensors "
+            "(`if`, `.item()`, loops) or on a fixed number of examples."
+        ) from error
+
+
+def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Distribution) -> None:
+    """Require that the program gives what `predict` gives.
+
+    Raises:
+        RuntimeError: Otherwise.
+    """
+    args, kwargs = _arguments(example)
+    with torch.no_grad():
+        answers = program.module()(*args, **kwargs)
+    expected = {"probs": getattr(predicted, "probs", predicted.mean)}
+    if isinstance(predicted, torch.distributions.MultivariateNormal):
+        expected = {"mean": predicted.mean, "covariance": predicted.covariance_matrix}
+    for name, value in expected.items():
+        tolerance = torch.finfo(value.dtype).eps ** 0.5 * max(1.0, float(value.abs().max()))
+        difference = float((answers[name] - value).abs().max())
+        if not difference <= tolerance:
+            raise RuntimeError(
+                f"The exported {name} of the example differ from those of `predict` by "
+                f"{difference:.3g}: torch.export did not record what the model computes. Nothing "
+                "was written; look for state that the forward pass changes."
+            )
+
+
+def _check_tensors(inputs: Inputs) -> None:
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
+        raise NotImplementedError(
+            "An exported program takes tensors alone, and the example holds something else (None, "
+            "a flag): fix it in a module around the model, and fit that."
+        )
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Inputs by position, and by name."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+
+
+def _names(inputs: Inputs) -> list[str]:
+    """The names of the program's inputs: as the model has them, or `input`."""
+    args, kwargs = _arguments(inputs)
+    if kwargs:
+        return list(kwargs)
+    return ["input"] if len(args) == 1 else [f"input_{index}" for index in range(len(args))]
+
+
+def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
+    """The path of the one layer that is Bayesian and whose outputs are the network's.
+
+    Raises:
+        NotImplementedError: If there is none.
+    """
+    blocks: Sequence[Block] = fitted.parameters.blocks
+    layers = list(dict.fromkeys(block.layer for block in blocks))
+    remedy = (
+        'Fit with params="last_layer" a model that ends in an nn.Linear, or export samples of the '
+        'parameters, method="nn".'
+    )
+    if len(layers) > 1:
+        raise NotImplementedError(
+            'The "glm" predictive is exported of a posterior over the last layer alone, but '
+            f"{len(layers)} layers are Bayesian here: {', '.join(layers[:3])}"
+            f"{', …' if len(layers) > 3 else ''}. {remedy}"
+        )
+    network = shadow(fitted.network)
+    tap = Tap.on(network, blocks)
+    outputs = tap.forward(example)
+    last, layer = tap.last_layer(outputs), network.get_submodule(layers[0])
+    is_linear = isinstance(layer, nn.Linear) and all(b.role in ("weight", "bias") for b in blocks)
+    if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
+        raise NotImplementedError(
+            f"The outputs are not those of {layers[0]} ({type(layer).__name__}) as a linear layer "
+            f'gives them, which the export of the "glm" predictive needs. {remedy}'
+        )
+    return layers[0]

@@ -1,1 +1,0 @@
-"""Predictives as programs that run without this package."""

@@ -1,1 +1,0 @@
-"""A fitted posterior on disk."""

@@ -1,0 +1,407 @@
+"""Results of the algorithms: why they stopped, what they found and how well."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class Status(StrEnum):
+    """Why an algorithm stopped. Compares equal to its value, so `status == "converged"` works."""
+
+    EXACT = "exact"
+    CONVERGED = "converged"
+    UNVERIFIED = "unverified"
+    LEAST_SQUARES = "least_squares"
+    MAX_ITER = "max_iter"
+    NEGATIVE_CURVATURE = "negative_curvature"
+    ZERO_CURVATURE = "zero_curvature"
+    INDEFINITE_PRECONDITIONER = "indefinite_preconditioner"
+    BREAKDOWN = "breakdown"
+    STOPPED = "stopped"
+    EXHAUSTED = "exhausted"
+    ILL_CONDITIONED = "ill_conditioned"
+    DIVERGED = "diverged"
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the result is as precise as was asked for."""
+        return self in _SUCCESSES
+
+    @property
+    def remedy(self) -> str:
+        """The meaning, and what to do about it."""
+        return _REMEDIES[self]
+
+
+_SUCCESSES = (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED, Status.LEAST_SQUARES)
+
+_REMEDIES = {
+    Status.EXACT: "The result has a closed form: nothing to do.",
+    Status.CONVERGED: "The residual is below the tolerance: nothing to do.",
+    Status.UNVERIFIED: (
+        "The residuals are below the tolerance, but the search for further eigenpairs did not come "
+        "to its end: raise `max_matvecs` to be sure."
+    ),
+    Status.LEAST_SQUARES: "The equations have no exact solution; `x` minimises the residual.",
+    Status.MAX_ITER: (
+        "The residual is not below the tolerance after `max_iter` iterations: raise `max_iter` or "
+        "`tol`, pass a `preconditioner`, or add damping to the operator."
+    ),
+    Status.NEGATIVE_CURVATURE: (
+        "The operator curves downwards along `negative_direction`, so it is not positive definite "
+        "and the quadratic has no minimum: use the GGN instead of the Hessian, add damping, or "
+        "follow that direction. `x` is the last iterate before it."
+    ),
+    Status.ZERO_CURVATURE: (
+        "The operator is singular along `negative_direction`, on which the right-hand side is not "
+        "zero, so there is no solution: add damping. `x` is the last iterate before it."
+    ),
+    Status.INDEFINITE_PRECONDITIONER: (
+        "The preconditioner maps a residual to one with which it has no positive inner product: "
+        "pass a symmetric positive definite approximation of the operator's inverse."
+    ),
+    Status.BREAKDOWN: (
+        "A product, or what the preconditioner made of a residual, holds NaN or Inf: look for them "
+        "in the operator's data and parameters and in the preconditioner, or compute in float64. "
+        "`x` is the last finite iterate."
+    ),
+    Status.STOPPED: "Stopped by your rule, or because the run beside it came to its end.",
+    Status.EXHAUSTED: (
+        "Every direction has been used: for more, run the first quadratic for longer."
+    ),
+    Status.ILL_CONDITIONED: (
+        "The condition number is beyond the precision of the numbers: set `damping`, or compute in "
+        "float64."
+    ),
+    Status.DIVERGED: "The iteration diverges; `x` is the best iterate. Use a smaller step.",
+}
+
+
+# What each entry of a history is: a number for a vector of right-hand sides, [k] for a matrix.
+History = Sequence[Tensor]
+
+_WORST = (Status.ILL_CONDITIONED, Status.DIVERGED)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSolution:
+    """An approximate solution of A x = b, or of k of them at once.
+
+    Attributes:
+        x: The solution, `[n]` or `[n, k]`.
+        statuses: Why each right-hand side stopped; one entry for a vector.
+        residual_norms: ‖b − A x‖ of each right-hand side, a number or `[k]`; in a `Solution` with
+            its history.
+        num_matvecs: Products of the operator or its adjoint with one vector, all right-hand sides
+            together.
+        advice: What the solver has to say about a status, in place of its general remedy.
+    """
+
+    x: Float[Tensor, "n *k"]
+    statuses: tuple[Status, ...]
+    residual_norms: Float[Tensor, "*k"]
+    num_matvecs: int
+    advice: Mapping[Status, str] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def status(self) -> Status:
+        """`CONVERGED` if every right-hand side is, else the worst reason; of equals, the first."""
+        return max(self.statuses, key=_severity)
+
+    @property
+    def converged(self) -> bool:
+        """Whether every right-hand side is solved, or its residual minimised, to the tolerance."""
+        return all(status.is_success for status in self.statuses)
+
+    @property
+    def message(self) -> str:
+        """Why it stopped and what to do about it, a line for each reason."""
+        lines = []
+        for status in dict.fromkeys(self.statuses):
+            count = self.statuses.count(status)
+            which = "" if len(self.statuses) == 1 else f" ({count} of {len(self.statuses)})"
+            lines.append(f"{status.value}{which}: {self.advice.get(status, status.remedy)}")
+        return "\n".join(lines)
+
+
+def _severity(status: Status) -> int:
+    if status is Status.CONVERGED:
+        return 0
+    if status.is_success:
+        return 1
+    return 3 if status in _WORST else 2
+
+
+@dataclass(frozen=True, eq=False)
+class Solution(LinearSolution):
+    """A solution of A x = b, or of k of them at once, with its history of T iterations.
+
+    A right-hand side that is done before the others rests: its steps are zero. Its slopes and
+    curvatures are NaN, because they are no longer measured.
+
+    Attributes:
+        x: The solution, `[n]` or `[n, k]`.
+        statuses: Why each right-hand side stopped; one entry for a vector.
+        residual_norms: ‖b − A x_t‖ by recursion, `[T + 1]` or `[T + 1, k]`.
+        num_matvecs: Products of the operator with one vector, all right-hand sides together.
+        values: The quadratic ½ x_tᵀ A x_t − bᵀ x_t, which the solution minimises, `[T + 1]` or
+            `[T + 1, k]`.
+        slopes: s(x_t; d_t) = −d_tᵀ(b − A x_t) along normalised directions, `[T]` or `[T, k]`.
+        curvatures: c(d_t) = d_tᵀ A d_t, `[T]` or `[T, k]`.
+        step_sizes: τ_t = −s(x_t; d_t) / c(d_t) (Eq. 3), `[T]` or `[T, k]`.
+        num_iterations: Steps that each right-hand side took, a number or `[k]`.
+        negative_direction: The normalised direction along which the curvature was not positive,
+            `[n]` or `[n, k]`, zero for right-hand sides that met none; None if none did.
+        negative_curvature: The curvature along it, a number or `[k]`; NaN where there is none.
+        directions: d_t as columns, `[n, T]` or `[n, T, k]`, if they were kept.
+        trajectory: x_t as columns, `[n, T + 1]` or `[n, T + 1, k]`, if it was kept.
+    """
+
+    residual_norms: Float[Tensor, "iterates *k"]
+    values: Float[Tensor, "iterates *k"]
+    slopes: Float[Tensor, "steps *k"]
+    curvatures: Float[Tensor, "steps *k"]
+    step_sizes: Float[Tensor, "steps *k"]
+    num_iterations: Int[Tensor, "*k"]
+    negative_direction: Float[Tensor, "n *k"] | None = None
+    negative_curvature: Float[Tensor, "*k"] | None = None
+    directions: Float[Tensor, "n steps *k"] | None = None
+    trajectory: Float[Tensor, "n iterates *k"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DebiasedSolution:
+    """The two trajectories of debiased conjugate gradients.
+
+    Attributes:
+        debiased: Directions from the first quadratic, step sizes from the second (Eq. 8); its
+            slopes, curvatures, values and residuals are those of the second quadratic.
+        single: What conjugate gradients on the first quadratic alone did.
+    """
+
+    debiased: Solution
+    single: Solution
+
+    @property
+    def x(self) -> Float[Tensor, "n *k"]:
+        """The debiased solution."""
+        return self.debiased.x
+
+    @property
+    def directions(self) -> Float[Tensor, "n steps *k"] | None:
+        """The directions that both share, if they were kept."""
+        return self.single.directions
+
+    @property
+    def num_matvecs(self) -> int:
+        """Products with either operator."""
+        return self.single.num_matvecs + self.debiased.num_matvecs
+
+
+@dataclass(frozen=True, eq=False)
+class Iterate:
+    """A solver at work, for stopping rules and callbacks.
+
+    The histories grow from call to call: look at their last entries, and copy what is to be kept.
+
+    Attributes:
+        iteration: Steps taken so far, t; 0 at the start.
+        x: Where it stands, of the right-hand sides' shape.
+        direction: The normalised direction of the last step (zero for a right-hand side that is
+            done), None at the start.
+        residual_norms: ‖b − A x_t‖, t + 1 entries.
+        values: ½ x_tᵀ A x_t − bᵀ x_t, t + 1 entries.
+        slopes: s(x_t; d_t) along the normalised directions, t entries.
+        curvatures: c(d_t), t entries.
+        step_sizes: τ_t, t entries.
+    """
+
+    iteration: int
+    x: Float[Tensor, "n *k"]
+    direction: Float[Tensor, "n *k"] | None
+    residual_norms: History
+    values: History
+    slopes: History
+    curvatures: History
+    step_sizes: History
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """A value that is known up to a standard error.
+
+    `float(estimate)` is the value of a scalar estimate, `estimate.interval(0.95)` an interval for
+    the quantity.
+
+    Args:
+        value: The estimate.
+        standard_error: Its standard error, of the same shape: 0 if the value is exact, infinite
+            if it rests on a single sample, which does not show its own spread.
+        num_matvecs: How many products with the operator (or its adjoint) it took.
+        converged: False if a tolerance was asked for and missed.
+        degrees_of_freedom: How well the standard error itself is known, of the value's shape or
+            one number for all: its square has the relative variance of a χ² variable with so many
+            degrees of freedom, 2/ν. Infinite for an exact value, 0 for a single sample.
+    """
+
+    value: Float[Tensor, "*shape"]
+    standard_error: Float[Tensor, "*shape"]
+    num_matvecs: int
+    converged: bool = True
+    degrees_of_freedom: Float[Tensor, "*shape"] | float = math.inf
+
+    def interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+        r"""A confidence interval, value ± quantile · standard error, by Student's t.
+
+        Entry by entry, not jointly. An exact value gives the point; a single sample gives
+        (−∞, ∞), because its spread is unknown.
+
+        Args:
+            level: Probability with which the interval covers what is estimated.
+
+        Returns:
+            The lower and the upper end, each of the value's shape.
+
+        Raises:
+            ValueError: `level` is not between 0 and 1.
+
+        Reference:
+            Student. The probable error of a mean. 1908. Satterthwaite. An approximate distribution
+            of estimates of variance components. 1946.
+
+        Example:
+            >>> import torch
+            >>> from laplace_debias.linalg import Estimate
+            >>> one, two = torch.tensor(1.0), torch.tensor(2.0)
+            >>> [f"{float(end):.2f}" for end in Estimate(two, one, 4, True, 3.0).interval()]
+            ['-1.18', '5.18']
+        """
+        margin = half_width(self.standard_error, self.degrees_of_freedom, level)
+        return self.value - margin, self.value + margin
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    @classmethod
+    def exact(cls, value: Float[Tensor, "*shape"], num_matvecs: int = 0) -> "Estimate":
+        """A value without error."""
+        return cls(value, torch.zeros_like(value), num_matvecs)
+
+
+def half_width(
+    standard_error: Float[Tensor, "*shape"],
+    degrees_of_freedom: Float[Tensor, "*shape"] | float,
+    level: float,
+) -> Float[Tensor, "*shape"]:
+    """Half of the length of Student's interval; infinite or 0 where the standard error is.
+
+    Raises:
+        ValueError: `level` is not between 0 and 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(
+            f"`level` is {level}; expected a probability between 0 and 1, such as 0.95."
+        )
+    # Slow to import, and estimates do without.
+    from scipy.stats import t as student
+
+    known = torch.as_tensor(degrees_of_freedom, dtype=torch.float64).cpu().numpy()
+    quantile = torch.as_tensor(student.ppf((1 + level) / 2, known)).to(standard_error)
+    settled = (standard_error == 0) | standard_error.isinf()
+    return torch.where(settled, standard_error, quantile * standard_error)
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralDensity:
+    r"""A smoothed spectral density, and the quadrature that it was made of.
+
+    Args:
+        grid: Where the density is given, ascending eigenvalues λ, `[points]`; on a logarithmic
+            scale evenly spaced in log₁₀ |λ|.
+        density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
+            `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
+        standard_error: That of the density, `[points]`; it joins, in squares, that of the mean over
+            probes and `quadrature_error`. Infinite from a single probe.
+        quadrature_error: How far the density of Lanczos' few nodes is from that of all eigenvalues,
+            both smoothed by `width`, `[points]`; an estimate, 0 if all are known.
+        degrees_of_freedom: How well the standard error is known, as in `Estimate`, `[points]`.
+        nodes: Ritz values, `[probes, steps]`.
+        weights: Their weights, `[probes, steps]`, that sum to 1 for each probe.
+        scale: `"linear"` or `"log"`.
+        width: Standard deviation of the Gaussian that smoothes, in λ or in decades.
+        null_fraction: On a logarithmic scale, the fraction of eigenvalues with |λ| ≤ `floor`, which
+            the density leaves out; 0 on a linear one.
+        negative_fraction: Fraction of eigenvalues below −`floor`, which a logarithmic scale shows
+            by their absolute values.
+        floor: What counts as zero.
+        num_matvecs: How many products it took.
+    """
+
+    grid: Float[Tensor, " points"]
+    density: Float[Tensor, " points"]
+    standard_error: Float[Tensor, " points"]
+    quadrature_error: Float[Tensor, " points"]
+    degrees_of_freedom: Float[Tensor, " points"]
+    nodes: Float[Tensor, "probes steps"]
+    weights: Float[Tensor, "probes steps"]
+    scale: str
+    width: float
+    null_fraction: float
+    negative_fraction: float
+    floor: float
+    num_matvecs: int
+
+    def interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
+        """Where the smoothed density lies, point by point, as `Estimate.interval` has it.
+
+        Args:
+            level: Probability with which an interval covers.
+
+        Returns:
+            The lower and the upper ends, `[points]`; a density is not below 0.
+
+        Raises:
+            ValueError: `level` is not between 0 and 1.
+        """
+        margin = half_width(self.standard_error, self.degrees_of_freedom, level)
+        return (self.density - margin).clamp(min=0), self.density + margin
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPairs:
+    """Some eigenpairs of a symmetric operator; unpacks as `values, vectors`.
+
+    Args:
+        values: Eigenvalues, descending, `[k]`; from ARPACK fewer where it did not converge.
+        vectors: Orthonormal eigenvectors as columns, `[D, k]`.
+        residuals: A bound of ‖A v − λ v‖ for each pair, `[k]`: some eigenvalue is at most so far
+            from λ.
+        num_matvecs: How many products it took.
+        status: `EXACT`, `CONVERGED`, `UNVERIFIED` (converged, but the search for what the pairs
+            may have missed did not come to its end) or `MAX_ITER` (not all converged).
+        message: The status in words; where something is amiss, with what to do.
+    """
+
+    values: Float[Tensor, " k"]
+    vectors: Float[Tensor, "D k"]
+    residuals: Float[Tensor, " k"]
+    num_matvecs: int
+    status: Status
+    message: str
+
+    @property
+    def converged(self) -> bool:
+        """Whether all residuals came below the tolerance."""
+        return self.status.is_success
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.values, self.vectors))

@@ -1,0 +1,328 @@
+"""Eigenvalues, eigenvectors and functions of symmetric operators."""
+
+from functools import reduce, singledispatch
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.operators.algebra import Scaled, Sum
+from laplace_debias.operators.base import LinearOperator, check_square
+from laplace_debias.operators.dispatch import identity_multiple, scale
+from laplace_debias.operators.eigh import eigh, eigvalsh
+from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
+from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
+from laplace_debias.operators.structures.dense import Dense
+from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, Spectrum
+from laplace_debias.operators.structures.identity import Identity
+from laplace_debias.operators.structures.kronecker import Kronecker
+from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
+from laplace_debias.operators.structures.permutation import Permutation
+from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assume
+
+
+class Eigendecomposition(NamedTuple):
+    """All eigenvalues, descending, and an orthogonal operator whose columns are the eigenvectors.
+
+    `vectors[:, :k].to_dense()` are the first k as a matrix.
+    """
+
+    values: Float[Tensor, " n"]
+    vectors: LinearOperator
+
+
+def exact_eigh(operator: LinearOperator) -> Eigendecomposition | None:
+    """All eigenpairs of a symmetric operator `[n, n]`, None without a closed form.
+
+    Dense matrices and dense factors are decomposed; the vectors of a composed operator stay
+    composed.
+
+    Raises:
+        ValueError: If the operator is not square.
+    """
+    check_square(operator)
+    pairs = or_none(_eigh, operator) if operator.is_symmetric else None
+    if pairs is None:
+        return None
+    values, vectors = pairs
+    order = values.argsort(descending=True, stable=True)
+    if order.equal(torch.arange(len(order), device=order.device)):
+        return Eigendecomposition(values, vectors)
+    return Eigendecomposition(values[order], vectors @ Permutation(order).T)
+
+
+def eigenvalues(operator: LinearOperator) -> Tensor | None:
+    """All eigenvalues of a symmetric operator in any order, None without a closed form."""
+    return or_none(_eigenvalues, operator) if operator.is_symmetric else None
+
+
+def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
+    """A function of a symmetric operator: the same eigenvectors, `function` of the eigenvalues.
+
+    Args:
+        operator: `[n, n]`.
+        function: From eigenvalues to eigenvalues, entry by entry; it may be called for each block.
+
+    Returns:
+        A symmetric operator, `[n, n]`, None without a closed form.
+
+    Raises:
+        ValueError: If the operator is not square.
+    """
+    check_square(operator)
+    return or_none(_function, operator, function) if operator.is_symmetric else None
+
+
+def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
+    """The symmetric positive semi-definite root R with R R = A, None without a closed form.
+
+    Eigenvalues that are negative by no more than rounding count as zero.
+
+    Raises:
+        ValueError: If the operator is not square, or has a negative eigenvalue.
+    """
+    return exact_function(operator, _checked_sqrt)
+
+
+def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
+    """A lower bound of the eigenvalues of a symmetric operator `[n, n]`, or None if none is known.
+
+    By Weyl's inequality the bounds of a sum's terms add up. An operator that claims to be positive
+    semi-definite has the bound 0.
+    """
+    if isinstance(operator, Sum):
+        bounds = [least_eigenvalue_bound(term) for term in operator.terms]
+        return None if None in bounds else sum(bound for bound in bounds if bound is not None)
+    multiple = identity_multiple(operator)
+    if multiple is not None:
+        return float(multiple)
+    if isinstance(operator, Diagonal):
+        return float(operator.values.min())
+    if isinstance(operator, Scaled) and operator.scalar >= 0:
+        bound = least_eigenvalue_bound(operator.operator)
+        return None if bound is None else float(operator.scalar) * bound
+    return 0.0 if operator.is_positive_semidefinite else None
+
+
+def low_rank_eigh(
+    operator: LowRankPlusDiagonal, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Eigendecomposition of the low-rank part alone: values `[r]`, vectors `[n, r]`, r = min(n, k).
+
+    Args:
+        operator: The operator.
+        weights: The rows of U are multiplied with them first, `[n, 1]`; nothing if None.
+    """
+    Q, R = torch.linalg.qr(operator.U if weights is None else weights * operator.U)
+    values, vectors = eigh(R * operator.magnitudes @ R.T, "a low-rank operator")
+    if bool((operator.magnitudes >= 0).all()):
+        values = values.clamp(min=0)
+    return values, Q @ vectors
+
+
+def shown(operator: Assumed) -> LinearOperator:
+    """The assumed operator, with its symmetry in its entries if it is dense."""
+    inner = operator.operator
+    if isinstance(inner, Dense):
+        return Dense((inner.matrix + inner.matrix.T) / 2)
+    return inner
+
+
+@singledispatch
+def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
+    raise NoClosedFormError
+
+
+@_eigh.register
+def _(operator: Identity) -> tuple[Tensor, LinearOperator]:
+    return torch.ones(operator.n, dtype=operator.dtype, device=operator.device), operator
+
+
+@_eigh.register
+def _(operator: Diagonal) -> tuple[Tensor, LinearOperator]:
+    return operator.values, _identity(len(operator.values), operator)
+
+
+@_eigh.register
+def _(operator: Dense) -> tuple[Tensor, LinearOperator]:
+    values, vectors = eigh(operator.matrix, "a dense operator")
+    return values.flip(0), Dense(vectors.flip(1))
+
+
+@_eigh.register
+def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator]:
+    *groups, d_out, d_in = operator.magnitudes.shape
+
+    def vectors(at: tuple[int, ...]) -> Kronecker:
+        sides = ((operator.U_G, d_out), (operator.U_A, d_in))
+        return Kronecker(*(_identity(n, operator) if U is None else Dense(U[at]) for U, n in sides))
+
+    values = operator.magnitudes.flatten()
+    if not groups:
+        return values, vectors(())
+    return values, BlockDiagonal({str(index): vectors((index,)) for index in range(groups[0])})
+
+
+@_eigh.register
+def _(operator: Kronecker) -> tuple[Tensor, LinearOperator]:
+    pairs = [known(exact_eigh(factor)) for factor in operator.factors]
+    values = reduce(torch.kron, [pair.values for pair in pairs])
+    return values, Kronecker(*(pair.vectors for pair in pairs))
+
+
+@_eigh.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> tuple[Tensor, LinearOperator]:
+    pairs = [known(exact_eigh(block)) for block in operator.blocks.values()]
+    vectors = {name: pair.vectors for name, pair in zip(operator.blocks, pairs, strict=True)}
+    return torch.cat([pair.values for pair in pairs]), BlockDiagonal(vectors)
+
+
+@_eigh.register
+def _(operator: Scaled) -> tuple[Tensor, LinearOperator]:
+    values, vectors = _eigh(operator.operator)
+    return operator.scalar * values, vectors
+
+
+@_eigh.register
+def _(operator: Sum) -> tuple[Tensor, LinearOperator]:
+    rest, shift = _split_shift(operator)
+    values, vectors = known(exact_eigh(rest))
+    return values + shift, vectors
+
+
+@_eigh.register
+def _(operator: Permuted) -> tuple[Tensor, LinearOperator]:
+    values, vectors = _eigh(operator.operator)
+    if operator.order is None:
+        return values, vectors
+    return values, Permutation(operator.order, operator.dtype).T @ vectors
+
+
+pass_on(_eigh, Assumed, shown)
+
+
+@singledispatch
+def _eigenvalues(operator: LinearOperator) -> Tensor:
+    return _eigh(operator)[0]
+
+
+@_eigenvalues.register
+def _(operator: Dense) -> Tensor:
+    return eigvalsh(operator.matrix, "a dense operator")
+
+
+@_eigenvalues.register
+def _(operator: Kronecker) -> Tensor:
+    return reduce(torch.kron, [known(eigenvalues(factor)) for factor in operator.factors])
+
+
+@_eigenvalues.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any]) -> Tensor:
+    return torch.cat([known(eigenvalues(block)) for block in operator.blocks.values()])
+
+
+@_eigenvalues.register
+def _(operator: LowRankPlusDiagonal) -> Tensor:
+    if operator.diagonal.ndim != 0:
+        raise NoClosedFormError
+    values, vectors = low_rank_eigh(operator)
+    return torch.cat([values, values.new_zeros(len(vectors) - len(values))]) + operator.diagonal
+
+
+@_eigenvalues.register
+def _(operator: Scaled) -> Tensor:
+    return operator.scalar * known(eigenvalues(operator.operator))
+
+
+@_eigenvalues.register
+def _(operator: Sum) -> Tensor:
+    rest, shift = _split_shift(operator)
+    return known(eigenvalues(rest)) + shift
+
+
+pass_on(_eigenvalues, Assumed, shown)
+pass_on(_eigenvalues, Permuted)
+
+
+@singledispatch
+def _function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
+    values, vectors = known(exact_eigh(operator))
+    return assume(vectors @ Diagonal(function(values)) @ vectors.T, symmetric=True)
+
+
+@_function.register
+def _(operator: Identity, function: Spectrum) -> LinearOperator:
+    one = torch.ones(1, dtype=operator.dtype, device=operator.device)
+    return scale(operator, function(one)[0])
+
+
+@_function.register
+def _(operator: Diagonal, function: Spectrum) -> LinearOperator:
+    return Diagonal(function(operator.values))
+
+
+@_function.register
+def _(operator: EigenKronecker, function: Spectrum) -> LinearOperator:
+    return operator.apply(function)
+
+
+@_function.register
+def _(operator: Dense, function: Spectrum) -> LinearOperator:
+    values, vectors = eigh(operator.matrix, "a dense operator")
+    matrix = vectors * function(values) @ vectors.T
+    return Dense((matrix + matrix.T) / 2)
+
+
+@_function.register(BlockDiagonal)
+def _(operator: BlockDiagonal[Any], function: Spectrum) -> LinearOperator:
+    return operator.map(lambda _, block: known(exact_function(block, function)))
+
+
+@_function.register
+def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator:
+    if operator.diagonal.ndim != 0:
+        raise NoClosedFormError
+    values, vectors = low_rank_eigh(operator)
+    # All eigenvalues at once: what a function takes for zero depends on the largest one.
+    everywhere = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
+    rest = everywhere[-1]
+    return LowRankPlusDiagonal(vectors, everywhere[:-1] - rest, rest)
+
+
+@_function.register
+def _(operator: Scaled, function: Spectrum) -> LinearOperator:
+    return known(exact_function(operator.operator, lambda x: function(operator.scalar * x)))
+
+
+@_function.register
+def _(operator: Permuted, function: Spectrum) -> LinearOperator:
+    return operator.replaced(known(exact_function(operator.operator, function)))
+
+
+pass_on(_function, Assumed, shown)
+
+
+def _identity(size: int, like: LinearOperator) -> Identity:
+    return Identity(size, like.dtype, like.device)
+
+
+def _split_shift(operator: Sum) -> tuple[LinearOperator, Any]:
+    """A and c if the sum is A + c·I."""
+    multiples = [identity_multiple(term) for term in operator.terms]
+    rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
+    if len(rest) != 1:
+        raise NoClosedFormError
+    return rest[0], sum(multiple for multiple in multiples if multiple is not None)
+
+
+def _checked_sqrt(values: Tensor) -> Tensor:
+    rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
+    if bool((values < -rounding).any()):
+        raise ValueError(
+            "Only a positive semi-definite operator has a root, this one has the eigenvalue "
+            f"{values.min().item():.3g}: add a multiple of the identity, `A + c * Identity(n)`, "
+            "that makes it one."
+        )
+    return values.clamp(min=0).sqrt()

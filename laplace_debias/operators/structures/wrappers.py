@@ -1,0 +1,239 @@
+"""Operators that wrap another one: claims, sub-matrices, another order of rows and columns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from laplace_debias.operators.base import LinearOperator, check_square
+from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
+from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.parts import same
+from laplace_debias.operators.structures.composed import Composed
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Wrapper(Composed):
+    """An operator that wraps another one and has its properties, unless a subclass overrides them.
+
+    A subclass gives `_matmat` and `T`.
+
+    Args:
+        operator: The wrapped operator.
+    """
+
+    operator: LinearOperator
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the operator."""
+        return self.operator.shape
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the operator is."""
+        return self.operator.is_symmetric
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether the operator is."""
+        return self.operator.is_positive_semidefinite
+
+    @property
+    def layout(self) -> ParameterLayout | None:
+        """That of the operator."""
+        return self.operator.layout
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Assumed(Wrapper):
+    """A symmetric operator whose structure does not show the symmetry; made by `assume`.
+
+    Args:
+        operator: The operator, square.
+        positive_semidefinite: Whether it has no negative eigenvalue either.
+    """
+
+    positive_semidefinite: bool
+
+    is_symmetric = True
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """Whether it is assumed."""
+        return self.positive_semidefinite
+
+    @property
+    def T(self) -> "Assumed":  # noqa: N802
+        """The operator itself."""
+        return self
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.operator @ matrix
+
+
+def assume(
+    operator: LinearOperator, symmetric: bool = False, positive_semidefinite: bool = False
+) -> LinearOperator:
+    """Claim what an operator's structure does not show; the claim is not checked.
+
+    Args:
+        operator: The operator, `[n, n]`.
+        symmetric: Claim that it equals its adjoint.
+        positive_semidefinite: Claim that it is symmetric and has no negative eigenvalue.
+
+    Returns:
+        The operator with the claims; itself if it makes them already.
+
+    Raises:
+        ValueError: If it is not square.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.operators import Dense, assume
+        >>> X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> assume(Dense(X.T @ X), positive_semidefinite=True).is_positive_semidefinite
+        True
+    """
+    check_square(operator)
+    positive_semidefinite = positive_semidefinite or operator.is_positive_semidefinite
+    symmetric = symmetric or positive_semidefinite
+    claims = operator.is_symmetric, operator.is_positive_semidefinite
+    if not symmetric or claims == (symmetric, positive_semidefinite):
+        return operator
+    return Assumed(operator, positive_semidefinite)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SubMatrix(Wrapper):
+    """Rows and columns of an operator; a product costs one of the whole.
+
+    Args:
+        operator: The operator, `[m, n]`.
+        rows: Indices of rows, in any order, with or without repetitions.
+        columns: Indices of columns.
+    """
+
+    rows: Int[Tensor, " rows"]
+    columns: Int[Tensor, " columns"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of indices."""
+        return len(self.rows), len(self.columns)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True if the operator is, and rows and columns are the same."""
+        return self.operator.is_symmetric and self.rows.equal(self.columns)
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True if the operator is, and rows and columns are the same."""
+        return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
+
+    @property
+    def layout(self) -> None:
+        """None: parameters lie in it in parts, if at all."""
+
+    @property
+    def T(self) -> "SubMatrix":  # noqa: N802
+        """The sub-matrix of the adjoint."""
+        return SubMatrix(self.operator.T, self.columns, self.rows)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        whole = matrix.new_zeros(self.operator.shape[1], matrix.shape[1])
+        return (self.operator @ whole.index_add(0, self.columns, matrix))[self.rows]
+
+
+@submatrix.register
+def _(operator: LinearOperator, rows: Tensor, columns: Tensor) -> LinearOperator:
+    return SubMatrix(operator, rows, columns)
+
+
+@submatrix.register
+def _(operator: SubMatrix, rows: Tensor, columns: Tensor) -> LinearOperator:
+    return submatrix(operator.operator, operator.rows[rows], operator.columns[columns])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Permuted(Wrapper):
+    r"""A square operator whose rows and columns lie in another order, $P^\top A P$.
+
+    With P = `Permutation(order)`. Unlike the product of the three it keeps the structure of A in
+    everything that is done to it: multiples of the identity are added to A, and inverses, roots
+    and other functions are those of A.
+
+    Args:
+        operator: A, `[n, n]`.
+        order: Where row i of A lies, `[n]`: a permutation of 0 … n−1. None if nothing moves.
+        layout: How named parameters lie in the rows and columns, if they do.
+
+    Raises:
+        ValueError: If A is not square, the order is not a permutation of its rows, or the layout
+            is of another size.
+    """
+
+    order: Int[Tensor, " n"] | None = None
+    layout: ParameterLayout | None = None
+
+    def __post_init__(self) -> None:
+        n = self.operator.shape[0]
+        if self.operator.shape[1] != n:
+            raise ValueError(
+                f"Only a square operator can be permuted, got shape {self.operator.shape}."
+            )
+        if self.order is not None and not self.order.sort().values.equal(
+            torch.arange(n, device=self.order.device)
+        ):
+            raise ValueError(f"`order` must hold every number from 0 to {n - 1} once.")
+        if self.layout is not None and self.layout.size != n:
+            raise ValueError(f"A layout of {self.layout.size} parameters does not fit {n} rows.")
+
+    @property
+    def T(self) -> "Permuted":  # noqa: N802
+        """The adjoint in the same order."""
+        return self.replaced(self.operator.T)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        if self.order is None:
+            return self.operator @ matrix
+        return self.permuted(self.operator @ matrix[self.order])
+
+    def permuted(self, rows: Tensor) -> Tensor:
+        """Rows of the operator, `[n, ...]`, in the order of this one."""
+        if self.order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
+    def replaced(self, operator: LinearOperator) -> "Permuted":
+        """Another operator in the same order."""
+        return Permuted(operator, self.order, self.layout)
+
+
+def _jointly(
+    combine: Callable[[LinearOperator, LinearOperator], LinearOperator],
+    left: Permuted,
+    right: Permuted,
+) -> LinearOperator | None:
+    if not same(left.order, right.order) or left.layout != right.layout:
+        return None
+    return left.replaced(combine(left.operator, right.operator))
+
+
+add.register(Permuted, Permuted)(partial(_jointly, add))
+multiply.register(Permuted, Permuted)(partial(_jointly, multiply))
+
+
+@scale.register
+def _(operator: Permuted, scalar: Scalar) -> LinearOperator:
+    return operator.replaced(scale(operator.operator, scalar))
+
+
+@shift.register
+def _(operator: Permuted, scalar: Scalar) -> LinearOperator | None:
+    shifted = shift(operator.operator, scalar)
+    return None if shifted is None else operator.replaced(shifted)

@@ -1,0 +1,256 @@
+"""Whether predicted distributions are right: class probabilities, quantiles, intervals."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from scipy.stats import binom, binomtest, norm
+
+from laplace_debias.metrics import reliability_curve, risk_coverage_curve
+from laplace_debias.report.page.names import number, significant
+from laplace_debias.report.page.panel import (
+    Look,
+    Panel,
+    Picture,
+    draw_diagonal,
+    log_axis,
+    percent_axes,
+)
+from laplace_debias.report.page.run_folder import Run
+from laplace_debias.report.style import INK
+
+_BINS = 15
+_LEVELS = np.linspace(0.05, 0.95, 19)
+_GROUPS = 15
+_MANY = 10
+_MARGINS = {"left": 0.18, "right": 0.97, "top": 0.97, "bottom": 0.13, "hspace": 0.09}
+_FEWEST_KEPT = 50
+_SHARES = np.linspace(0, 1, 201)[1:]
+
+
+def reliability(run: Run, look: Look, data: str) -> Picture | None:
+    """Accuracy against confidence in equal bins, with 95 % Wilson intervals, over a histogram.
+
+    Args:
+        run: The run.
+        look: The method.
+        data: Name of the set.
+    """
+    found = run.probabilities(look.key, data)
+    if found is None:
+        return None
+    bins = _bins(*found)
+    panel = Panel(f"reliability-{data}-{look.key}", 3.9, (3.4, 1), _MARGINS)
+    above, below = panel.axes
+    _draw_accuracy(above, bins, look)
+    _draw_counts(below, bins, look)
+    texts = [
+        f"{bin.examples:,} examples\nconfidence {_percent(bin.confidence)}\n"
+        f"accuracy {_percent(bin.accuracy)} ({_percent(bin.low)} … {_percent(bin.high)})"
+        for bin in bins.itertuples()
+    ]
+    panel.note(above, look.key, bins.confidence, bins.accuracy, texts)
+    panel.note(below, look.key, bins.left + 0.5 / _BINS, bins.examples, texts)
+    gaps = bins.confidence - bins.accuracy
+    gap, lean = (float(np.average(each, weights=bins.examples)) for each in (gaps.abs(), gaps))
+    tends = "over-confident" if lean > 0 else "under-confident"
+    measured = f"mean gap between confidence and accuracy {_percent(gap)}"
+    note = f"mean gap {_percent(gap)}, on the whole {tends} by {_percent(abs(lean))}"
+    alt = f"Reliability diagram of {look.label}: {measured}."
+    return panel.finish(look.label, alt, method=look.key, note=note)
+
+
+def _bins(probs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+    """Bins of the confidence that have examples, and the accuracy's 95 % interval in each."""
+    curve = reliability_curve(torch.from_numpy(probs), torch.from_numpy(labels), _BINS)
+    bins = pd.DataFrame(
+        {
+            "left": curve.edges[:-1],
+            "examples": (curve.fraction * len(labels)).round().int(),
+            "confidence": curve.confidence,
+            "accuracy": curve.accuracy,
+        }
+    )
+    bins = bins[bins.examples > 0]
+    intervals = [
+        binomtest(round(bin.accuracy * bin.examples), bin.examples).proportion_ci(method="wilson")
+        for bin in bins.itertuples()
+    ]
+    return bins.assign(low=[ends.low for ends in intervals], high=[ends.high for ends in intervals])
+
+
+def _draw_accuracy(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
+    many, few = bins[bins.examples >= _MANY], bins[bins.examples < _MANY]
+    draw_diagonal(ax)
+    ax.fill_between(many.confidence, many.low, many.high, color=look.colour, alpha=0.25, lw=0)
+    line: dict[str, Any] = {"color": look.colour, "marker": look.marker, "clip_on": False}
+    ax.plot(many.confidence, many.accuracy, markersize=4.5, **line)
+    hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "#FFFFFF", "alpha": 0.8}
+    ax.plot(few.confidence, few.accuracy, markersize=4.5, **line, **hollow)
+    ax.set(xlim=(0, 1), ylim=(0, 1), ylabel="Accuracy")
+    percent_axes(ax.yaxis)
+
+
+def _draw_counts(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
+    ax.bar(bins.left, bins.examples, 0.92 / _BINS, align="edge", color=look.colour, alpha=0.85)
+    ax.set(xlabel="Confidence", ylabel="Examples", yscale="log")
+    ax.set_ylim(0.6, bins.examples.max() * 1.5)
+    ax.yaxis.set_major_locator(LogLocator(numticks=4))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
+    percent_axes(ax.xaxis)
+
+
+def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | None:
+    """Error rate among the most confident examples against their share, all methods.
+
+    Of examples of equal confidence each counts as their mean error.
+
+    Args:
+        run: The run.
+        methods: Looks by key.
+        data: Name of the set.
+        title: What the picture is called.
+    """
+    panel = Panel(f"risk-coverage-{data}")
+    ax = panel.axes[0]
+    ends = []
+    for key, look in methods.items():
+        found = run.probabilities(key, data)
+        if found is None:
+            continue
+        share, risk = _risk_curve(*found)
+        ends.append(f"{look.label} {_percent(risk[-1])}")
+        panel.of(key, *ax.plot(share, risk, lw=1.6, **look.line))
+        few = np.searchsorted(share, np.linspace(0.1, 1, 19)).clip(max=len(share) - 1)
+        texts = [
+            f"{look.label}\nkeeps {_percent(s)}, of them {_percent(r)} wrong"
+            for s, r in zip(share[few], risk[few], strict=True)
+        ]
+        panel.note(ax, key, share[few], risk[few], texts)
+    if not ends:
+        return None
+    ax.set(xlim=(0, 1), xlabel="Share of examples kept", ylabel="Wrong among those kept")
+    ax.set_ylim(bottom=0)
+    percent_axes(ax.xaxis, ax.yaxis)
+    alt = f"Error rate against the share of examples kept; of all examples: {', '.join(ends)}."
+    return panel.finish(title, alt)
+
+
+def _risk_curve(probs: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shares kept and error rates among them, at most 200 places."""
+    curve = risk_coverage_curve(torch.from_numpy(probs), torch.from_numpy(labels))
+    # The error rate of a handful of examples says nothing.
+    first = min(_FEWEST_KEPT, len(labels)) - 1
+    share, risk = curve.coverage.numpy()[first:], curve.risk.numpy()[first:]
+    few = np.unique(np.searchsorted(share, _SHARES).clip(max=len(share) - 1))
+    return share[few], risk[few]
+
+
+def _percent(share: float) -> str:
+    return f"{number(100 * share, 1)} %"
+
+
+def quantiles(run: Run, look: Look) -> Picture | None:
+    """Share of targets below each predicted quantile, with the 95 % range of a calibrated one."""
+    found = _residuals(run, look.key)
+    if found is None:
+        return None
+    below = norm.cdf(found[0] / found[1])
+    observed = (below[:, None] <= _LEVELS).mean(0)
+    low, high = np.array(binom.interval(0.95, len(below), _LEVELS)) / len(below)
+    panel = Panel(f"quantiles-{look.key}")
+    ax = panel.axes[0]
+    ax.fill_between(_LEVELS, low, high, color=INK, alpha=0.13, linewidth=0)
+    draw_diagonal(ax)
+    ax.plot(_LEVELS, observed, color=look.colour, marker=look.marker, markersize=4, lw=1.4)
+    _percent_axes(ax, "Quantile that was predicted", "Targets below it")
+    texts = [
+        f"quantile {100 * q:.0f} %\n{100 * o:.1f} % of the targets below it"
+        for q, o in zip(_LEVELS, observed, strict=True)
+    ]
+    panel.note(ax, look.key, _LEVELS, observed, texts)
+    note = f"mean gap {_percent(np.abs(observed - _LEVELS).mean())}"
+    alt = f"Calibration of the quantiles of {look.label}: {note}."
+    return panel.finish(look.label, alt, method=look.key, note=note)
+
+
+def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
+    """Share of targets within the central interval of each level, all methods."""
+    panel = Panel("coverage")
+    ax = panel.axes[0]
+    draw_diagonal(ax)
+    told = []
+    for key, look in methods.items():
+        found = _residuals(run, key)
+        if found is None:
+            continue
+        level = 2 * norm.cdf(np.abs(found[0] / found[1])) - 1
+        observed = (level[:, None] <= _LEVELS).mean(0)
+        panel.of(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
+        texts = [
+            f"{look.label}\n{100 * q:.0f} % interval holds {100 * o:.1f} % of the targets"
+            for q, o in zip(_LEVELS, observed, strict=True)
+        ]
+        panel.note(ax, key, _LEVELS, observed, texts)
+        told.append(f"{look.label} {100 * observed[-1]:.0f} %")
+    if not told:
+        return None
+    _percent_axes(ax, "Level of the interval", "Targets within it")
+    alt = f"Coverage against level; of the 95 % interval: {', '.join(told)}."
+    return panel.finish("Coverage of intervals", alt)
+
+
+def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
+    """Root mean squared residual against predicted standard deviation, in groups of equal size."""
+    panel = Panel("residuals")
+    ax = panel.axes[0]
+    ends, told = [], []
+    for key, look in methods.items():
+        found = _residuals(run, key)
+        if found is None:
+            continue
+        residual, deviation = found
+        order = np.argsort(deviation, kind="stable")
+        groups = np.array_split(order, min(_GROUPS, max(1, len(order) // 20)))
+        if np.ptp(deviation) < 1e-9 * deviation.max():
+            groups = [order]  # the same everywhere: there is nothing to sort by
+        said = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
+        was = np.array([np.sqrt((residual[group] ** 2).mean()) for group in groups])
+        panel.of(key, *ax.plot(said, was, lw=1.2, markersize=4.5, **look.marked))
+        texts = [
+            f"{look.label}\npredicted {significant(s)}, residuals {significant(w)}"
+            for s, w in zip(said, was, strict=True)
+        ]
+        panel.note(ax, key, said, was, texts)
+        ends += [said, was]
+        told.append(f"{look.label} over {len(groups)} groups of examples")
+    if not ends:
+        return None
+    every = np.concatenate(ends)
+    low, high = every[every > 0].min() / 1.3, every.max() * 1.3
+    draw_diagonal(ax, low, high)
+    for axis in (ax.xaxis, ax.yaxis):
+        log_axis(axis, low, high)
+    ax.set(xlim=(low, high), ylim=(low, high))
+    ax.set(xlabel="Predicted standard deviation", ylabel="Residuals, root mean square")
+    alt = f"Residuals against predicted standard deviation: {'; '.join(told)}."
+    return panel.finish("Residuals", alt)
+
+
+def _residuals(run: Run, method: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Residuals on the test set and their predicted standard deviations."""
+    names = ("target", "mean", "standard_deviation")
+    columns = [run.column(method, run.test.name, name) for name in names]
+    if any(column is None for column in columns):
+        return None
+    target, mean, deviation = (column.ravel() for column in columns if column is not None)
+    return target - mean, deviation
+
+
+def _percent_axes(ax: Axes, across: str, up: str) -> None:
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel=across, ylabel=up)
+    percent_axes(ax.xaxis, ax.yaxis)

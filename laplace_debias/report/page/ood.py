@@ -1,0 +1,121 @@
+"""Pictures of familiar against strange examples: how uncertain each are, and ROC curves."""
+
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import roc_curve
+
+from laplace_debias.report.page.names import number, significant
+from laplace_debias.report.page.panel import Look, Panel, Picture, draw_diagonal, percent_axes
+from laplace_debias.report.page.run_folder import Run
+from laplace_debias.report.page.table import of_metric
+from laplace_debias.report.style import INK
+
+_BINS = 40
+_ROW = 1.42
+_RATES = np.linspace(0, 1, 151)
+_FALSE_ALARMS = np.linspace(0.05, 0.95, 19)
+_NAMES = {
+    "epistemic": "Predicted standard deviation without the noise",
+    "entropy": "Entropy of the predictive (nats)",
+}
+
+
+def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
+    """One row a method: uncertainty on the test set as a line, on another set filled.
+
+    Heights are square roots of shares, so that rare values are seen beside the many near zero.
+
+    Args:
+        run: The run.
+        methods: Looks by key.
+        data: Name of the other set.
+    """
+    rows = []
+    for key in methods:
+        pair = [_scores(run, key, name) for name in (run.test.name, data)]
+        if pair[0] is not None and pair[1] is not None:
+            rows.append((key, pair[0], pair[1]))
+    if not rows:
+        return None
+    most = max(np.quantile(values, 0.999) for _, *pair in rows for values in pair)
+    edges = np.linspace(0, max(float(most), 1e-12), _BINS + 1)
+    panel = Panel(f"uncertainty-{data}", 0.75 + 0.66 * len(rows))
+    ax = panel.axes[0]
+    ax.grid(visible=False, axis="y")
+    medians = []
+    for index, (key, familiar, other) in enumerate(rows):
+        look, base = methods[key], -_ROW * index
+        shares = [
+            np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
+            for values in (other, familiar)
+        ]
+        tallest = max(share.max() for share in shares)
+        filled: dict[str, Any] = {"color": look.colour, "alpha": 0.6, "fill": True, "lw": 0}
+        outline: dict[str, Any] = {"color": INK, "lw": 1}
+        for who, counts, line in zip((data, "test"), shares, (filled, outline), strict=True):
+            heights = base + np.sqrt(counts / tallest)
+            panel.of(key, ax.stairs(heights, edges, baseline=base, **line))
+            places = np.flatnonzero(counts)[:: max(1, _BINS // 14)]
+            texts = [
+                f"{look.label}, {who}\n{number(100 * counts[i], 1)} % from "
+                f"{significant(edges[i], 2)} to {significant(edges[i + 1], 2)}"
+                for i in places
+            ]
+            panel.note(ax, key, (edges[places] + edges[places + 1]) / 2, heights[places], texts)
+        middle = np.median(familiar), np.median(other)
+        medians.append(f"{look.label} {significant(middle[0], 2)} and {significant(middle[1], 2)}")
+        text = ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK)
+        panel.of(key, text)
+    ax.set(xlim=(0, edges[-1]), xlabel=_NAMES[_score(run)], yticks=[])
+    ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
+    ax.spines["left"].set_visible(False)
+    alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
+    return panel.finish("Uncertainty", alt)
+
+
+def roc(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
+    """ROC curves of all methods: out-of-distribution examples found against false alarms.
+
+    Args:
+        run: The run.
+        methods: Looks by key.
+        data: Name of the out-of-distribution set.
+    """
+    panel = Panel(f"roc-{data}")
+    ax = panel.axes[0]
+    draw_diagonal(ax)
+    areas = []
+    area = of_metric(run.rows, data, "auroc")["value"]
+    for key, look in methods.items():
+        familiar, strange = (_scores(run, key, name) for name in (run.test.name, data))
+        if familiar is None or strange is None:
+            continue
+        is_strange = np.repeat([0, 1], [len(familiar), len(strange)])
+        false, true, _ = roc_curve(is_strange, np.concatenate([familiar, strange]))
+        panel.of(key, *ax.plot(_RATES, np.interp(_RATES, false, true), lw=1.6, **look.line))
+        found = np.interp(_FALSE_ALARMS, false, true)
+        texts = [
+            f"{look.label}\nfinds {100 * t:.0f} % at {100 * f:.0f} % false alarms"
+            for f, t in zip(_FALSE_ALARMS, found, strict=True)
+        ]
+        panel.note(ax, key, _FALSE_ALARMS, found, texts)
+        areas.append(look.label + (f" {number(area[key], 3)}" if key in area else ""))
+    if not areas:
+        return None
+    ax.set(xlim=(0, 1), ylim=(0, 1.005), xlabel="False alarms among test examples")
+    ax.set_ylabel(f"Found of {data}" if len(data) < 25 else "Found")
+    percent_axes(ax.xaxis, ax.yaxis)
+    told = f"ROC curves of {data} against the test set; area below: {', '.join(areas)}."
+    return panel.finish("ROC", told)
+
+
+def _score(run: Run) -> str:
+    """The column of the predictions that says how uncertain an example is."""
+    return "epistemic" if run.is_regression else "entropy"
+
+
+def _scores(run: Run, method: str, data: str) -> np.ndarray | None:
+    """How uncertain a method is of each example; of several outputs their mean."""
+    values = run.column(method, data, _score(run))
+    return values.mean(1) if values is not None and values.ndim == 2 else values

@@ -1,0 +1,165 @@
+"""A session from end to end: `fit`, `tune`, `predict`, `evaluate` and `report`, file by file.
+
+What a command reads from a file must steer it as what it was written from: every number is that of
+one `Laplace` in memory.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import bring
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.cli import main
+from laplace_debias.commands.network import plain
+from laplace_debias.sources import SourceSettings, load
+
+NOISE = 0.5
+VERBS = {
+    "tune": lambda la, x, y: (vars(la.tune([(x, y)])), la.prior_precision, la.likelihood.sigma),
+    "tune by evidence": lambda la, x, y: (vars(la.tune(method="marglik")), la.likelihood.sigma),
+    "tune by blocks": lambda la, x, y: vars(la.tune(method="marglik", per="block")),
+    "functional": lambda la, x, y: la.functional(x),
+    "predict": lambda la, x, y: (la.predict(x).mean, la.predict(x).variance),
+    "uncertainty": lambda la, x, y: la.uncertainty(x, generator=seeded()),
+    "sample": lambda la, x, y: la.sample(3, generator=seeded()),
+    "evidence": lambda la, x, y: la.log_marginal_likelihood(),
+    "evaluate": lambda la, x, y: la.evaluate([(x, y)]),
+    "repr": lambda la, x, y: repr(la),
+}
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def leaves(value):
+    """The numbers and texts of a result, in order."""
+    value = plain(list(value.values()) if isinstance(value, Mapping) else value)
+    return [leaf for part in value for leaf in leaves(part)] if type(value) is list else [value]
+
+
+def table(path):
+    """Rows of four numbers, of which a network knows the target but for noise of 0.5."""
+    rng = np.random.default_rng(0)
+    path.mkdir()
+    for part, rows in (("train", 300), ("val", 150), ("test", 400)):
+        x = rng.normal(size=(rows, 4))
+        y = np.sin(2 * x[:, 0]) + 0.5 * x[:, 1] + NOISE * rng.normal(size=rows)
+        columns = {f"x{n}": x[:, n] for n in range(4)} | {"y": y}
+        pandas.DataFrame(columns).to_csv(path / f"{part}.csv", index=False)
+
+
+def of_images(here):
+    bring.image_folder(here / "data", parts=(("train", 20), ("val", 12), ("test", 12)))
+    return {"model": "nets:build"}
+
+
+def of_numbers(here):
+    table(here / "data")
+    return {"model": "nets:rows", "model_args": {"outputs": 1}, "target": "y"}
+
+
+def trained(here, options):
+    """The network of the options with the weights that are left in `net.pt`, and its data."""
+    options = options | {"data": "data", "device": "cpu", "progress": False}
+    found = load(SourceSettings(**options))
+    loss = nn.functional.mse_loss if found.task == "regression" else nn.functional.cross_entropy
+    x, y = (torch.cat(parts) for parts in zip(*found.train, strict=True))
+    found.model.train()
+    optimizer = torch.optim.Adam(found.model.parameters(), lr=0.03)
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss(found.model(x), y).backward()
+        optimizer.step()
+    bring.weights(here / "net.pt", found.model)
+    return load(SourceSettings(**options, checkpoint=Path("net.pt")))
+
+
+@pytest.fixture(params=[of_images, of_numbers], ids=["classification", "regression"])
+def session(request, tmp_path, monkeypatch):
+    """The data that a network was trained on, and how commands name them."""
+    bring.networks(tmp_path, monkeypatch)
+    options = request.param(tmp_path)
+    found = trained(tmp_path, options)
+    given = [f"--model={options['model']}", "--data=data", "--checkpoint=net.pt", "--device=cpu"]
+    if found.task == "regression":
+        given += ["--model_args.outputs=1", "--target=y"]
+    return found, [*given, "--progress=false"]
+
+
+def said(capsys, *arguments):
+    """What a command prints as JSON."""
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def row_of(found, **fields):
+    (row,) = (row for row in found["rows"] if fields.items() <= row.items())
+    return row["value"]
+
+
+@pytest.mark.slow
+def test_the_commands_end_with_the_numbers_of_one_posterior_in_memory(session, capsys):
+    found, common = session
+    posterior = "--posterior=p.safetensors"
+    said(capsys, "fit", *common, "--output=p.safetensors")
+    tuned = said(capsys, "tune", *common, posterior)
+    said(capsys, "predict", *common, posterior, "--output=p.csv")
+    evaluated = said(capsys, "evaluate", *common, posterior)
+    reported = said(capsys, "report", *common, "--output=run")
+
+    la = Laplace(found.model, found.task)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # sigma is assumed, as by the command
+        la.fit(found.train, num_data=found.num_train)
+    of_memory = la.tune(found.validation)
+    assert tuned["prior_precision"] == pytest.approx(of_memory.prior_precision, rel=1e-5)
+    x, y = (torch.cat(parts) for parts in zip(*found.test, strict=True))
+    predictive, columns = la.predict(x), pandas.read_csv("p.csv")
+    nll = -predictive.log_prob(y).mean().item()
+    of_file = row_of(evaluated, method="posterior-p", set="test", metric="nll")
+    assert of_file == pytest.approx(nll, rel=1e-5)
+    methods = {row["method"] for row in reported["rows"]}
+    if found.task == "classification":
+        probabilities = columns.filter(like="probability_").to_numpy()
+        np.testing.assert_allclose(probabilities, predictive.probs.numpy(), atol=1e-5)
+        assert methods >= {"network", "temperature", "last-layer", "laplace"}
+        return
+    np.testing.assert_allclose(columns["mean"], predictive.mean[:, 0], rtol=1e-4, atol=1e-5)
+    spread = columns["standard_deviation"]
+    np.testing.assert_allclose(spread, predictive.variance[:, 0].sqrt(), rtol=1e-4)
+    assert tuned["sigma"] == pytest.approx(of_memory.sigma, rel=1e-5)
+    assert tuned["sigma"] == pytest.approx(NOISE, rel=0.1)
+    covered = (columns["target"] - columns["mean"]).abs() <= 1.959964 * spread
+    assert 0.90 <= covered.mean() <= 0.99
+    for answer, method in ((evaluated, "posterior-p"), *((reported, name) for name in methods)):
+        coverage = row_of(answer, method=method, set="test", metric="coverage")
+        assert 0.90 <= coverage <= 0.99, method
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("sigma", [None, 0.7])
+def test_a_posterior_from_its_file_answers_as_the_one_in_memory(verb, sigma, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    x, y = torch.randn(40, 3).double(), torch.randn(40, 2).double()
+    la = Laplace(model, "regression", sigma=sigma, prior_precision=3.0, temperature=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        la.fit([(x, y)])
+    la.save(tmp_path / "p.safetensors")
+    read = Laplace.load(tmp_path / "p.safetensors", model)
+    # To rounding: a basis that was decomposed lies in memory by columns, one from a file by rows.
+    in_memory = leaves(VERBS[verb](la, x, y))
+    assert leaves(VERBS[verb](read, x, y)) == [
+        pytest.approx(leaf, rel=1e-9, abs=1e-12) if isinstance(leaf, float) else leaf
+        for leaf in in_memory
+    ]

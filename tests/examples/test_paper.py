@@ -1,0 +1,266 @@
+"""The paper's experiments: each runs at a tiny size, and what they measure is what they say."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+
+from examples.paper import debiasing, kfac_error, laplace
+from examples.paper.__main__ import EXPERIMENTS, main
+from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, half_width, judge
+from examples.paper.data import digits, digits_parts
+from examples.paper.networks import all_cnn_c, conv_net, digits_net, wide_resnet
+from examples.paper.problems import PROBLEMS, Recipe, get_problem, train
+from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, summary_of
+from laplace_debias.report.tables import read_csv
+
+TINY = ["--recipe.cycles=[[1,0.05]]", "--progress=false", "--device=cpu"]
+BIAS = ["--full_examples=60", "--num_directions=2", "--draws=2"]
+OPTIONS = {
+    "contours": [*BIAS, "--batch_size=20"],
+    "directional_curvature": [*BIAS, "--batch_sizes=[20]", "--curvature=hessian"],
+    "overlaps": [*BIAS, "--batch_sizes=[20]", "--cg_steps=2"],
+    "conjugate_gradients": [
+        *("--batch_size=20", "--iterations=2", "--full_examples=20"),
+        *("--train_examples=20", "--test_examples=20"),
+    ],
+    "laplace": [
+        *("--batch_size=8", "--draws=1", "--folds=2", "--prior_precisions=[1,10]"),
+        *("--full_examples=20", "--test_examples=10", "--validation_examples=10"),
+        *("--train_examples=10", "--severities=[5]"),
+    ],
+    "runtime": ["--batch_size=8", "--folds=2", "--repeats=1", "--full_examples=16"],
+    "hessian_free": ["--steps=2", "--draws=1", "--max_iter=3"],
+    "kfac_batch_size": ["--full_examples=40", "--batch_sizes=[10]", "--num_directions=9"],
+    "over_training": [*BIAS, "--batch_size=20", "--num_checkpoints=1"],
+    "model_size": [
+        *(*BIAS, "--batch_size=20", "--models=[[0,2],[1,2]]", "--problem=convnet-digits"),
+        "--recipe.epochs=1",
+    ],
+    "debiasing": [
+        *("--batch_size=4", "--draws=1", "--ekfac_draws=1", "--folds=[2]", "--further_batches=1"),
+        *("--full_examples=20", "--test_examples=10", "--prior_precisions=[1]"),
+    ],
+    "kfac_error": ["--batch_size=4", "--draws=1", "--num_batches=2", "--folds=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_experiment_runs_and_writes_its_tables_and_pictures(name, tmp_path, capsys):
+    assert main([name, *TINY, *OPTIONS[name], f"--output={tmp_path}"])
+    assert f"Tables and pictures: {tmp_path}" in capsys.readouterr().out.replace("\n", "")
+    assert list(tmp_path.glob("*.png"))
+    for path in tmp_path.glob("*.csv"):
+        assert read_csv(path)
+
+
+def test_without_a_name_the_experiments_are_listed(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in EXPERIMENTS)
+    assert {*OPTIONS, "train"} == set(EXPERIMENTS)
+
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
+CALLED_OTHERWISE = {
+    "comparison": "laplace",
+    "directional_curvature_digits": "directional_curvature",
+    "wide_resnet": "directional_curvature",
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_are_those_of_their_experiment(path, capsys):
+    name = "laplace" if path.stem.startswith("laplace") else path.stem
+    with pytest.raises(SystemExit) as end:
+        main([CALLED_OTHERWISE.get(name, name), f"--config={path}", "--print_config"])
+    assert not end.value.code
+    assert "output: results/" in capsys.readouterr().out
+
+
+def test_a_trained_network_is_saved_with_its_split(tmp_path):
+    path = tmp_path / "net.safetensors"
+    main(["train", *TINY, f"--output={path}", "--seed=3"])
+    options = ["--batch_size=8", "--folds=2", "--repeats=1", f"--output={tmp_path / 'out'}"]
+    main(["runtime", "--progress=false", f"--checkpoint={path}", *options])
+    assert read_csv(tmp_path / "out" / "summary.csv")[0]["method"] == MINI
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """A network that is sure of the digits, after a few epochs."""
+    parts = digits_parts()
+    problem = get_problem("allcnn-digits")
+    recipe = replace(problem.recipe, cycles=((8, 0.1),), weight_decay=1e-3)
+    model = train(problem.initial_model(0), parts["train"], recipe)
+    return Trained(problem, recipe, model, *parts.values(), split={})
+
+
+def of(rows, **values):
+    return [row for row in rows if all(row[key] == value for key, value in values.items())]
+
+
+@pytest.mark.slow
+def test_a_batch_curves_more_along_its_own_directions_than_others_do(trained, tmp_path):
+    settings = BiasSettings(output=tmp_path, full_examples=200, num_directions=2, progress=False)
+    rows = bias_rows(trained, 20, settings)
+    for quantity in ("slope", "curvature"):
+        batches = [
+            [row[quantity] for row in of(rows, index=1, measured_on=name)] for name in (SAME, OTHER)
+        ]
+        mean = sum(map(sum, batches)) / 10
+        assert of(rows, index=1, measured_on=FULL)[0][quantity] == pytest.approx(mean, rel=1e-4)
+    (curvature,) = of(summary_of(rows), quantity="curvature")
+    assert curvature["same/full, first"] > 1.3
+    assert curvature["others/full, first"] < 1
+
+
+def dense_block(model, x):
+    """The GGN of the first weight, from the whole Jacobian."""
+    of_weight = jacrev(lambda W: functional_call(model, {"0.weight": W}, (x,)))
+    J = of_weight(model[0].weight.detach()).flatten(2)
+    p = model(x).detach().softmax(1)
+    S = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    return torch.einsum("nci,ncd,ndj->ij", J, S, J) / len(x)
+
+
+def test_errors_of_blocks_are_those_of_dense_matrices(trained):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    batches = [(torch.randn(6, 4).double(), torch.randint(3, (6,))) for _ in range(3)]
+    of_model = replace(trained, model=model)
+    norms = kfac_error.squared_norms(of_model, batches[1:])
+    x = torch.cat([x for x, _ in batches[1:]])
+    exact = dense_block(model, x)
+    assert norms["0.weight"] == pytest.approx(float(exact.square().sum()), rel=1e-3)
+    settings = kfac_error.Settings(batch_size=6, folds=2)
+    rows = kfac_error.errors(of_model, batches[0], batches[1:], norms, settings)
+    la = kfac_error.Laplace(model, curvature="ekfac", params="weights").fit_batches([batches[0]])
+    C = la.posterior.curvature.blocks["0.weight"].to_dense()
+    error = float((C - exact).norm() / exact.norm())
+    assert of(rows, fit="EKFAC", block="0.weight")[0]["error"] == pytest.approx(error, rel=1e-3)
+
+
+def test_the_judge_adds_the_penalty_and_leaves_the_network(trained):
+    before = nn.utils.parameters_to_vector(trained.model.parameters()).detach().clone()
+    few = trained.test.subset(torch.arange(50))
+    step = torch.full_like(before, 1e-3)
+    plain, decayed = (judge(trained, step, {"test": few}, decay) for decay in (0.0, 0.3))
+    assert torch.equal(nn.utils.parameters_to_vector(trained.model.parameters()), before)
+    weights = sum((p + 1e-3).square().sum() for p in trained.model.parameters() if p.ndim > 1)
+    penalty = decayed["test_loss"] - plain["test_loss"]
+    assert penalty == pytest.approx(0.15 * float(weights.detach()), rel=1e-4)
+    assert 0.5 < plain["test_accuracy"] <= 1
+
+
+def test_distances_are_means_over_draws_and_relative_to_the_mini_batch():
+    nll = {(FULL, 0): (1.0, 2.0), (MINI, 0): (1.4, 2.0), (MINI, 1): (1.0, 2.4)}
+    nll |= {(CROSSFIT, 0): (1.1, 2.0), (CROSSFIT, 1): (0.9, 2.0)}
+    rows = [
+        {"data": "test", "method": method, "draw": draw, "prior_precision": delta, "nll": value}
+        for (method, draw), values in nll.items()
+        for delta, value in zip((0.1, 1.0), values, strict=True)
+    ]
+    rows = [{**row, "ece": 0.0, "accuracy": 1.0} for row in rows]
+    mini, crossfit = laplace.distances(rows)
+    assert (mini["nll"], mini["ratio"]) == pytest.approx((0.2, 1.0))
+    assert (crossfit["nll"], crossfit["ratio"]) == pytest.approx((0.05, 0.25))
+    validation = [{**row, "data": "validation", "nll": row["prior_precision"]} for row in rows]
+    by_method = {row["method"]: row for row in of(laplace.tuned(rows + validation), data="test")}
+    assert by_method[MINI]["nll"] == pytest.approx(1.2)
+    assert list(by_method) == [MINI, CROSSFIT, FULL]
+
+
+def test_the_study_compares_each_kind_with_its_own_full_batch():
+    nll = {"full-batch": [1.0], "EKFAC, full-batch": [2.0], "mini-batch": [1.2, 1.4]}
+    nll |= {"x": [1.1, 1.1], "EKFAC, mini-batch": [2.4, 2.4], "EKFAC, x": [2.1, 2.2]}
+    rows = [
+        {"method": m, "draw": draw if len(v) > 1 else None, "prior_precision": 1.0, "nll": value}
+        for m, v in nll.items()
+        for draw, value in enumerate(v)
+    ]
+    found = {row["method"]: row for row in debiasing.summarise(rows)}
+    assert found["x"]["ratio"] == pytest.approx(0.2 / 0.6)
+    assert found["EKFAC, x"]["NLL"] == pytest.approx(0.15)
+    assert found["EKFAC, x"]["ratio"] == pytest.approx(0.3 / 0.8)
+
+
+def test_the_interval_of_a_mean_is_students():
+    values = [1.0, 2.0, 4.0]
+    error = torch.tensor(values).std().item() / math.sqrt(3)
+    assert half_width(values, lambda v: sum(v) / len(v)) == pytest.approx(4.30265 * error, rel=1e-5)
+    assert half_width([1.0], sum) is None
+
+
+# --- networks, data, training --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (all_cnn_c, 1_369_738),
+        (digits_net, 11_970),
+        (wide_resnet, 8_972_340),
+        (lambda: conv_net(2, 16), 16 * (27 + 1) + 2 * 16 * (144 + 1) + 10 * (1024 + 1)),
+    ],
+)
+def test_networks_have_their_sizes(build, size):
+    assert sum(p.numel() for p in build().parameters()) == size
+
+
+def test_small_problems_have_networks_for_their_images():
+    for problem in PROBLEMS:
+        if "digits" in problem.name:
+            images, labels = problem.data(None)[0].batch([0, 1])
+            assert problem.initial_model(0).eval()(images).shape == (2, 10)
+            assert labels.dtype == torch.int64
+
+
+def test_the_digits_are_normalised_and_parted():
+    pool, test = digits()
+    assert (len(pool), len(test)) == (1297, 500)
+    x, _ = pool.batch(torch.arange(1297))
+    assert (x.mean().item(), x.std().item()) == pytest.approx((0, 1), abs=0.02)
+    image, label = pool[3]
+    assert torch.equal(image, x[3])
+    assert label == pool.labels[3]
+
+
+def test_one_cycle_rises_to_its_peak_and_falls_to_nothing():
+    rates = list(Recipe(batch_size=1, cycles=((10, 0.2),)).rates(10))
+    assert len(rates) == 100
+    assert max(rates) == rates[29] == pytest.approx(0.2)
+    assert rates[0] == pytest.approx(0.2 / 25, rel=0.1)
+    assert rates[-1] < 1e-5
+    steps = Recipe(batch_size=1, epochs=4, learning_rate=1.0, milestones=(1, 3)).rates(2)
+    assert list(steps) == pytest.approx([1, 1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_training_repeats_with_the_seed():
+    pool, _ = digits()
+    recipe = Recipe(batch_size=50, cycles=((1, 0.1),), augmented=True)
+    problem, few = get_problem("allcnn-digits"), pool.subset(torch.arange(200))
+    one, two, other = (train(problem.initial_model(0), few, recipe, s) for s in (0, 0, 1))
+    assert torch.equal(one[0].weight, two[0].weight)
+    assert not torch.equal(one[0].weight, other[0].weight)
+
+
+def test_decoupled_decay_is_no_penalty():
+    assert get_problem("vit-cifar10").recipe.penalty == 0
+    assert get_problem("wrn101-digits").recipe.penalty == 5e-4
+
+
+def test_an_unknown_problem_is_named(tmp_path):
+    with pytest.raises(ValueError, match="unknown problem 'digit'"):
+        main(["contours", "--problem=digit", f"--output={tmp_path}"])
+    assert Settings(output=tmp_path).problem == "allcnn-digits"

@@ -1,0 +1,92 @@
+"""Arguments of a wrong type or out of range: one door names the argument and what it takes."""
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import Fisher
+from laplace_debias.linalg import cg, inverse, trace
+from laplace_debias.operators import Dense, Diagonal
+
+X, Y = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 2
+DATA = [(X, Y)]
+BEYOND, EYE = 10**400, Dense(torch.eye(3))
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.fixture(scope="module")
+def la():
+    return Laplace(MODEL).fit(DATA)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"sharing": 3}, TypeError),
+        ({"joint": "x"}, TypeError),
+        ({"rank": float("inf"), "curvature": "lowrank"}, TypeError),
+        ({"rank": BEYOND, "curvature": "lowrank"}, ValueError),
+        ({"rank": 3}, ValueError),
+        ({"mc_samples": "x"}, TypeError),
+        ({"mc_samples": 2.0, "fisher": "mc"}, TypeError),
+        ({"memory_bound": BEYOND}, ValueError),
+        ({"class_dim": BEYOND}, ValueError),
+        ({"prior_precision": BEYOND}, ValueError),
+        ({"prior_precision": "x"}, TypeError),
+        ({"prior_mean": BEYOND}, ValueError),
+        ({"temperature": BEYOND}, ValueError),
+        ({"sigma": BEYOND, "likelihood": "regression"}, ValueError),
+        ({"sigma": 1j, "likelihood": "regression"}, TypeError),
+        ({"sigma": torch.tensor(1j), "likelihood": "regression"}, TypeError),
+        ({"sigma": True, "likelihood": "regression"}, TypeError),
+        ({"sigma": [1.0, "x"], "likelihood": "regression"}, TypeError),
+        ({"likelihood": []}, ValueError),
+    ],
+)
+def test_what_is_fitted(options, error):
+    with pytest.raises(error, match=f"(?i){next(iter(options))}"):
+        Laplace(MODEL, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "named"),
+    [
+        (lambda la: Laplace(MODEL).fit(DATA, generator=0), TypeError, "generator"),
+        (lambda la: Laplace(MODEL).fit_batches(DATA, generator=0), TypeError, "generator"),
+        (lambda la: Laplace(MODEL).fit(DATA, num_data=BEYOND), ValueError, "num_data"),
+        (lambda la: Laplace(MODEL).fit(DATA, "crossfit", 10, folds="x"), TypeError, "folds"),
+        (lambda la: Laplace(MODEL).fit(DATA, "crossfit", 10, folds=1), ValueError, "folds"),
+        (lambda la: la.predict(X, generator=0), TypeError, "generator"),
+        (lambda la: la.predict(X, samples=2.5), TypeError, "samples"),
+        (lambda la: la.uncertainty(X, generator=0), TypeError, "generator"),
+        (lambda la: la.sample(2**70), ValueError, "number of samples"),
+        (lambda la: la.sample(2, generator=0), TypeError, "generator"),
+        (lambda la: la.tune(DATA, generator=0), TypeError, "generator"),
+        (lambda la: la.tune(DATA, grid=[BEYOND]), ValueError, "grid"),
+        (lambda la: la.tune([(X, Y[:, None])]), ValueError, r"one class label per example"),
+        (lambda la: la.evaluate(DATA, generator=0), TypeError, "generator"),
+        (lambda la: la.evaluate(DATA, ood=[DATA]), TypeError, "ood"),
+        (lambda la: la.evaluate(DATA, level="x"), TypeError, "level"),
+        (lambda la: la.log_marginal_likelihood(BEYOND), ValueError, "prior_precision"),
+        (lambda la: Dense(None), TypeError, "matrix"),
+        (lambda la: Diagonal([1.0]), TypeError, "values"),
+        (lambda la: trace(EYE, generator=0), TypeError, "generator"),
+        (lambda la: cg(EYE, torch.ones(3), tol=BEYOND), ValueError, "tol"),
+        (
+            lambda la: Fisher(MODEL, nn.CrossEntropyLoss(), DATA, fisher="mc", mc_samples="x"),
+            TypeError,
+            "mc_samples",
+        ),
+    ],
+)
+def test_what_is_called(la, call, error, named):
+    with pytest.raises(error, match=named):
+        call(la)
+
+
+def test_the_inverse_of_nothing_is_nothing():
+    assert inverse(Dense(torch.zeros(0, 0))).shape == (0, 0)
