@@ -276,7 +276,7 @@ class Saved:
         operators: dict[str, LinearOperator] = {}
         for index, name in enumerate(header.block_names):
             parts = {part: tensors.get(f"{index}.{part}") for part in _PARTS}
-            here = {k: None if part is None else part.to(model_mean) for k, part in parts.items()}
+            here = {k: _placed(part, k, model_mean.device) for k, part in parts.items()}
             magnitudes = here["magnitudes"]
             assert magnitudes is not None
             if here["U"] is None:
@@ -319,6 +319,17 @@ def load(path: Path) -> Saved:
     except OSError as error:
         told = f"{path} cannot be read ({error.strerror or error}): check its permissions."
         raise type(error)(told) from error
+
+
+def _placed(part: Tensor | None, name: str, device: torch.device) -> Tensor | None:
+    """A part of a block on a device, laid out in memory as a fit leaves it.
+
+    Decompositions leave their vectors one after the other. In another layout, matrix products add
+    in another order, and the last bit of a prediction changes.
+    """
+    if part is None or name == "magnitudes":
+        return None if part is None else part.to(device)
+    return part.to(device).mT.contiguous().mT
 
 
 def _shapes(

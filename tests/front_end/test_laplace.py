@@ -257,6 +257,24 @@ def test_save_and_load_round_trip(fitted, model, loader, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["posterior.safetensors"]
 
 
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
+def test_a_loaded_posterior_gives_the_bits_of_the_one_in_memory(
+    curvature, mode, model, loader, tmp_path
+):
+    la = Laplace(model, curvature=curvature).fit(loader, mode=mode)
+    la.save(tmp_path / "posterior")
+    loaded = Laplace.load(tmp_path / "posterior", model)
+    x = torch.randn(4, 1, 8, 8)
+    samples = [
+        posterior.sample(2, generator=torch.Generator().manual_seed(0))
+        for posterior in (la, loaded)
+    ]
+    assert torch.equal(loaded.predict(x).probs, la.predict(x).probs)
+    assert torch.equal(loaded.log_marginal_likelihood(), la.log_marginal_likelihood())
+    assert torch.equal(*samples)
+
+
 @pytest.mark.parametrize("likelihood", ["binary", "multilabel", "regression"])
 def test_likelihoods_survive_the_file(likelihood, tmp_path):
     model = nn.Sequential(nn.Linear(3, 1)).eval()
