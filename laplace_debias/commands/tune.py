@@ -31,9 +31,8 @@ class Settings(SourceSettings):
         overwrite: Whether something else that exists there is replaced.
         method: `grid`, the best on validation examples; `marglik`, the largest marginal likelihood.
         metric: What is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
-        prior_precisions: The grid; if None, 31 values from 1e-4 to 1e8, where a search begins.
-        extend: Whether the search goes on from the end of the grid and refines it; if None, from
-            the default grid alone.
+        prior_precisions: The grid; if None, 31 values from 1e-4 to 1e8, and finer ones around the
+            best.
         sigma: Whether the noise of a regression is tuned, too; if None, where it was never given.
         per: With `method=marglik` one prior precision for each `kind` of layer or each `block`; one
             for all if None.
@@ -48,17 +47,16 @@ class Settings(SourceSettings):
     method: Literal["grid", "marglik"] = "grid"
     metric: Literal["nll", "ece", "brier", "accuracy"] = "nll"
     prior_precisions: tuple[float, ...] | None = None
-    extend: bool | None = None
     sigma: bool | None = None
     per: Literal["kind", "block"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_grid = (self.prior_precisions, self.extend, self.validation_examples)
+        of_grid = (self.prior_precisions, self.validation_examples)
         is_given = any(one is not None for one in of_grid)
         if self.method == "marglik" and (is_given or self.metric != "nll"):
             raise ValueError(
-                "method=marglik needs no data: leave out metric, prior_precisions, extend "
+                "method=marglik needs no data: leave out metric, prior_precisions "
                 "and validation_examples"
             )
         if self.method == "grid" and self.per is not None:
@@ -130,7 +128,6 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
     found = la.tune(
         *(share(loaded.validation, loaded.model), settings.metric, settings.prior_precisions),
         progress=settings.progress,
-        extend=settings.extend,
         sigma=settings.sigma,
     )
     print_table(found.table, "Validation data", console=console)

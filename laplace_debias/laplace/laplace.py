@@ -690,7 +690,6 @@ class Laplace:
         *,
         sigma: bool | None = None,
         link: str | Link | None = None,
-        extend: bool | None = None,
         per: str | None = None,
     ) -> tuning.Tuning:
         """Find the prior precision, link and temperature that are best on held-out data; set them.
@@ -698,19 +697,16 @@ class Laplace:
         The first pass is over a wide grid, 1e-4 to 1e8, by all links and temperatures. Another link
         than the default, or a temperature other than 1, is taken only from 100 examples on, and if
         it is better by more than a standard error of the difference, paired over the examples.
-        Where the best lies at the grid's end and the metric has not levelled off, further passes go
-        on, to 1e-8 and 1e12 at most. Where its neighbours are worse by more than a standard error,
-        a last pass divides the intervals to them by 8. `.flat`, `.notes` and `.message` tell how
-        sharp the optimum is, and where the search ended; `.compared` how far the network,
-        temperature scaling and other links are from it.
+        Where the best one's neighbours are worse by more than a standard error, a second pass
+        divides the intervals to them by 8. `.flat`, `.notes` and `.message` tell how sharp the
+        optimum is; `.compared` how far the network, temperature scaling and other links are from
+        the best of the grid.
 
         Args:
-            loader: Held-out batches `(x, y)`. One pass serves a whole grid. A loader that shuffles
-                should do so by torch's global generator or `generator`, so that a further pass has
-                the order of the first.
+            loader: Held-out batches `(x, y)`. One pass serves a whole grid.
             metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive; of
                 several labels the NLL is summed over those of an example, the others are over all.
-            grid: Prior precisions to try, these alone unless `extend=True`.
+            grid: The only prior precisions to try; None for the default, which is refined.
             method: `"marglik"` is an older name of `tune_evidence(sigma=, per=)`.
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation; torch's global one if None.
@@ -720,7 +716,6 @@ class Laplace:
                 output is multiplied by a common factor.
             link: A formula to look at alone, at all temperatures, or a `Link`; None for the default
                 and the probit.
-            extend: Whether to go on from the grid and to refine it. None: from the default grid.
             per: As `tune_evidence`, for that method.
 
         Returns:
@@ -733,15 +728,13 @@ class Laplace:
                 likelihood, or residuals of zero; for an argument that the method does not use.
             RuntimeError: Before a fit.
         """
-        self._agree(
-            metric=metric, grid=grid, method=method, sigma=sigma, link=link, extend=extend, per=per
-        )
+        self._agree(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
         if method == "marglik":
-            of_data = (loader, grid, generator, extend, link)
+            of_data = (loader, grid, generator, link)
             if progress or metric != "nll" or any(given is not None for given in of_data):
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, extend, '
-                    "progress, a link nor a metric."
+                    'method="marglik" uses neither a loader, a generator, a grid, a link, progress '
+                    "nor a metric."
                 )
             return self._tune_evidence(sigma, per)
         if method != "grid":
@@ -752,7 +745,7 @@ class Laplace:
             raise ValueError(
                 f"per={per!r} tunes by the marginal likelihood: use tune_evidence(per={per!r})."
             )
-        wanted = tune.Wanted(metric, grid, extend, sigma, link, isinstance(loader, Iterator))
+        wanted = tune.Wanted(metric, grid, sigma, link, isinstance(loader, Iterator))
         found, fitted = tune.on_data(
             self._subject, self._state, loader, wanted, generator, progress
         )

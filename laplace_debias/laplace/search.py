@@ -1,4 +1,4 @@
-"""A search over held-out data: a wide grid in one pass, on from its end, finer around the best.
+"""A search over held-out data: a wide grid in one pass, and a finer one around the best.
 
 What is searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links and temperatures cost
 nothing beside the covariances, and are all looked at in the first pass.
@@ -28,10 +28,6 @@ from laplace_debias.laplace.validation_scores import (
 )
 from laplace_debias.system.ranks import current
 
-STEP = 0.4
-"""Powers of ten between two points of the default grid, and of a grid that goes on."""
-LIMITS = (1e-8, 1e12)
-"""Where a grid that goes on ends."""
 DEFAULT_GRID = torch.logspace(-4, 8, 31, dtype=torch.float64)
 """Where a search begins without a grid."""
 
@@ -40,17 +36,11 @@ FEW = 100
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
 """Temperatures that are tried, from 1/2 to 4."""
 
-# Points of one further pass; a factor of 10⁴.
-_AT_ONCE = 10
 # A refined grid's points between two neighbours of the first one, less one.
 _FINER = 8
-# A metric has levelled off if a step changes it by less than this share of its standard error.
-_LEVEL = 1e-3
 # Another link must be better by this share of the metric's standard error, too: of two that are
 # nearly the same the paired error is nearly zero.
 _SEEN = 1e-2
-# The share of examples whose scores must be what they were when the data are read again.
-_SAME = 0.98
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class Look:
     Attributes:
         predict: From inputs `[B, ...]`, prior precisions and links to numbers of these precisions
             with predictives there, as `predictive.predictives_by_links` gives them.
-        read: Gives the data of a pass, in the order of the first one.
+        read: Gives the data of a pass.
         likelihood: What targets must fit.
         class_dim: As `targets_classes_last` takes it.
         scores: What is kept of predictives, and what is made of it.
@@ -123,18 +113,16 @@ def _of_all(examples: Int[Tensor, " n"], num_examples: int) -> Int[Tensor, " m"]
 
 @dataclass(frozen=True)
 class Found:
-    """Points that were looked at.
+    """Points of one pass.
 
     Attributes:
         points: In the order of what is searched over.
         more_is_better: Whether the metric is to be large.
-        notes: What a user should know of the search.
         others: The same by other links, and without any covariance, by what they are called.
     """
 
     points: list[Evaluated]
     more_is_better: bool
-    notes: tuple[str, ...] = field(default=())
     others: dict[str, Evaluated] = field(default_factory=dict)
 
     @property
@@ -193,10 +181,6 @@ class Found:
         """The points beside one."""
         return [i for i in (index - 1, index + 1) if 0 <= i < len(self.points)]
 
-    def noting(self, note: str) -> "Found":
-        """The same, with something that a user should know."""
-        return replace(self, notes=(*self.notes, note))
-
 
 def _is_worse(one: Evaluated, best: Evaluated) -> bool:
     difference, error = one.minus(best)
@@ -251,48 +235,47 @@ def first_look(
     return Found(at_chosen, more_is_better, others=others)
 
 
-def search(look: Look, found: Found, unit: float = 1.0) -> Found:
-    """Go on from a grid's end as long as the best lies there, and refine.
-
-    The first pass was over the grid. As long as the best lies at its end, where the metric has not
-    levelled off, one more goes on by up to ten points, up to the `LIMITS`. Unless the neighbours of
-    the best are within a standard error of it, a last one divides the intervals to them by 8. A
-    further pass begins with the best point again: where it is not what it was, the data differ from
-    pass to pass, and the search ends with what it has.
+def refined(look: Look, found: Found) -> Found | None:
+    """Divide the intervals between the best point and its neighbours by 8, in a pass more.
 
     Args:
         look: What predicts and scores.
         found: What the grid gave.
-        unit: What the `LIMITS` are multiplied by.
+
+    Returns:
+        What lies between the neighbours, these included; None if the data do not tell them from the
+        best.
 
     Raises:
-        ValueError: If no value is a number.
+        ValueError: As `Look`; if no value is a number.
     """
-    while beyond := _beyond(found, unit):
-        more = _looked_at(look, found, beyond)
-        if isinstance(more, str):
-            return found.noting(more)
-        found = more
-    if note := _at_the_end(found, unit):
-        return found.noting(note)
-    between = _between(found)
-    if not between:
-        return found
-    more = _looked_at(look, found, between)
-    return found.noting(more) if isinstance(more, str) else more
+    best = found.best
+    neighbours = found.neighbours(best)
+    if not any(found.is_worse(i) for i in neighbours):
+        return None
+    at = found.points[best].at
+    ratios = [found.points[i].at / at for i in neighbours]
+    points = [at, *(at * ratio ** (i / _FINER) for ratio in ratios for i in range(1, _FINER + 1))]
+    rows = look(sorted(points), [found.points[best].link])
+    return replace(found, points=[row[0] for row in rows[: len(points)]])
 
 
-def tuning_of(found: Found, metric: str, sigma: Callable[[float], float | list[float]]) -> Tuning:
+def tuning_of(
+    found: Found, finer: Found | None, metric: str, sigma: Callable[[float], float | list[float]]
+) -> Tuning:
     """The findings of a search, in terms of prior precisions and of the noise.
 
     Args:
-        found: The points.
+        found: The points of the grid.
+        finer: Those of the finer one.
         metric: The metric's name.
         sigma: From the factor that the fit's σ is multiplied by to σ.
     """
-    best = found.points[found.best]
-    rows = []
-    for point in found.points:
+    last = finer or found
+    best, rows = last.points[last.best], []
+    ends = [point.at for point in finer.points[:: len(finer.points) - 1]] if finer else [0, 0]
+    outside = [point for point in found.points if not ends[0] <= point.at <= ends[1]]
+    for point in [*outside, *(last.points if finer else [])]:
         row: Row = {"prior_precision": point.prior_precision, metric: point.value}
         if point.sigma_factor is not None:
             row["sigma_factor"] = point.sigma_factor
@@ -300,10 +283,11 @@ def tuning_of(found: Found, metric: str, sigma: Callable[[float], float | list[f
             row["standard_error"] = point.standard_error
         rows.append(row)
     flat = None
-    if (ends := found.flat) is not None:
-        deltas = [point.prior_precision for point in found.points[ends[0] : ends[1] + 1]]
+    if (within := last.flat) is not None:
+        deltas = [point.prior_precision for point in last.points[within[0] : within[1] + 1]]
         flat = min(deltas), max(deltas)
-    beside = [found.points[i].at / best.at for i in found.neighbours(found.best)]
+    beside = [last.points[i].at / best.at for i in last.neighbours(last.best)]
+    of_grid = found.points[found.best]
     return Tuning(
         best.prior_precision,
         metric,
@@ -312,9 +296,23 @@ def tuning_of(found: Found, metric: str, sigma: Callable[[float], float | list[f
         None if best.sigma_factor is None else sigma(best.sigma_factor),
         flat,
         max((max(ratio, 1 / ratio) for ratio in beside), default=None),
-        found.notes,
+        _at_the_end(found),
         best.link,
-        [_compared(name, other, best, metric) for name, other in found.others.items()],
+        [_compared(name, other, of_grid, metric) for name, other in found.others.items()],
+    )
+
+
+def _at_the_end(found: Found) -> tuple[str, ...]:
+    """The note on a best point that lies at the end of a grid."""
+    best, last = found.best, len(found.points) - 1
+    if 0 < best < last or last == 0:
+        return ()
+    at = f"{found.points[best].prior_precision:.3g}"
+    if best == 0:
+        return (f"The best is the smallest value tried, {at}: a grid= of smaller ones goes on.",)
+    return (
+        f"The best is the largest value tried, {at}: a grid= of larger ones goes on, or the data "
+        "tell no uncertainty of the parameters (predict with method='map').",
     )
 
 
@@ -329,90 +327,3 @@ def _compared(name: str, other: Evaluated, best: Evaluated, metric: str) -> Row:
         "difference": difference,
         "half_width": 1.96 * error,
     }
-
-
-def _beyond(found: Found, unit: float) -> list[float]:
-    """Points beyond the ends that the best lies at; none where the metric has levelled off."""
-    best, last = found.best, len(found.points) - 1
-    at, beyond = found.points[best].at, []
-    if best == 0 and not _levelled(found, unit, 1):
-        downwards = [at * 10 ** (-STEP * i) for i in range(1, _AT_ONCE + 1)]
-        beyond += [point for point in downwards if point > LIMITS[0] * unit * 0.99]
-    if best == last and not _levelled(found, unit, last - 1):
-        upwards = [at * 10 ** (STEP * i) for i in range(1, _AT_ONCE + 1)]
-        beyond += [point for point in upwards if point < LIMITS[1] * unit * 1.01]
-    return beyond
-
-
-def _levelled(found: Found, unit: float, inner: int) -> bool:
-    """Whether the metric has stopped to change from an inner point to the best at the end.
-
-    Within the default grid it may change again further on.
-    """
-    best = found.points[found.best]
-    if not 0 <= inner < len(found.points):
-        return False
-    if float(DEFAULT_GRID[0]) * unit * 1.01 < best.at < float(DEFAULT_GRID[-1]) * unit * 0.99:
-        return False
-    change = abs(best.value - found.points[inner].value)
-    return change == 0 or change <= _LEVEL * best.standard_error
-
-
-def _at_the_end(found: Found, unit: float) -> str | None:
-    """The note on a best point that lies at the end; None of another."""
-    best, last = found.best, len(found.points) - 1
-    if 0 < best < last or last == 0:
-        return None
-    at = found.points[best].prior_precision
-    inner, side = (1, "smallest") if best == 0 else (last - 1, "largest")
-    if not _levelled(found, unit, inner):
-        return (
-            f"The best is the {side} value tried, {at:.3g}, the limit of the search: the metric is "
-            "still getting better there."
-        )
-    if best == last:
-        return (
-            "The metric levels off towards larger values: no finite prior precision does better "
-            "than the network without uncertainty of its parameters (predict with method='map')."
-        )
-    return "The metric levels off towards smaller values: they are all alike."
-
-
-def _between(found: Found) -> list[float]:
-    """Points between the best and its neighbours; none if the data do not tell these apart."""
-    best, between = found.best, []
-    neighbours = found.neighbours(best)
-    if not any(found.is_worse(i) for i in neighbours):
-        return []
-    at = found.points[best].at
-    for neighbour in neighbours:
-        ratio = found.points[neighbour].at / at
-        between += [at * ratio ** (i / _FINER) for i in range(1, _FINER)]
-    return between
-
-
-def _looked_at(look: Look, found: Found, points: list[float]) -> Found | str:
-    """With further points; or what went wrong with them."""
-    best = found.points[found.best]
-    try:
-        again, *more = [row[0] for row in look([best.at, *points], [best.link])[: len(points) + 1]]
-    except ValueError as error:
-        # At the first points the same data passed.
-        return f"Not searched from {min(points):.3g} to {max(points):.3g}: {error}"
-    if not _is_same(again, best):
-        return (
-            "Not searched further: the loader gave other examples, or in another order, when it "
-            "was read again. Pass one that does not shuffle or augment."
-        )
-    return replace(found, points=sorted([*found.points, *more], key=lambda point: point.at))
-
-
-def _is_same(one: Evaluated, other: Evaluated) -> bool:
-    """Whether the scores of two passes are of the same examples in the same order.
-
-    Rounding may move a few examples to another class or bin, or turn the sign of a bin's gap.
-    """
-    if len(one.sums) != len(other.sums):
-        return False
-    close = torch.isclose(one.sums.abs(), other.sums.abs(), rtol=1e-3, atol=1e-4, equal_nan=True)
-    return float(close.double().mean()) > _SAME

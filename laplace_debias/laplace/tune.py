@@ -18,10 +18,9 @@ from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.search import (
     DEFAULT_GRID,
     TEMPERATURES,
-    Found,
     Look,
     first_look,
-    search,
+    refined,
     tuning_of,
 )
 from laplace_debias.laplace.subject import Subject
@@ -42,7 +41,6 @@ class Wanted:
     Attributes:
         metric: The metric.
         grid: Prior precisions; None for the default.
-        extend: Whether to go on from the grid and to refine it; None if it is the default.
         sigma: Whether to tune the noise, too; None if it was never given.
         link: The only link or formula to look at; None for all.
         once: Whether the data can be read only once.
@@ -50,15 +48,9 @@ class Wanted:
 
     metric: str
     grid: Float[Tensor, " grid"] | Sequence[float] | None
-    extend: bool | None
     sigma: bool | None
     link: str | Link | None
     once: bool
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether to go on from the grid."""
-        return self.grid is None if self.extend is None else self.extend
 
     @property
     def points(self) -> Float[Tensor, " grid"]:
@@ -140,19 +132,17 @@ def on_data(
     by = links_to_try(default, wanted.link)
     look = Look(predict, read, likelihood, class_dim, scores)
     found = first_look(look, points, by, _OF_PROBABILITIES[metric])
-    if wanted.goes_on and not wanted.once:
-        found = search(look, found, unit)
-    else:
-        found = _noting_the_end(found, wanted)
+    finer = None if wanted.once or wanted.grid is not None else refined(look, found)
 
     def sigma_at(factor: float) -> float | list[float]:
         assert isinstance(likelihood, Gaussian)
         return (likelihood.sigma * factor).tolist()
 
-    result = tuning_of(found, metric, sigma_at)
+    result = tuning_of(found, finer, metric, sigma_at)
     if not with_noise:
         return _noting_assumed(result, fitted, wanted.sigma), None
-    factor = found.points[found.best].sigma_factor
+    last = finer or found
+    factor = last.points[last.best].sigma_factor
     assert factor is not None
     assert isinstance(result.prior_precision, float)
     return result, noise.rescaled(fitted, factor, result.prior_precision)
@@ -198,22 +188,6 @@ def by_evidence(
     else:
         found = evidence.tune_groups(fitted, per)
     return _noting_assumed(found, fitted, sigma), None
-
-
-def _noting_the_end(found: Found, wanted: Wanted) -> Found:
-    """The findings of the grid alone, with a note if the best lies at its end."""
-    if wanted.goes_on:
-        return found.noting(
-            "Searched on the grid alone: the data is an iterator, which can be read only once."
-        )
-    best, last = found.best, len(found.points) - 1
-    if last > 0 and best in (0, last):
-        advice = "leave out extend=False" if wanted.grid is None else "pass extend=True"
-        return found.noting(
-            f"The best is at the {'smallest' if best == 0 else 'largest'} value of the grid: "
-            f"{advice} to go on from there."
-        )
-    return found
 
 
 def _is_assumed(fitted: Fitted) -> bool:
