@@ -40,19 +40,17 @@ class Group:
     blocks: tuple[int, ...]
 
 
-def groups_of(fitted: Fitted, per: str | None) -> list[Group]:
+def groups_of(fitted: Fitted, per: str) -> list[Group]:
     """The groups of a fit's blocks, in the order of their first ones.
 
     Args:
         fitted: The fit.
-        per: `"kind"`: those of one kind of layer; `"block"`: each block by itself; None: all.
+        per: `"kind"`: those of one kind of layer; `"block"`: each block by itself.
 
     Raises:
         ValueError: If `per` is none of these, or if the curvature is one block of all parameters.
     """
     names = fitted.parameters.block_names
-    if per is None:
-        return [Group("all", tuple(range(len(names))))]
     if per not in PER:
         raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
     if fitted.settings.kind.is_dense:
@@ -174,19 +172,13 @@ class GroupEvidence:
         """γ = Σ h / (h + δ), how many parameters the data determine."""
         return float((self.precisions / (self.precisions + delta)).sum())
 
-    def best(self, low: float, high: float, share: float = 1.0) -> float:
-        """The root of Σ h / (h + δ) − share · δ S, or the end of the range that it lies beyond.
-
-        Args:
-            low: The least δ.
-            high: The greatest δ.
-            share: What S is multiplied by.
-        """
+    def best(self, low: float, high: float) -> float:
+        """The root of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
         from scipy.optimize import brentq
 
         def slope(log_delta: float) -> float:
             delta = math.exp(log_delta)
-            return self.num_determined(delta) - share * delta * self.square
+            return self.num_determined(delta) - delta * self.square
 
         ends = math.log(low), math.log(high)
         if slope(ends[0]) <= 0:
@@ -223,36 +215,16 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     deltas = [together if delta == BOUNDS[0] else delta for delta in deltas]
     of_blocks = torch.tensor(spread(groups, deltas), dtype=torch.float64)
     value = fitted.log_marginal_likelihood(of_blocks).item()
-    return Tuning(
-        of_blocks.tolist(), OF_EVIDENCE, value, table_of(groups, seen, deltas), notes=notes
-    )
-
-
-def table_of(
-    groups: Sequence[Group],
-    seen: Sequence[GroupEvidence],
-    deltas: Sequence[float],
-    at: Sequence[float] | None = None,
-) -> list[Row]:
-    """A row for each group.
-
-    Args:
-        groups: The groups.
-        seen: What the marginal likelihood sees of them.
-        deltas: Their prior precisions.
-        at: These in the units of what is seen, if they differ.
-    """
-    return [
+    rows = [
         {
             "name": group.name,
             "prior_precision": delta,
             "num_parameters": of_group.num_parameters,
-            "num_determined": of_group.num_determined(point),
+            "num_determined": of_group.num_determined(delta),
         }
-        for group, of_group, delta, point in zip(
-            groups, seen, deltas, deltas if at is None else at, strict=True
-        )
+        for group, of_group, delta in zip(groups, seen, deltas, strict=True)
     ]
+    return Tuning(of_blocks.tolist(), OF_EVIDENCE, value, rows, notes=notes)
 
 
 def notes_of(groups: Sequence[Group], deltas: Sequence[float], together: float) -> tuple[str, ...]:

@@ -762,7 +762,7 @@ class Laplace:
 
         Args:
             sigma: Tune the noise of a regression, too, and set it, as `tune` does. If None, a sigma
-                that was never given is tuned.
+                that was never given is tuned. With `per` it is the best with one prior precision.
             per: One prior precision for each `"kind"` of layer (linear, convolution, embedding,
                 normalisation, bias, other) or for each `"block"`; None for one. A group without
                 curvature takes what is best for all together.

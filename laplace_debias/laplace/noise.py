@@ -11,22 +11,12 @@ from dataclasses import replace
 import torch
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.laplace.evidence import (
-    BOUNDS,
-    GroupEvidence,
-    groups_of,
-    notes_of,
-    spread,
-    table_of,
-)
 from laplace_debias.laplace.fitted import Fitted, Noise
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Tuning
 
 # The range of γ = δ kᵖ that is searched, in powers of ten.
 _RANGE = 20
-# Rounds of the best σ for the prior precisions and the other way round, and where they end.
-_ROUNDS, _TOLERANCE = 1000, 1e-10
 
 
 def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[float]) -> Fitted:
@@ -170,60 +160,6 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     assert isinstance(tuned.likelihood, Gaussian)
     table.sort(key=lambda row: row["prior_precision"])
     return Tuning(delta, name, -result.fun, table, tuned.likelihood.sigma.tolist()), tuned
-
-
-def tune_noise_and_groups(fitted: Fitted, per: str) -> tuple[Tuning, Fitted]:
-    """Maximise the log marginal likelihood over σ and a prior precision for each group.
-
-    From what is best for all parameters together, the prior precisions and σ are each set to their
-    best given the other, which is in closed form but for a root, until σ stays. Groups whose
-    optimum lies beyond the range are as `evidence.tune_groups` has them.
-
-    Args:
-        fitted: A fit with a `Gaussian` likelihood.
-        per: As `groups_of` takes it.
-
-    Returns:
-        What was found, and the fit with it.
-
-    Raises:
-        ValueError: As `tune_noise` and `groups_of`.
-    """
-    groups = groups_of(fitted, per)
-    start, shared = tune_noise(fitted)
-    together = start.prior_precision
-    assert isinstance(together, float)
-    assert isinstance(shared.likelihood, Gaussian)
-    assert isinstance(fitted.likelihood, Gaussian)
-    noise, T = noise_of(fitted), fitted.posterior.temperature
-    M, Q = noise.num_targets / T, squared_residuals(fitted) / T
-    k = float(shared.likelihood.sigma.flatten()[0] / fitted.likelihood.sigma.flatten()[0])
-    seen = [GroupEvidence.of(fitted.posterior, group) for group in groups]
-    for _ in range(_ROUNDS):
-        # In units of the fit's σ: γ = δ kᵖ.
-        unit, last = k**noise.power, k
-        low, high = BOUNDS[0] * unit, BOUNDS[1] * unit
-        gammas = [of_group.best(low, high, 1 / unit) for of_group in seen]
-        free = sum(
-            gamma * of_group.square
-            for gamma, of_group in zip(gammas, seen, strict=True)
-            if low < gamma < high
-        )
-        k = _best_factor(M, Q, free, noise.power)
-        if abs(k - last) <= _TOLERANCE * last:
-            break
-    found = [
-        BOUNDS[0] if gamma == low else BOUNDS[1] if gamma == high else gamma / unit
-        for gamma in gammas
-    ]
-    deltas = [together if delta == BOUNDS[0] else delta for delta in found]
-    of_blocks = spread(groups, deltas)
-    tuned = rescaled(fitted, k, of_blocks)
-    assert isinstance(tuned.likelihood, Gaussian)
-    table = table_of(groups, seen, deltas, [delta * unit for delta in deltas])
-    value = tuned.log_marginal_likelihood().item()
-    sigma, notes = tuned.likelihood.sigma.tolist(), notes_of(groups, found, together)
-    return Tuning(of_blocks, OF_EVIDENCE, value, table, sigma, notes=notes), tuned
 
 
 def _best_factor(M: float, Q: float, square: float, power: int) -> float:

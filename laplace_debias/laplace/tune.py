@@ -181,13 +181,16 @@ def by_evidence(
     Raises:
         ValueError: As `evidence` and `noise` raise.
     """
-    if sigma or (sigma is None and _is_assumed(fitted) and fitted.noise is not None):
-        return noise.tune_noise(fitted) if per is None else noise.tune_noise_and_groups(fitted, per)
-    if per is None:
+    with_noise = sigma or (sigma is None and _is_assumed(fitted) and fitted.noise is not None)
+    found, tuned = noise.tune_noise(fitted) if with_noise else (None, fitted)
+    if per is not None:
+        of_groups = evidence.tune_groups(tuned, per)
+        deltas = torch.tensor(of_groups.prior_precision, dtype=torch.float64)
+        tuned = replace(tuned, posterior=tuned.posterior.with_prior_precision(deltas))
+        found = of_groups if found is None else replace(of_groups, sigma=found.sigma)
+    elif found is None:
         found = evidence.maximise_marginal_likelihood(fitted.log_marginal_likelihood)
-    else:
-        found = evidence.tune_groups(fitted, per)
-    return _noting_assumed(found, fitted, sigma), None
+    return (found, tuned) if with_noise else (_noting_assumed(found, fitted, sigma), None)
 
 
 def _is_assumed(fitted: Fitted) -> bool:
