@@ -142,6 +142,8 @@ class NoiseProfile:
         assert isinstance(predicted, MultivariateNormal)
         root = predicted.scale_tril.flatten(0, -3).double()
         residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
+        rounding = 8 * torch.finfo(scored.values.dtype).eps * scored.labels.double().abs()
+        residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
         # Not from the log-density: beside its constant small residuals are lost in float32.
         squares = torch.linalg.solve_triangular(root, residuals, upper=False).square().sum((-2, -1))
         log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
