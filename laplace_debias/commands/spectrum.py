@@ -2,7 +2,6 @@
 
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +12,16 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from laplace_debias.commands.network import not_for, plain, print_notes
-from laplace_debias.curvature import GGN, Hessian, ggn_spectrum
+from laplace_debias.curvature import GGN, Hessian
 from laplace_debias.linalg import (
     EigenPairs,
     Estimate,
     SpectralDensity,
-    Status,
     eigsh,
     spectral_density,
     trace,
 )
-from laplace_debias.operators import Diagonal, LinearOperator, LowRankPlusDiagonal
+from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
 from laplace_debias.report.spectrum_plot import plot_spectral_density
 from laplace_debias.report.style import OKABE_ITO, log_ticks, new_panels, save, style_axes
 from laplace_debias.report.tables import write_csv
@@ -34,7 +32,6 @@ from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
 from laplace_debias.system.ranks import current
 
-_OF_LANCZOS = ("tolerance", "max_matvecs", "trace_matvecs", "density_probes", "density_steps")
 _LOSSES: dict[Task, tuple[str, nn.Module]] = {
     "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
     "binary": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
@@ -50,15 +47,10 @@ class Settings(SourceSettings):
     Attributes:
         matrix: `ggn` or `hessian`, of the mean loss: cross-entropy, binary cross-entropy or squared
             error, by the task.
-        method: `lanczos`: iterations, estimates of trace and density. `rows`, for the GGN of some
-            hundred examples: all eigenvalues through the products of its rows, without estimates.
         examples: How many of the training examples the loss is taken over, chosen by the seed.
         batch_size: Examples per batch. Results do not depend on it.
         eigenpairs: How many eigenpairs, the largest.
-        left_out: For `rows`: share of the trace that may be left out with the smallest rows. No
-            eigenvalue is too small by more.
-        tolerance: For `lanczos`, as the next four: greatest residual norm of a pair, relative to
-            the largest eigenvalue.
+        tolerance: Greatest residual norm of a pair, relative to the largest eigenvalue.
         max_matvecs: Greatest number of products for the eigenpairs.
         trace_matvecs: Products for the rest of the trace, which the eigenpairs do not explain.
         density_probes: Probes of the spectral density of that rest.
@@ -66,7 +58,7 @@ class Settings(SourceSettings):
         density_width: Width of the density's smoothing, in decades.
         density_floor: Eigenvalues count as zero up to this multiple of the largest one. A few
             Lanczos steps do not tell smaller ones apart.
-        memory_bound: Bytes that linearised batches or rows may take. What does not fit is computed
+        memory_bound: Bytes that linearised batches may take. What does not fit is computed
             again.
         output: Folder of the tables and the picture.
 
@@ -75,11 +67,9 @@ class Settings(SourceSettings):
     """
 
     matrix: Literal["ggn", "hessian"] = "ggn"
-    method: Literal["lanczos", "rows"] = "lanczos"
     examples: int = 500
     batch_size: int | None = 50
     eigenpairs: int = 50
-    left_out: float = 1e-4
     tolerance: float = 1e-3
     max_matvecs: int = 150
     trace_matvecs: int = 10
@@ -96,21 +86,13 @@ class Settings(SourceSettings):
         check_at_least(self, self.eigenpairs, "max_matvecs")
         check_at_least(self, 2, "trace_matvecs")
         check_at_least(self, 0, "memory_bound")
-        if not 0 <= self.left_out < 1:
-            raise ValueError(f"left_out is {self.left_out}; expected at least 0 and less than 1")
         for name in ("tolerance", "density_width", "density_floor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
-        if self.method == "rows" and self.matrix != "ggn":
-            raise ValueError(f"method rows is for the GGN, not for {self.matrix}: use lanczos")
 
     def without_effect(self) -> dict[str, str]:
         """As `SourceSettings.without_effect`."""
-        of_other = _OF_LANCZOS if self.method == "rows" else ("left_out",)
-        return {
-            **not_for("spectrum", "validation_examples", "test_examples"),
-            **dict.fromkeys(of_other, f"not for method={self.method}"),
-        }
+        return not_for("spectrum", "validation_examples", "test_examples")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,11 +136,6 @@ def run(settings: Settings, console: Printer | None = None) -> SpectrumResult:
     """
     console = console or Lines()
     ranks = current()
-    if settings.method == "rows" and ranks.size > 1:
-        raise ValueError(
-            f"method=rows is for one process, and WORLD_SIZE says {ranks.size}: give "
-            "--method=lanczos, or start the command without torchrun"
-        )
     check_target(settings.output / "eigenvalues.csv", make_folders=True)
     loaded = load(settings.without_comparison())
     print_notes(loaded, console)
@@ -169,11 +146,8 @@ def run(settings: Settings, console: Printer | None = None) -> SpectrumResult:
         f"{kind.__name__} of the {name} of {settings.examples:,} training {loaded.input_name}s, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters"
     )
-    if settings.method == "rows":
-        result = decompose(model, batches, settings, loss)
-    else:
-        batches = list(share(batches, model))
-        result = measure(kind(model, loss, batches, memory_bound=settings.memory_bound), settings)
+    batches = list(share(batches, model))
+    result = measure(kind(model, loss, batches, memory_bound=settings.memory_bound), settings)
     _print(result, console)
     if ranks.rank > 0:
         return result
@@ -261,49 +235,6 @@ def measure(A: LinearOperator, settings: Settings) -> SpectrumResult:
     )
     seconds = time.perf_counter() - began
     return SpectrumResult(pairs, rest_trace, density, A.shape[0], seconds)
-
-
-def decompose(
-    model: nn.Module,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    settings: Settings,
-    loss: nn.Module,
-) -> SpectrumResult:
-    """The spectrum of the GGN of few examples, exactly, from the products of its rows.
-
-    Returns:
-        What was measured. Residuals are their bound by what was left out.
-    """
-    began = time.perf_counter()
-    spectrum = ggn_spectrum(
-        model,
-        loss,
-        batches,
-        settings.eigenpairs,
-        tol=settings.left_out,
-        memory_bound=settings.memory_bound,
-    )
-    size, k = spectrum.vectors.shape
-    # Where there are more rows than parameters, the values behind the last one are rounding.
-    leading, others = spectrum.values[:k], spectrum.values[k:size]
-    pairs = EigenPairs(
-        leading,
-        spectrum.vectors,
-        torch.full_like(leading, spectrum.left_out),
-        num_matvecs=0,
-        status=Status.CONVERGED,
-        message=f"from {len(spectrum.values):,} rows of the Jacobian, exact but for the trace of "
-        f"{spectrum.left_out:.2g} of those left out",
-    )
-    total = torch.tensor(spectrum.trace, dtype=leading.dtype, device=leading.device)
-    density = spectral_density(
-        Diagonal(torch.cat([others, others.new_zeros(size - len(others))])),
-        scale="log",
-        width=settings.density_width,
-        floor=settings.density_floor * float(leading.max()),
-    )
-    rest = Estimate.exact(total - leading.sum())
-    return SpectrumResult(pairs, rest, density, size, time.perf_counter() - began)
 
 
 def draw(result: SpectrumResult, matrix: str) -> Figure:

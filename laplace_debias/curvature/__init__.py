@@ -10,8 +10,6 @@ from laplace_debias.curvature.operators import (
     Fisher,
     Hessian,
     Jacobian,
-    RowSpectrum,
-    ggn_spectrum,
 )
 
 __all__ = [
@@ -24,6 +22,4 @@ __all__ = [
     "Jacobian",
     "OneArgument",
     "ParametricFunction",
-    "RowSpectrum",
-    "ggn_spectrum",
 ]

@@ -148,7 +148,7 @@ def test_the_spectrum_of_each_task(here, task):
     bring.archive(here / "s.npz", **content)
     outputs = 1 if task in ("binary", "regression") else 3
     common = ["--model=nets:rows", f"--model_args.outputs={outputs}", "--data=s.npz", *QUIET]
-    options = ["--examples=20", "--eigenpairs=3", "--method=rows", "--left_out=0"]
+    options = ["--examples=20", "--eigenpairs=3", "--max_matvecs=60", "--tolerance=1e-6"]
     assert main(["spectrum", *common, *options, "--output=out"]) == 0
     found = loaded(model="nets:rows", model_args={"outputs": outputs}, data="s.npz")
     x = torch.cat([x for x, _ in found.train])[:20]
@@ -196,7 +196,7 @@ def test_json_is_all_there_is_on_the_standard_output(here, capsys):
         "fit": ["--output=p.safetensors"],
         "tune": ["--posterior=p.safetensors"],
         "predict": ["--posterior=p.safetensors", "--output=p.csv"],
-        "spectrum": ["--examples=10", "--eigenpairs=2", "--output=out", "--method=rows"],
+        "spectrum": ["--examples=10", "--eigenpairs=2", "--output=out"],
     }
     found = {}
     for name, options in commands.items():

@@ -32,7 +32,7 @@ REFUSED = {
         "--method=marglik --test_examples=3",
     ],
     "predict": ["--corruptions=[1]", "--train_examples=3", "--inputs=d.npz --test_examples=3"],
-    "spectrum": ["--left_out=0.1", "--method=rows --max_matvecs=60", "--corruptions=[1]"],
+    "spectrum": ["--corruptions=[1]"],
     "evaluate": ["--with_temperature", "--examples=3"],
     "report": ["--with_temperature", "--methods=[temperature] --examples=9", "--from=x"],
 }

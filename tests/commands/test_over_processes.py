@@ -207,9 +207,6 @@ def test_a_spectrum(here, processes):
                 np.testing.assert_allclose(
                     [row[column] for row in several], [row[column] for row in one], rtol=1e-8
                 )
-    rows = [*command[:4], "--data=d.npz", "--method=rows", "--output=rows"]
-    done = together(processes, 2, here, *rows)
-    assert "give --method=lanczos, or start the command without torchrun" in only_line(done)
 
 
 def only_line(done):

@@ -17,7 +17,6 @@ from examples.paper.networks import digits_net
 from laplace_debias.cli import main
 from laplace_debias.commands import spectrum
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.linalg import eigsh, trace
 from laplace_debias.operators import assume
 from laplace_debias.report.tables import read_csv
 
@@ -81,30 +80,6 @@ def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind):
     assert "Leading 4 eigenvalues" in printed
 
 
-def test_rows_give_the_same_without_estimates(checkpoint, tmp_path):
-    screen = io.StringIO()
-    result = spectrum.run(
-        spectrum.Settings(
-            **SMALL, method="rows", left_out=0.0, checkpoint=checkpoint, output=tmp_path
-        ),
-        Console(file=screen, width=200),
-    )
-    images, labels = training_images()
-    A = GGN(network(checkpoint), nn.CrossEntropyLoss(), [(images, labels)])
-    V, values = result.eigenpairs.vectors, result.eigenpairs.values
-    torch.testing.assert_close(A @ V, V * values, rtol=0, atol=1e-4 * float(values[0]))
-    torch.testing.assert_close(eigsh(A, k=4).values, values, rtol=1e-4, atol=0)
-    estimate = trace(A, num_matvecs=40, generator=torch.Generator().manual_seed(0))
-    error = 4 * float(estimate.standard_error)
-    assert float(result.trace) == pytest.approx(float(estimate), abs=error)
-    assert float(result.trace.standard_error) == 0
-    assert result.density.num_matvecs == 0
-    # 270 rows, four of whose eigenvalues are the leading ones; none of the others is tiny.
-    assert result.density.null_fraction == pytest.approx(1 - 266 / A.shape[0], abs=1e-5)
-    assert "270 rows" in screen.getvalue()
-    assert (tmp_path / "spectrum.png").is_file()
-
-
 def test_the_trace_is_unbiased_and_its_error_honest():
     eigenvalues = torch.cat(
         [torch.tensor([50.0, 40.0, 30.0, 20.0]), torch.linspace(1, 2, 36)]
@@ -149,8 +124,6 @@ def test_configs_are_valid(name, capsys):
         ({"tolerance": 0.0}, "tolerance is 0.0"),
         ({"density_width": -1.0}, "density_width is -1.0"),
         ({"memory_bound": -1}, "memory_bound is -1"),
-        ({"left_out": 1.0}, "left_out is 1.0"),
-        ({"method": "rows", "matrix": "hessian"}, "use lanczos"),
     ],
 )
 def test_settings_out_of_range_are_refused(change, message):

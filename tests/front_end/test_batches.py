@@ -17,7 +17,6 @@ from laplace_debias.curvature import (
     Fisher,
     Hessian,
     Jacobian,
-    ggn_spectrum,
 )
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -166,13 +165,6 @@ def test_operators_read_the_same_batches(name):
     hooked = make([(X, Y, "file.png")], batch=lambda batch: batch[:2]).to_dense()
     torch.testing.assert_close(of_dicts, of_pairs, rtol=0, atol=0)
     torch.testing.assert_close(hooked, of_pairs, rtol=0, atol=0)
-
-
-def test_the_spectrum_reads_the_same_batches():
-    loss = nn.CrossEntropyLoss()
-    of_pairs = ggn_spectrum(model(), loss, [(X, Y)], k=2)
-    hooked = ggn_spectrum(model(), loss, [(X, Y, 0)], k=2, batch=lambda batch: batch[:2])
-    torch.testing.assert_close(hooked.values, of_pairs.values, rtol=0, atol=0)
 
 
 def test_a_loaded_posterior_takes_a_hook(tmp_path):

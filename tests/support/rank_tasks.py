@@ -22,7 +22,6 @@ from laplace_debias.curvature import (
     Fisher,
     Hessian,
     Jacobian,
-    ggn_spectrum,
 )
 from laplace_debias.curvature.fits import checkpoint
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
@@ -242,10 +241,8 @@ def product_of_own_vector(rank):
     return A @ vector
 
 
-def refused_operator(rank, name):
-    if name == "Jacobian":
-        return Jacobian(network(), loader())
-    return ggn_spectrum(network(), nn.CrossEntropyLoss(), loader(), k=2)
+def refused_operator(rank):
+    return Jacobian(network(), loader())
 
 
 class Faulty(torch.utils.data.Dataset):

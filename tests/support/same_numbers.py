@@ -27,7 +27,6 @@ from laplace_debias.curvature import (
     Fisher,
     Hessian,
     Jacobian,
-    ggn_spectrum,
 )
 from laplace_debias.laplace.links import Link, has_links
 from laplace_debias.linalg import (
@@ -258,8 +257,6 @@ def record_operators():
             record.note(f"{kind.__name__} {name}", operator @ V)
     J = Jacobian(model, batches)
     record.note("Jacobian", J @ torch.ones(J.shape[1], dtype=torch.float64))
-    spectrum = ggn_spectrum(model, nn.CrossEntropyLoss(), batches, k=3)
-    record.note("ggn_spectrum", spectrum.values[:20])
     quadratic = Quadratic.from_data(model, nn.CrossEntropyLoss(), batches, weight_decay=0.1)
     direction = torch.ones(J.shape[1], dtype=torch.float64)
     record.note("slope", quadratic.slope(direction))

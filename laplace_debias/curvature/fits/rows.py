@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.checkpoint import Sums
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sums import check_finite_sums
 from laplace_debias.curvature.fits.sweep import Sweep
@@ -17,9 +16,6 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Pairs
 
 Rows = Float[Tensor, "rows parameters"]
-
-OfBlock = Float[Tensor, "examples columns d"]
-"""One block's part of the rows of some examples, or what was made of it."""
 
 
 def sweep_rows(
@@ -42,53 +38,27 @@ def sweep_rows(
         ValueError: Naming the block, if a row is not finite.
     """
     extremes: dict[Block, list[Tensor]] = {block: [] for block in problem.blocks}
-
-    def join(parts: list[Tensor]) -> None:
-        for of_block, part in zip(extremes.values(), parts, strict=True):
-            of_block.append(torch.stack(torch.aminmax(part)))
-        consume(torch.cat(parts, dim=2).flatten(0, 1).to(problem.factor_dtype))
-
-    kept = None if sums is None else {"rows": sums, "extremes": extremes}
-    seen = sweep_parts(problem, batches, lambda jacobian: jacobian, join, first, kept)
-    check_finite_sums({block: [torch.cat(of)] for block, of in extremes.items() if of})
-    return seen
-
-
-def sweep_parts(
-    problem: Problem,
-    batches: Pairs,
-    of_block: Callable[[OfBlock], OfBlock],
-    consume: Callable[[list[Tensor]], object],
-    first: int = 0,
-    sums: Sums | None = None,
-) -> Seen:
-    """One pass over data that hands over what is made of the rows of every block.
-
-    Args:
-        problem: The network and its blocks.
-        batches: `(x, y)` pairs on the model's device.
-        of_block: Makes something of one block's part of the rows of some examples, `[b, K, d]`.
-        consume: Takes what was made for all blocks, in their order.
-        first: As `Sweep.over` takes it.
-        sums: As `Sweep` takes it.
-    """
     parts: dict[Block, Tensor] = {}
 
-    def measure(layer: nn.Module, block: Block, uses: Uses) -> OfBlock:
+    def measure(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "examples columns d"]:
         found = []
         for _, J, columns in rotated_jacobians(layer, block, uses, None, None):
             if columns is not None:
                 J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
-            found.append(of_block(J.flatten(2)))
+            found.append(J.flatten(2))
         return torch.cat(found)
 
     def collect(block: Block, part: Tensor) -> None:
         parts[block] = part
+        extremes[block].append(torch.stack(torch.aminmax(part)))
         if len(parts) == len(problem.blocks):
-            whole = [parts[b] for b in problem.blocks]
+            rows = torch.cat([parts[b] for b in problem.blocks], dim=2)
             parts.clear()
-            consume(whole)
+            consume(rows.flatten(0, 1).to(problem.factor_dtype))
 
     row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
-    sweep = Sweep(problem, measure, collect, sums=sums, extra_bytes=row_bytes, joins_blocks=True)
-    return sweep.over(batches, first)
+    kept = None if sums is None else {"rows": sums, "extremes": extremes}
+    sweep = Sweep(problem, measure, collect, sums=kept, extra_bytes=row_bytes, joins_blocks=True)
+    seen = sweep.over(batches, first)
+    check_finite_sums({block: [torch.cat(of)] for block, of in extremes.items() if of})
+    return seen

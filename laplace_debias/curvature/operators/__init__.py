@@ -9,7 +9,6 @@ from laplace_debias.curvature.operators.matrix_free import (
     Fisher,
     Hessian,
 )
-from laplace_debias.curvature.operators.row_spectrum import RowSpectrum, ggn_spectrum
 
 __all__ = [
     "EKFAC",
@@ -20,6 +19,4 @@ __all__ = [
     "Fisher",
     "Hessian",
     "Jacobian",
-    "RowSpectrum",
-    "ggn_spectrum",
 ]
