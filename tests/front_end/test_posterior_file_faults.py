@@ -7,10 +7,7 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 from pathlib import Path
 
@@ -24,7 +21,6 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.report.tables import read_csv, write_csv
-from laplace_debias.system import atomic
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.sealed import read_sealed, write_sealed
 
@@ -475,31 +471,6 @@ def test_a_replaced_file_keeps_its_permissions(la, path):
     path.chmod(0o640)
     la.save(path)
     assert path.stat().st_mode & 0o777 == 0o640
-
-
-KILLED = """
-    import os, runpy, signal, sys
-    written_atomically = runpy.run_path(sys.argv[1])["written_atomically"]
-    with written_atomically(sys.argv[2]) as temporary:
-        temporary.write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_what_a_killed_writer_left_is_removed_by_the_next(la, path):
-    before = path.read_bytes()
-    other = path.with_name("other")
-    for target in (path, path, other):
-        script = [sys.executable, "-c", textwrap.dedent(KILLED), atomic.__file__, str(target)]
-        assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
-    assert path.read_bytes() == before
-    # The second of them removed what the first had left.
-    assert len(list(path.parent.iterdir())) == 3
-    la.save(path)
-    assert len(list(path.parent.iterdir())) == 2
-    assert_alike(Laplace.load(path, la.model), la)
-    write_csv([{"a": 1}], other)
-    assert sorted(path.parent.iterdir()) == [other, path]
 
 
 def test_what_a_living_writer_holds_is_left_alone(tmp_path):
