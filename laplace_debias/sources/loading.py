@@ -25,7 +25,6 @@ from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
 from laplace_debias.sources.shares import one_first
 from laplace_debias.sources.tables import Columns
-from laplace_debias.system.device import device_from
 
 
 def load(settings: SourceSettings) -> Loaded:
@@ -54,7 +53,7 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
     Raises:
         ValueError, ConnectionError, ImportError, OSError: As `load`.
     """
-    device = device_from(settings.device)
+    device = _device_from(settings.device)
     # Whatever random weights networks begin with, torch's global generator stays where it is.
     with torch.random.fork_rng(devices=[]):
         model, parts, view, columns = one_first(lambda: _found(settings))
@@ -266,3 +265,20 @@ def check_labels(parts: Parts, task: Task) -> None:
                 f"the {name} labels go up to {int(targets.max())}, but the network has one output: "
                 "expected 0 or 1"
             )
+
+
+def _device_from(name: str) -> torch.device:
+    """The device of a name; `auto` is a GPU where there is one.
+
+    Raises:
+        ValueError: If there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
+    return device

@@ -37,19 +37,9 @@ def _message(pids: str, by: str, text: str) -> str:
             "(num_workers, --workers) or smaller batches, or give a container more of it "
             "(docker run --shm-size=8g)."
         )
-    if not by:
-        return (
-            f"{told}: it was killed, most often by the kernel because memory ran out (`dmesg` "
-            "tells), or it crashed. Take fewer workers (num_workers, --workers) or smaller "
-            "batches, or no workers (num_workers=0, --workers=0) to see where it crashes."
-        )
-    if "Killed" in by:
-        return (
-            f"{told}: it was killed, most often by the kernel because memory ran out "
-            "(`dmesg` tells). Take fewer workers (num_workers, --workers), smaller batches or a "
-            "data set that reads less at once, and start again."
-        )
+    why = by.split(".")[0] or "exited"
     return (
-        f"{told}: it crashed ({by.split('.')[0]}). Take no workers (num_workers=0, --workers=0) to "
-        "see where."
+        f"{told} ({why}): it was killed, most often by the kernel because memory ran out (`dmesg` "
+        "tells), or it crashed. Take fewer workers (num_workers, --workers) or smaller batches, or "
+        "no workers (num_workers=0, --workers=0) to see where it crashes."
     )
