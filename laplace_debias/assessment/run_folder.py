@@ -113,6 +113,8 @@ class RunFolder:
                 f"{self.path} holds a run of other settings ({different}); give another --output, "
                 "or --overwrite to begin anew there"
             )
+        for path in self.path.rglob(".*.partial"):  # A run that was killed left them.
+            path.unlink(missing_ok=True)
         return run
 
     def _remove(self) -> None:

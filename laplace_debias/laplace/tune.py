@@ -27,7 +27,7 @@ from laplace_debias.laplace.subject import Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfile
 from laplace_debias.system.checks import real
-from laplace_debias.system.randomness import replayed
+from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current
 
 # Metrics of class probabilities; True where more is better.
@@ -96,7 +96,7 @@ def on_data(
     """
     fitted.check_model()
     shards.check_held_out(loader)
-    passes = replayed(with_progress(loader, progress, "tune"), generator)
+    batches = seeded(with_progress(loader, progress, "tune"), generator)
     metric, likelihood, class_dim = wanted.metric, fitted.likelihood, fitted.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else list(_OF_PROBABILITIES)
@@ -120,14 +120,14 @@ def on_data(
         return predictive.predictives_by_links(fitted, x, grid, by)
 
     # The first batch shows how many classes there are; it is part of the first pass.
-    begun = iter(subject.on_device(passes()))
+    begun = iter(subject.on_device(batches))
     batch = next(begun, None)
     default = None if batch is None else predictive.default_link(fitted, batch[0])
     default = next(filter(None, current().exchange(default)), None)
     unread = [chain([] if batch is None else [batch], begun)]
 
     def read() -> Pairs:
-        return unread.pop() if unread else subject.on_device(passes())
+        return unread.pop() if unread else subject.on_device(batches)
 
     by = links_to_try(default, wanted.link)
     look = Look(predict, read, likelihood, class_dim, scores)

@@ -5,11 +5,10 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 @contextmanager
@@ -18,14 +17,12 @@ def written_atomically(
 ) -> Iterator[Path]:
     """Give a temporary path beside `path`, which takes its place when the block ends well.
 
-    The file and its folder reach the disk before the function returns, so that a power failure
-    leaves the old file or the new one. A symbolic link stays: the file that it leads to is
-    replaced. A file that is replaced keeps its permissions. Threads and processes may write one
-    path at once: the last one to finish wins.
+    The content reaches the disk before it takes the place. A symbolic link stays: the file that it
+    leads to is replaced. A file that is replaced keeps its permissions. Threads and processes may
+    write one path at once: the last one to finish wins.
 
     After an exception what stood at `path` still stands there, and nothing else is left. A process
-    that is killed leaves its temporary file, `.<name>.<16 hexadecimal digits>.partial`, which may
-    be deleted.
+    that is killed leaves its temporary file, `.<name>.<16 hexadecimal digits>.partial`.
 
     Args:
         path: Where the file shall be.
@@ -39,25 +36,26 @@ def written_atomically(
             reason, with a message that names `path` and says what to do.
     """
     target = check_target(path, make_folders=make_folders)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:16]}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:16]}.partial")
         temporary.touch(exist_ok=False)
+    except OSError as error:
+        raise _explained(error, path) from error
+    try:
         if target.exists():
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        temporary.replace(target)
-        _sync_folder(target.parent)
+        os.replace(temporary, target)
     except OSError as error:
         # Another file may have failed, which was to be copied here.
-        if error.filename not in (None, str(temporary), str(target.parent)):
+        if error.filename not in (None, str(temporary)):
             raise
         raise _explained(error, path) from error
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) -> Path:
@@ -104,19 +102,6 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
             f"{path} is write-protected: choose another name, or change its permissions."
         )
     return target
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt" or not os.access(folder, os.R_OK):
-        return  # It cannot be opened.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:  # Some file systems cannot; the file is in place.
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:

@@ -4,7 +4,7 @@ A `DataLoader` draws from torch's global generator on the CPU: a seed for its wo
 even without any; a seed for `shuffle=True`; and what its data set draws to augment.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,52 +34,17 @@ def seeded(batches: Any, generator: torch.Generator | None) -> Any:
     if generator is None or isinstance(batches, (list, tuple)) or not isinstance(batches, Iterable):
         return batches
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)
-    stream = _Stream.of(int(seed))
+    stream = _Stream(int(seed))
     return (
         _steps(batches, stream) if isinstance(batches, Iterator) else SeededBatches(batches, stream)
     )
 
 
-def replayed(batches: Any, generator: torch.Generator | None) -> Callable[[], Any]:
-    """A function that gives the same batches for every pass, in the order of the first.
-
-    The first pass is that of `seeded`. The others draw what it drew, and leave torch's global
-    generator alone. An iterator has one pass, and a loader that draws elsewhere (a generator of its
-    own, NumPy) may differ from pass to pass.
-
-    Args:
-        batches: As `seeded` takes them.
-        generator: As `seeded` takes it.
-    """
-    check_generator(generator)
-    state = torch.get_rng_state() if generator is None else generator.get_state()
-    begun = False
-
-    def one_pass() -> Any:
-        nonlocal begun
-        is_first, begun = not begun, True
-        if is_first:
-            return seeded(batches, generator)
-        if generator is not None:
-            return seeded(batches, torch.Generator(generator.device).set_state(state))
-        if isinstance(batches, (list, tuple)) or not isinstance(batches, Iterable):
-            return batches
-        return SeededBatches(batches, _Stream(state))
-
-    return one_pass
-
-
 class _Stream:
     """Random numbers that stand in for torch's global generator while it is entered."""
 
-    def __init__(self, state: torch.Tensor) -> None:
-        """Begin at a state of the global generator."""
-        self._state = state
-
-    @classmethod
-    def of(cls, seed: int) -> "_Stream":
-        """Begin at a seed."""
-        return cls(torch.Generator().manual_seed(seed).get_state())
+    def __init__(self, seed: int) -> None:
+        self._state = torch.Generator().manual_seed(seed).get_state()
 
     def __enter__(self) -> None:
         _GLOBAL.__enter__()

@@ -7,7 +7,10 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
+import textwrap
 import threading
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.report.tables import read_csv, write_csv
+from laplace_debias.system import atomic
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.sealed import read_sealed, write_sealed
 
@@ -473,7 +477,25 @@ def test_a_replaced_file_keeps_its_permissions(la, path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_what_a_living_writer_holds_is_left_alone(tmp_path):
+KILLED = """
+    import os, runpy, signal, sys
+    written_atomically = runpy.run_path(sys.argv[1])["written_atomically"]
+    with written_atomically(sys.argv[2]) as temporary:
+        temporary.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_writer_leaves_what_was_there(la, path):
+    before = path.read_bytes()
+    script = [sys.executable, "-c", textwrap.dedent(KILLED), atomic.__file__, str(path)]
+    assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
+    assert path.read_bytes() == before
+    la.save(path)
+    assert_alike(Laplace.load(path, la.model), la)
+
+
+def test_writers_of_one_path_do_not_meet(tmp_path):
     path = tmp_path / "file"
     with written_atomically(path) as outer:
         outer.write_text("outer")
@@ -533,7 +555,7 @@ def test_tables_are_written_the_same_way(tmp_path, monkeypatch):
     assert read_csv(kept)
     assert link.is_symlink()
     assert kept.stat().st_mode & 0o777 == 0o600
-    assert len(synced) == 2
+    assert len(synced) == 1
     assert sorted(tmp_path.iterdir()) == [kept, link]
 
 
