@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PUBLIC = [
-    (name, public) for name in public_names.MODULES for public in importlib.import_module(name).__all__
+    (name, public)
+    for name in public_names.MODULES
+    for public in importlib.import_module(name).__all__
 ]
 
 
