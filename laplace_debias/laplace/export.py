@@ -41,7 +41,7 @@ from laplace_debias.laplace.sampling import SAMPLES_AT_ONCE
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.system.atomic import check_target, written_atomically
 from laplace_debias.system.checks import whole
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
 DEFAULT_SAMPLES = 100

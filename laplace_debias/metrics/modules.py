@@ -21,6 +21,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from laplace_debias.metrics import calibration, classification, ood, regression, selective
 from laplace_debias.metrics.checks import check_classification
+from laplace_debias.metrics.definitions import METRICS
 
 __all__ = [
     "AUPR",
@@ -49,7 +50,6 @@ class _Mean(Metric):
 
     is_differentiable = False
     full_state_update = False
-    higher_is_better: bool | None = False
     _of: Callable[..., Tensor]
     total: Tensor
     count: Tensor
@@ -75,23 +75,18 @@ class _Mean(Metric):
         return self.total / self.count
 
 
-class Accuracy(_Mean):
-    """`metrics.accuracy` over batches."""
+class _OfInterval(_Mean):
+    """The mean of what central Gaussian intervals of probability `level` have."""
 
-    _of = staticmethod(classification.accuracy)
-    higher_is_better = True
+    def __init__(self, level: float = 0.95, **options: Any) -> None:
+        super().__init__(**options)
+        regression.check_level(level)
+        self.level = level
 
-
-class NLL(_Mean):
-    """`metrics.nll` over batches, in nats."""
-
-    _of = staticmethod(classification.nll)
-
-
-class Brier(_Mean):
-    """`metrics.brier` over batches."""
-
-    _of = staticmethod(classification.brier)
+    def _values(self, *arguments: Tensor) -> Tensor:
+        mean, standard_deviation, targets = arguments
+        regression.check_gaussian(mean, standard_deviation, targets)
+        return self._of(mean, standard_deviation, targets, self.level)
 
 
 class _Kept(Metric):
@@ -99,6 +94,7 @@ class _Kept(Metric):
 
     is_differentiable = False
     full_state_update = False
+    _of: Callable[..., Tensor]
     predictions: list[Tensor] | Tensor
     targets: list[Tensor] | Tensor
 
@@ -113,27 +109,21 @@ class _Kept(Metric):
         self.predictions.append(predictions.detach())
         self.targets.append(targets)
 
-    def _all(self) -> tuple[Tensor, Tensor]:
+    def compute(self) -> Float[Tensor, ""]:
+        """The function of the examples of all batches; ValueError if there were none."""
         if isinstance(self.predictions, list) and not self.predictions:
             raise ValueError(f"{type(self).__name__} saw no example: call `update` first.")
-        return dim_zero_cat(self.predictions), dim_zero_cat(self.targets)
+        return self._function(dim_zero_cat(self.predictions), dim_zero_cat(self.targets))
+
+    def _function(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self._of(predictions, targets)
 
 
 class _KeptProbs(_Kept):
-    _of: Callable[..., Tensor]
-    higher_is_better = False
-
     def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
         """Adds a batch of probabilities `[n, classes]` (or `[n]`) and class indices `[n]`."""
         check_classification(probs, labels)
         self._keep(probs, labels)
-
-    def compute(self) -> Float[Tensor, ""]:
-        """The function of the examples of all batches."""
-        return self._function(*self._all())
-
-    def _function(self, probs: Tensor, labels: Tensor) -> Tensor:
-        return self._of(probs, labels)
 
 
 class _Binned(_KeptProbs):
@@ -142,50 +132,11 @@ class _Binned(_KeptProbs):
         calibration.check_num_bins(num_bins)
         self.num_bins = num_bins
 
-    def _function(self, probs: Tensor, labels: Tensor) -> Tensor:
-        return self._of(probs, labels, self.num_bins)
-
-
-class ECE(_Binned):
-    """`metrics.ece` over batches, with `num_bins` bins."""
-
-    _of = staticmethod(calibration.ece)
-
-
-class EqualMassECE(_Binned):
-    """`metrics.ece_equal_mass` over batches, with `num_bins` bins."""
-
-    _of = staticmethod(calibration.ece_equal_mass)
-
-
-class MCE(_Binned):
-    """`metrics.mce` over batches, with `num_bins` bins."""
-
-    _of = staticmethod(calibration.mce)
-
-
-class ClasswiseECE(_Binned):
-    """`metrics.classwise_ece` over batches, with `num_bins` bins."""
-
-    _of = staticmethod(calibration.classwise_ece)
-
-
-class SmoothECE(_KeptProbs):
-    """`metrics.smooth_ece` over batches."""
-
-    _of = staticmethod(calibration.smooth_ece)
-
-
-class AURC(_KeptProbs):
-    """`metrics.aurc` over batches."""
-
-    _of = staticmethod(selective.aurc)
+    def _function(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self._of(predictions, targets, self.num_bins)
 
 
 class _KeptScores(_Kept):
-    _of: Callable[..., Tensor]
-    higher_is_better = True
-
     def update(self, scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
         """Adds a batch of scores `[n]`, and 1 where an example is OOD, 0 where not."""
         ood.check_scores(scores, "scores")
@@ -196,81 +147,12 @@ class _KeptScores(_Kept):
             )
         self._keep(scores, is_ood)
 
-    def compute(self) -> Float[Tensor, ""]:
-        """The function of the scores of all batches; ValueError if one kind is missing."""
-        scores, is_ood = self._all()
-        return self._of(scores[is_ood == 0], scores[is_ood == 1])
+    def _function(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self._of(predictions[targets == 0], predictions[targets == 1])
 
 
-class AUROC(_KeptScores):
-    """`metrics.auroc` over batches."""
-
-    _of = staticmethod(ood.auroc)
-
-
-class AUPR(_KeptScores):
-    """`metrics.aupr` over batches, OOD positive."""
-
-    _of = staticmethod(ood.aupr)
-
-
-class AuprIn(_KeptScores):
-    """`metrics.aupr_in` over batches, ID positive."""
-
-    _of = staticmethod(ood.aupr_in)
-
-
-class FPR95(_KeptScores):
-    """`metrics.fpr95` over batches."""
-
-    _of = staticmethod(ood.fpr95)
-    higher_is_better = False
-
-
-class GaussianNLL(_Mean):
-    """`metrics.gaussian_nll` over batches, in nats."""
-
-    _of = staticmethod(regression.gaussian_nll)
-
-
-class CRPS(_Mean):
-    """`metrics.crps` over batches, in the units of the targets."""
-
-    _of = staticmethod(regression.crps)
-
-
-class _OfInterval(_Mean):
-    def __init__(self, level: float = 0.95, **options: Any) -> None:
-        super().__init__(**options)
-        regression.check_level(level)
-        self.level = level
-
-
-class IntervalCoverage(_OfInterval):
-    """`metrics.interval_coverage` of the central Gaussian intervals of probability `level`."""
-
-    higher_is_better = None
-
-    def _values(self, *arguments: Tensor) -> Tensor:
-        mean, standard_deviation, targets = arguments
-        ends = regression.gaussian_interval(mean, standard_deviation, self.level)
-        return regression.interval_coverage(*ends, targets, reduction="none")
-
-
-class IntervalWidth(_OfInterval):
-    """`metrics.interval_width` of the central Gaussian intervals of probability `level`."""
-
-    def _values(self, *arguments: Tensor) -> Tensor:
-        mean, standard_deviation, targets = arguments
-        regression.check_gaussian(mean, standard_deviation, targets)
-        ends = regression.gaussian_interval(mean, standard_deviation, self.level)
-        return regression.interval_width(*ends, reduction="none")
-
-
-class QuantileCalibrationError(_Kept):
-    """`metrics.quantile_calibration_error` of Gaussian predictives over batches."""
-
-    higher_is_better = False
+class _KeptQuantiles(_Kept):
+    """A function of the probability integral transforms of targets, at `num_levels` levels."""
 
     def __init__(self, num_levels: int = 99, **options: Any) -> None:
         super().__init__(**options)
@@ -280,14 +162,62 @@ class QuantileCalibrationError(_Kept):
 
     def update(
         self,
-        mean: Float[Tensor, "n *outputs"],
-        standard_deviation: Float[Tensor, "n *outputs"],
-        targets: Float[Tensor, "n *outputs"],
+        mean: regression.Real,
+        standard_deviation: regression.Real,
+        targets: regression.Real,
     ) -> None:
         """Adds a batch of means, standard deviations (noise included) and targets."""
         self._keep(regression.gaussian_pit(mean, standard_deviation, targets), targets)
 
-    def compute(self) -> Float[Tensor, ""]:
-        """The error over the targets of all batches."""
-        pit, _ = self._all()
-        return regression.quantile_calibration_error(pit, self.num_levels)
+    def _function(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self._of(predictions, self.num_levels)
+
+
+def _class_of(metric: str, name: str, base: type[Metric], function: Callable[..., Tensor]) -> Any:
+    """The class of one of `METRICS`: its function over batches."""
+    definition = METRICS[metric]
+    return type(
+        name,
+        (base,),
+        {
+            "__doc__": f"{definition.label} over batches. {definition.meaning}",
+            "__module__": __name__,
+            "_of": staticmethod(function),
+            "higher_is_better": {"higher": True, "lower": False}.get(definition.better or ""),
+        },
+    )
+
+
+def _coverage(mean: Tensor, standard_deviation: Tensor, targets: Tensor, level: float) -> Tensor:
+    ends = regression.gaussian_interval(mean, standard_deviation, level)
+    return regression.interval_coverage(*ends, targets, reduction="none")
+
+
+def _width(mean: Tensor, standard_deviation: Tensor, targets: Tensor, level: float) -> Tensor:
+    ends = regression.gaussian_interval(mean, standard_deviation, level)
+    return regression.interval_width(*ends, reduction="none")
+
+
+Accuracy = _class_of("accuracy", "Accuracy", _Mean, classification.accuracy)
+NLL = _class_of("nll", "NLL", _Mean, classification.nll)
+Brier = _class_of("brier", "Brier", _Mean, classification.brier)
+GaussianNLL = _class_of("nll", "GaussianNLL", _Mean, regression.gaussian_nll)
+CRPS = _class_of("crps", "CRPS", _Mean, regression.crps)
+IntervalCoverage = _class_of("coverage", "IntervalCoverage", _OfInterval, _coverage)
+IntervalWidth = _class_of("width", "IntervalWidth", _OfInterval, _width)
+ECE = _class_of("ece", "ECE", _Binned, calibration.ece)
+EqualMassECE = _class_of("ece_equal_mass", "EqualMassECE", _Binned, calibration.ece_equal_mass)
+MCE = _class_of("mce", "MCE", _Binned, calibration.mce)
+ClasswiseECE = _class_of("classwise_ece", "ClasswiseECE", _Binned, calibration.classwise_ece)
+SmoothECE = _class_of("smooth_ece", "SmoothECE", _KeptProbs, calibration.smooth_ece)
+AURC = _class_of("aurc", "AURC", _KeptProbs, selective.aurc)
+AUROC = _class_of("auroc", "AUROC", _KeptScores, ood.auroc)
+AUPR = _class_of("aupr_out", "AUPR", _KeptScores, ood.aupr)
+AuprIn = _class_of("aupr_in", "AuprIn", _KeptScores, ood.aupr_in)
+FPR95 = _class_of("fpr95", "FPR95", _KeptScores, ood.fpr95)
+QuantileCalibrationError = _class_of(
+    "quantile_calibration_error",
+    "QuantileCalibrationError",
+    _KeptQuantiles,
+    regression.quantile_calibration_error,
+)

@@ -176,6 +176,23 @@ def _images(pixels: Pixels | None, shape: tuple[int, ...] | None, what: str) -> 
     return pixels
 
 
+def _device_from(name: str) -> torch.device:
+    """The device of a name; `auto` is a GPU where there is one.
+
+    Raises:
+        ValueError: If there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
+    return device
+
+
 def _dtype_of(model: nn.Module) -> torch.dtype | None:
     """The dtype that floating-point inputs are cast to; None where they are of it already."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]

@@ -2,12 +2,17 @@
 
 from typing import SupportsIndex
 
+import torch
+
 from laplace_debias.system.checks import whole
 
 MEMORY_BOUND = 2**27
 """Bytes, unless a user says otherwise."""
 MOST_GRANTED = 2**32
 """Bytes up to which what one example needs is granted without being asked for."""
+# What torch's allocators (that of the CPU raises no error of its own kind) and NVIDIA's libraries
+# say.
+_SAID = ("not enough memory", "can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 
 
 def check_memory_bound(bound: SupportsIndex | None) -> int | None:
@@ -46,3 +51,14 @@ def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
     raise ValueError(
         f"{subject} takes {needed} bytes, {found}. Pass memory_bound={needed}{remedy}."
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be allocated.
+
+    Such an error tells nothing of the model: a handler that takes any exception for "the model
+    cannot do this" must let it through.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)

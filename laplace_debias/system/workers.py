@@ -26,20 +26,10 @@ def telling_of_lost_workers() -> Iterator[None]:
         found = _GONE.search(str(error))
         if found is None or isinstance(error, LostWorkerError):
             raise
-        raise LostWorkerError(_message(found[1].strip(), found[3] or "", str(error))) from error
-
-
-def _message(pids: str, by: str, text: str) -> str:
-    told = f"A worker process of the DataLoader (pid {pids}) is gone"
-    if "shared memory" in text or "Bus error" in by:
-        return (
-            f"{told}: the shared memory of the machine, /dev/shm, is full. Take fewer workers "
-            "(num_workers, --workers) or smaller batches, or give a container more of it "
-            "(docker run --shm-size=8g)."
-        )
-    why = by.split(".")[0] or "exited"
-    return (
-        f"{told} ({why}): it was killed, most often by the kernel because memory ran out (`dmesg` "
-        "tells), or it crashed. Take fewer workers (num_workers, --workers) or smaller batches, or "
-        "no workers (num_workers=0, --workers=0) to see where it crashes."
-    )
+        how = f" ({found[3].split('.')[0]})" if found[3] else ""
+        raise LostWorkerError(
+            f"A worker process of the DataLoader (pid {found[1].strip()}) is gone{how}: memory, or "
+            "the shared memory /dev/shm of a container (docker run --shm-size=8g), ran out, or it "
+            "crashed. Take fewer workers (num_workers, --workers) or smaller batches, or none "
+            "(num_workers=0, --workers=0) to see where it crashes."
+        ) from error

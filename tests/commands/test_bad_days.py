@@ -172,8 +172,8 @@ def test_a_fit_goes_on_although_its_state_cannot_be_saved(here, disk, monkeypatc
 @pytest.mark.parametrize(
     ("data", "parts"),
     [
-        ("killed", ["(pid ", "killed, most often by the kernel", "fewer workers", "--workers"]),
-        ("crashing", ["(pid ", "crashed", "--workers=0"]),
+        ("killed", ["(pid ", "is gone", "fewer workers", "--workers"]),
+        ("crashing", ["(pid ", "or it crashed", "--workers=0"]),
         ("raising", ["the data set failed", "OSError: image", "--workers=0 with --traceback"]),
     ],
 )

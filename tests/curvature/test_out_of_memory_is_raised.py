@@ -16,7 +16,7 @@ from laplace_debias.curvature.network import reader as next_token
 from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.operators import linearisation
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 ERRORS = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),

@@ -1,10 +1,8 @@
 """Whatever one thread does, four do as well: on one model and on several, with the same answers."""
 
 import copy
-import os
 import pickle
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
-from laplace_debias.system.threads import FORWARD_MODE, Lock, SharedSetting
+from laplace_debias.system.threads import Lock, SharedSetting
 
 THREADS = 4
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -313,7 +311,9 @@ def test_another_thread_may_leave_attention_as_it_was():
     thread.join()
     setting.__exit__(None, None, None)
     assert attention_kernels() == {"math"}
-    setting._after_fork()
+    thread = threading.Thread(target=setting.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
     assert attention_kernels() == before
 
 
@@ -339,40 +339,6 @@ def test_a_failing_prediction_lets_the_next_one_in():
     assert settings() == before
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(predict, other, "glm-mc").result(30).isfinite().all()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_lock_that_another_thread_holds_is_free_in_a_forked_child():
-    """And what the forking thread holds itself stays its own, to be released as often as taken."""
-    held, release = threading.Event(), threading.Event()
-    own = Lock()
-
-    def hold():
-        with FORWARD_MODE:
-            held.set()
-            release.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert held.wait(10)
-    with own, own:
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if FORWARD_MODE._lock.acquire(timeout=5) else 1)
-        deadline = time.monotonic() + 20
-        while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        child = os.fork()
-        if child == 0:
-            own.__exit__(None, None, None)
-            own.__exit__(None, None, None)
-            os._exit(0 if own._owner is None else 1)
-        of_own = os.waitpid(child, 0)
-    release.set()
-    thread.join()
-    assert done[0] != 0
-    assert os.waitstatus_to_exitcode(done[1]) == 0
-    assert os.waitstatus_to_exitcode(of_own[1]) == 0
 
 
 def test_operators_with_locks_can_still_be_copied_and_pickled():

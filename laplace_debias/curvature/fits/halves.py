@@ -6,7 +6,7 @@ from typing import Any
 
 from laplace_debias.curvature.layers.backends import Consume
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 
 class Adding:

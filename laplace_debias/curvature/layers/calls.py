@@ -25,7 +25,7 @@ from laplace_debias.curvature.network.inputs import (
     Inputs,
     call_with,
 )
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 # Numbers in the rows that are made at a time.
 _SLICE = 2**22

@@ -31,7 +31,7 @@ from laplace_debias.curvature.network.outputs import check_outputs, check_repeat
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 Calls = Mapping[str, Sequence[str]]
 

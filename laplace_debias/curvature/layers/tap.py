@@ -20,7 +20,7 @@ from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
     TRANSPOSED,
 )
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 
 @dataclass(frozen=True)

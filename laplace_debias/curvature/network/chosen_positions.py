@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from laplace_debias.curvature.network.inputs import Inputs, call, like, logits_of, take
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 Positions = int | Sequence[int] | Tensor
 """One position, the same ones for every example `[p]`, or a choice for each of them `[B, p]`."""

@@ -10,7 +10,7 @@ from laplace_debias.curvature.network.faults import require
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 
 def check_outputs(outputs: Tensor, probed: int | None = None) -> None:

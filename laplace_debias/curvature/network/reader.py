@@ -18,7 +18,7 @@ from laplace_debias.curvature.network.inputs import (
 )
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 # From what the data yields to (inputs, targets).
 BatchHook = Callable[[Any], tuple[Any, Any]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _SPLIT = {"FSDPModule", "FullyShardedDataParallel"}

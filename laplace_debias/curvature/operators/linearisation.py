@@ -22,7 +22,7 @@ from laplace_debias.curvature.network.inputs import (
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.operators.tracing import Program, Tensors, trace
-from laplace_debias.system.out_of_memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE, Lock, SharedSetting
 
 # From the tensors of one vector, or of several stacked along a new first dimension (True).
