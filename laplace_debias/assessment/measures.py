@@ -11,7 +11,8 @@ from laplace_debias import metrics
 from laplace_debias.assessment.conclusion import conclude
 from laplace_debias.assessment.examples import write_examples
 from laplace_debias.assessment.run import Run
-from laplace_debias.assessment.run_folder import read_json, read_table, write_json
+from laplace_debias.assessment.run_folder import read_predictions, write_json
+from laplace_debias.report.run_folder import read_json
 
 Table = Mapping[str, Tensor]
 TEST = "test"
@@ -26,7 +27,7 @@ def measure(run: Run) -> None:
     """
     with run.stage("measure"):
         tables = {
-            (method.key, part.name): read_table(run.path(method, part))
+            (method.key, part.name): read_predictions(run.path(method, part))
             for method in run.methods
             for part in run.sets
         }

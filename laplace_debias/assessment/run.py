@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from laplace_debias.assessment.methods import Family, Method, families_of
-from laplace_debias.assessment.run_folder import FORMAT, RunFolder, digest, table_says, write_json
+from laplace_debias.assessment.run_folder import RunFolder, digest, table_says, write_json
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.report.run_folder import FORMAT
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
 from laplace_debias.system.ranks import current

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from laplace_debias.report.run_folder import read_meta, read_table
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.ranks import current
 from laplace_debias.system.same_run import differences
 
-FORMAT = 1
 _METADATA = b"laplace_debias"
 _OURS = (
     *("config.yaml", "metrics.json", "examples.json", "report.html"),
@@ -64,20 +66,8 @@ class RunFolder:
         shutil.rmtree(self.path / "state", ignore_errors=True)
 
     def read_run(self) -> dict[str, Any] | None:
-        """`run.json`; None if there is none.
-
-        Raises:
-            ValueError: If it is damaged or of another format.
-        """
-        path = self.path / "run.json"
-        if not path.exists():
-            return None
-        run = read_json(path)
-        if not isinstance(run, dict) or run.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} is not of a run's format {FORMAT}: give another --output, or --overwrite"
-            )
-        return run
+        """`run.json`; None if there is none. Raises as `read_meta`."""
+        return read_meta(self.path) if (self.path / "run.json").exists() else None
 
     def open(self, identity: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
         """Look at what is in the folder before work begins.
@@ -166,18 +156,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it and run again") from error
-
-
 def write_table(path: Path, columns: Mapping[str, Tensor | None], told: Mapping[str, Any]) -> None:
     """Write a Parquet table whole or not at all.
 
@@ -219,30 +197,9 @@ def table_says(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_table(path: Path) -> dict[str, Tensor]:
-    """The columns of a table, `[n]` or `[n, k]`; nulls are NaN.
-
-    Raises:
-        ValueError: If the file is missing or damaged.
-    """
-    import numpy as np
-    import torch
-    from pyarrow import ArrowException, parquet
-
-    try:
-        table = parquet.read_table(path)
-    except (OSError, ArrowException) as error:
-        raise ValueError(f"{path} is missing or damaged ({error}): run again") from error
-    columns = {}
-    for name in table.column_names:
-        column = table[name].combine_chunks()
-        if hasattr(column, "flatten") and str(column.type).startswith("list"):
-            values = column.flatten().to_numpy(zero_copy_only=False)
-            columns[name] = torch.from_numpy(np.array(values)).reshape(len(column), -1)
-        else:
-            values = column.to_numpy(zero_copy_only=False)
-            columns[name] = torch.from_numpy(np.array(values))
-    return columns
+def read_predictions(path: Path) -> dict[str, Tensor]:
+    """The columns of a table of predictions; raises as `read_table`."""
+    return {name: torch.from_numpy(np.array(x)) for name, x in read_table(path).items()}
 
 
 def write_picture(path: Path, pixels: UInt8[Tensor, "height width 3"]) -> None:

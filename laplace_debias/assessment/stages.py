@@ -29,11 +29,12 @@ from laplace_debias.assessment.predictions import (
     written,
 )
 from laplace_debias.assessment.run import DataSet, Run
-from laplace_debias.assessment.run_folder import read_json, write_json, write_table
+from laplace_debias.assessment.run_folder import write_json, write_table
 from laplace_debias.assessment.temperature import fit_temperature, kind_of
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import num_examples, take
 from laplace_debias.laplace import Laplace
+from laplace_debias.report.run_folder import read_json
 from laplace_debias.sources.changed import Cast, Changed
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import alone, current

@@ -3,13 +3,12 @@
 import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from laplace_debias.assessment import RunFolder
-from laplace_debias.assessment.run_folder import read_json
 from laplace_debias.assessment.table import rows_to_print
 from laplace_debias.commands.network import plain
+from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings
 from laplace_debias.system.console import Printer
@@ -43,39 +42,16 @@ def config_of(settings: SourceSettings) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def run_in(path: Path) -> RunFolder:
-    """A folder with a complete run.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If the run was broken off.
-    """
-    folder = RunFolder(path)
-    run = folder.read_run() if path.is_dir() else None
-    if run is None:
-        raise FileNotFoundError(
-            f"{path} holds no run: give the --output of `laplace-debias report`"
-        )
-    if run["status"] != "complete":
-        raise ValueError(
-            f"the run in {path} was broken off: give the command that began it again, which goes "
-            "on from what is complete"
-        )
-    return folder
-
-
 def found_in(folder: RunFolder) -> dict[str, Any]:
     """What a run found, as `--json` prints it."""
-    run = folder.read_run()
-    assert run is not None
+    run = read_meta(folder.path)
     told = {name: run[name] for name in ("task", "sets", "methods", "conclusion", "notes")}
     return {**told, **read_json(folder.path / "metrics.json")}
 
 
 def tell(folder: RunFolder, console: Printer) -> None:
     """Print the table of a run and what it shows."""
-    run, found = folder.read_run(), read_json(folder.path / "metrics.json")
-    assert run is not None
+    run, found = read_meta(folder.path), read_json(folder.path / "metrics.json")
     test = next(part for part in run["sets"] if part["role"] == "test")
     rows = rows_to_print(run, found)
     title = f"{test['num_examples']:,} test {run['input_name']}s, 95 % intervals"

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from laplace_debias.assessment import PosteriorChoice, RunFolder, assess
 from laplace_debias.assessment.methods import LAPLACE, chosen_methods
-from laplace_debias.commands.compared import config_of, found_in, identity_of, run_in, tell
+from laplace_debias.commands.compared import config_of, found_in, identity_of, tell
 from laplace_debias.report.page import write_page
+from laplace_debias.report.run_folder import read_run
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.atomic import check_target
 from laplace_debias.system.checks import check_at_least
@@ -85,7 +86,7 @@ def run(settings: Settings, console: Printer | None = None) -> Path:
     """
     console = console or Lines()
     if settings.from_run is not None:
-        folder = run_in(settings.from_run)
+        folder = RunFolder(read_run(settings.from_run).folder)
         check_target(folder.path / "report.html")
     else:
         folder = _assessed(settings, console)

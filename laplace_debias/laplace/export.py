@@ -88,7 +88,7 @@ def export(
                     'link="exact" decomposes covariances, which is not exported: use "pairwise".'
                 )
             program = _traced(_LastLayerPredictive(fitted, inputs, chosen), inputs)
-            expected = predictive.predict_grid(fitted, inputs, None, chosen)[0]
+            expected = predictive.closed(fitted, inputs, chosen)
         else:
             draws = fitted.posterior.sample(samples or DEFAULT_SAMPLES, generator)
             try:

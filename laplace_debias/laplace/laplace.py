@@ -35,7 +35,7 @@ from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan, plan_of
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.posterior_range import check_temperature
-from laplace_debias.laplace.predictive import Grid, Prediction
+from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.prior import (
     Prior,
     PriorMean,
@@ -565,34 +565,6 @@ class Laplace:
             return linearised.joint(state, x, outputs, positions)
         mean, covariances = linearised.moments(state, x, None, diagonal, outputs, positions)
         return mean, covariances[0]
-
-    def predict_grid(
-        self,
-        x: Inputs | Record,
-        prior_precisions: Grid,
-        link: str | Link | None = None,
-        *,
-        positions: Positions | None = None,
-    ) -> list[Distribution]:
-        """The closed-form `"glm"` predictive at several prior precisions, in one pass.
-
-        Args:
-            x: Inputs, `[B, ...]`.
-            prior_precisions: One δ per grid point, `[P]`, or one for each block, `[P, blocks]`; a
-                tensor or a list.
-            link: As `predict`.
-            positions: As `predict`.
-
-        Returns:
-            P predictives of batch shape `[B]`; the posterior's own prior precision stays.
-
-        Raises:
-            ValueError: If there is no prior precision, or one that is not positive; as `predict`.
-            RuntimeError: As `predict`.
-        """
-        state = self._unchanged_state
-        chosen = link_from(link, state.likelihood)
-        return predictive.predict_grid(state, x, prior_precisions, chosen, positions)
 
     def predict(
         self,

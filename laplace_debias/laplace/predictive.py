@@ -28,9 +28,6 @@ from laplace_debias.system.checks import check_generator, whole
 # Logits that several links give together, at most.
 _AT_ONCE = 2**22
 
-# One δ per grid point, [P], or one for each block, [P, blocks].
-Grid = Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | Sequence[float]
-
 METHODS = ("glm", "glm-mc", "nn", "map")
 DEFAULT_SAMPLES = 100
 
@@ -143,10 +140,10 @@ def predict(fitted: Fitted, x: Inputs | Record, how: Prediction, link: Link | No
         fitted: The fit.
         x: Inputs, `[B, ...]`.
         how: The method.
-        link: Of the closed form, as `predict_grid` takes it.
+        link: As `closed` takes it.
     """
     if how.is_closed:
-        return predict_grid(fitted, x, None, link, how.positions)[0]
+        return closed(fitted, x, link, how.positions)
     with torch.inference_mode(False):
         if how.method == "map":
             return fitted.likelihood.predictive(how.outputs(fitted, x), None)
@@ -172,36 +169,26 @@ def uncertainty(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Uncertai
         return of_draws(fitted.likelihood, how.draws(fitted, x))
 
 
-def predict_grid(
-    fitted: Fitted,
-    x: Inputs | Record,
-    prior_precisions: Grid | None,
-    link: links.Link | None = None,
-    positions: Positions | None = None,
-) -> list[Distribution]:
-    """The closed-form `"glm"` predictives at the points of a grid, in one pass.
+def closed(
+    fitted: Fitted, x: Inputs | Record, link: Link | None, positions: Positions | None = None
+) -> Distribution:
+    """The closed-form `"glm"` predictive.
 
     Args:
         fitted: The fit.
         x: Inputs, `[B, ...]`.
-        prior_precisions: The grid; None for the fit's own prior precision alone.
         link: From Gaussian logits to probabilities; if None the fit's, else the default.
         positions: Which positions, as `Laplace.predict` takes them.
 
     Raises:
-        ValueError: If the grid is empty; as `linearised.moments`.
+        ValueError: As `linearised.moments`.
     """
     link = link or fitted.link or default_link(fitted, x)
     diagonal = links.variances_suffice(fitted.likelihood, link)
-    grid = None
-    if prior_precisions is not None:
-        grid = torch.as_tensor(prior_precisions, dtype=torch.float64)
-        if grid.ndim == 0 or len(grid) == 0:
-            raise ValueError("The grid holds no prior precision: pass at least one, [δ].")
-    mean, covariances = linearised.moments(fitted, x, grid, diagonal, positions=positions)
+    mean, covariances = linearised.moments(fitted, x, None, diagonal, positions=positions)
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
-    return [links.predictive(fitted.likelihood, link, mean, each) for each in covariances]
+    return links.predictive(fitted.likelihood, link, mean, covariances[0])
 
 
 def predictives_by_links(

@@ -282,20 +282,3 @@ def check_labels(parts: Parts, task: Task) -> None:
                 f"the {name} labels go up to {int(targets.max())}, but the network has one output: "
                 "expected 0 or 1"
             )
-
-
-def _device_from(name: str) -> torch.device:
-    """The device of a name; `auto` is a GPU where there is one.
-
-    Raises:
-        ValueError: If there is no such device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
-    return device

@@ -7,7 +7,7 @@ import pytest
 
 from laplace_debias import Laplace
 from laplace_debias.assessment import assess, predictions, stages
-from laplace_debias.assessment.run_folder import read_json
+from laplace_debias.report.run_folder import read_json
 
 
 class Console:

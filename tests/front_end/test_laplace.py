@@ -181,14 +181,6 @@ def test_prior_precisions_by_block_match_the_scalar_and_act_on_their_block(fitte
     ).all()
 
 
-def test_predict_grid_equals_one_prediction_each(fitted):
-    x = torch.randn(4, 1, 8, 8)
-    grid = torch.logspace(-3, 3, 4)
-    for delta, predicted in zip(grid, fitted.predict_grid(x, grid), strict=True):
-        fitted.prior_precision = delta
-        torch.testing.assert_close(predicted.probs, fitted.predict(x).probs)
-
-
 # ----------------------------------------------------------------- tuning and evaluation
 
 

@@ -198,7 +198,6 @@ def test_predict_takes_the_formula_of_the_functional_covariance():
         at = Link(name, 1.7)
         tempered = FORMULAS[name](mean / 1.7, covariance / 1.7**2).softmax(-1)
         same(la.predict(x, link=at).probs, tempered)
-        same(la.predict_grid(x, [0.7, 3.0], link=at)[0].probs, tempered)
     same(la.predict(x).probs, expected["pairwise"].softmax(-1))
     la.prior_precision = 1e12
     same(la.predict(x, link=Link("pairwise", 1.7)).probs, (mean / 1.7).softmax(-1))
@@ -240,7 +239,6 @@ def test_a_chosen_link_is_set_saved_loaded_and_told(tmp_path):
     la.link = Link("exact", 1.25)
     expected = la.predict(x, link=Link("exact", 1.25)).probs
     same(la.predict(x).probs, expected, rtol=0, atol=0)
-    same(la.predict_grid(x, [0.7])[0].probs, expected)
     nll = -expected.log().gather(1, y[:, None]).mean().item()
     assert la.evaluate([(x, y)])["nll"] == pytest.approx(nll)
     assert "link: exact at temperature 1.25" in repr(la)
@@ -267,7 +265,6 @@ def test_a_link_that_has_no_use_is_refused():
     regression, x, y = fitted("regression")
     for call in (
         lambda: regression.predict(x, link="probit"),
-        lambda: regression.predict_grid(x, [1.0], link="probit"),
         lambda: regression.tune([(x, y)], link="probit"),
         lambda: regression.evaluate([(x, y)], link="probit"),
         lambda: setattr(regression, "link", "probit"),

@@ -308,8 +308,8 @@ def test_links_and_temperatures_are_those_of_predictions_one_by_one():
     assert data.count == 1
 
     def losses(delta, link):
-        (predictive,) = la.predict_grid(x, [delta], link=link)
-        return -predictive.log_prob(y)
+        la.prior_precision = delta
+        return -la.predict(x, link=link).log_prob(y)
 
     def least(links):
         every = [(delta, link) for delta in grid for link in links]
@@ -372,7 +372,7 @@ def test_few_examples_take_the_simplest_link_and_another_link_can_win():
         assert la.tune([(x[some], y[some])]).link == Link("pairwise")
     # Class probabilities of the probit are the truth: with δ known, nothing else is as good.
     la.prior_precision = 0.01
-    probs = la.predict_grid(x, [0.01], link="probit")[0].probs
+    probs = la.predict(x, link="probit").probs
     g = torch.Generator().manual_seed(0)
     many = torch.multinomial(probs, 50, replacement=True, generator=g)
     data = [(x.repeat_interleave(50, 0), many.flatten())]
@@ -390,7 +390,8 @@ def test_a_link_that_is_asked_for_is_the_only_one():
     alone = la.tune([(x, y)], grid=[1e-2, 1.0], link=Link("probit", 1.5))
     assert alone.link == Link("probit", 1.5)
     for row in alone.table:
-        (predictive,) = la.predict_grid(x, [row["prior_precision"]], link=Link("probit", 1.5))
+        la.prior_precision = row["prior_precision"]
+        predictive = la.predict(x, link=Link("probit", 1.5))
         assert row["nll"] == pytest.approx(-predictive.log_prob(y).mean().item())
     at_end = la.tune([(x, y)], grid=[1e2, 1e4, 1e6, 1e8, 1e10], link="pairwise")
     assert at_end.link.temperature != 1

@@ -327,15 +327,8 @@ def test_batches_that_the_user_makes_tell_the_number_of_examples():
 def test_grids_are_tensors_or_lists_and_keep_their_digits():
     x, y = examples()
     la = Laplace(Mlp().eval()).fit_batches([(x, y)])
-    found = la.predict_grid(x, [0.1, 3.0])
-    for predictive, delta in zip(found, (0.1, 3.0), strict=True):
-        la.prior_precision = delta
-        torch.testing.assert_close(predictive.probs, la.predict(x).probs)
     tried = la.tune([(x, y)], grid=[0.1, 0.3]).table
     assert [row["prior_precision"] for row in tried] == [0.1, 0.3]
-    for wrong in ([], torch.tensor([])):
-        with pytest.raises(ValueError, match="no prior precision"):
-            la.predict_grid(x, wrong)
     chosen = la.functional(x[:2], outputs=[[0], [2]])[0]
     torch.testing.assert_close(chosen[:, 0], la.functional(x[:2])[0][[0, 1], [0, 2]])
 

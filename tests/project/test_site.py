@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from api_page import MODULES
+from public_names import MODULES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -274,7 +274,7 @@ def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, tol
     with pytest.raises(error, match=re.escape(told)) as caught:
         write_page(folder)
     assert re.search(
-        r"run the report again|`laplace-debias report|draw the page with", str(caught.value)
+        r"run the report again|`laplace-debias report|use the version that", str(caught.value)
     )
     assert not (folder / "report.html").exists()
 

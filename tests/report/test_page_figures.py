@@ -11,12 +11,12 @@ from synthetic_run import make_run, write_json
 from laplace_debias.report.page import calibration, ood, posterior, sections
 from laplace_debias.report.page.names import decimals, duration, number, significant, size
 from laplace_debias.report.page.panel import drawing, looks
-from laplace_debias.report.page.run_folder import read_run
 from laplace_debias.report.page.table import (
     difference_tables,
     full_tables,
     main_table,
 )
+from laplace_debias.report.run_folder import read_run
 
 
 @pytest.fixture(scope="module")

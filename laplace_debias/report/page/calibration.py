@@ -19,7 +19,7 @@ from laplace_debias.report.page.panel import (
     log_axis,
     percent_axes,
 )
-from laplace_debias.report.page.run_folder import Run
+from laplace_debias.report.run_folder import Run
 from laplace_debias.report.style import INK
 
 _BINS = 15

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from laplace_debias.report.page.names import significant
-from laplace_debias.report.page.run_folder import Run
+from laplace_debias.report.run_folder import Run
 
 _MOST_PIXELS = 128
 _SMALL = 64

@@ -7,8 +7,8 @@ from sklearn.metrics import roc_curve
 
 from laplace_debias.report.page.names import number, significant
 from laplace_debias.report.page.panel import Look, Panel, Picture, draw_diagonal, percent_axes
-from laplace_debias.report.page.run_folder import Run
 from laplace_debias.report.page.table import of_metric
+from laplace_debias.report.run_folder import Run
 from laplace_debias.report.style import INK
 
 _BINS = 40

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from laplace_debias.metrics import METRICS
 from laplace_debias.report.page.names import decimals, number, significant
 from laplace_debias.report.page.panel import Look, Panel, Picture, log_axis
-from laplace_debias.report.page.run_folder import Run
+from laplace_debias.report.run_folder import Run
 from laplace_debias.report.style import INK
 
 MOST_BLOCKS = 24

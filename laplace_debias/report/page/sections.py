@@ -8,7 +8,7 @@ from laplace_debias.metrics import METRICS
 from laplace_debias.report.page import calibration, ood, posterior
 from laplace_debias.report.page.names import decimals, duration, known_first, number, size
 from laplace_debias.report.page.panel import Look, Panel, Picture
-from laplace_debias.report.page.run_folder import Method, Run
+from laplace_debias.report.run_folder import Method, Run
 from laplace_debias.report.style import INK
 
 _BY_SEVERITY = ("accuracy", "nll", "overconfidence", "brier", "rmse", "scaled_error", "crps")

@@ -9,7 +9,7 @@ import pandas as pd
 
 from laplace_debias.metrics import METRICS, Metric
 from laplace_debias.report.page.names import MOST_DECIMALS, SCORES, decimals, known_first, number
-from laplace_debias.report.page.run_folder import Method, Run
+from laplace_debias.report.run_folder import Method, Run
 
 _MAIN = (
     *("accuracy", "nll", "brier", "overconfidence", "ece", "aurc"),

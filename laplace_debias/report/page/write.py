@@ -11,9 +11,9 @@ from markupsafe import Markup
 from laplace_debias.report.page.examples import example_groups
 from laplace_debias.report.page.names import duration, size
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
-from laplace_debias.report.page.run_folder import Run, read_run
 from laplace_debias.report.page.sections import Section, sections
 from laplace_debias.report.page.table import difference_tables, full_tables, main_table
+from laplace_debias.report.run_folder import Run, read_run
 from laplace_debias.report.style import GRID, INK, OKABE_ITO
 from laplace_debias.system.atomic import written_atomically
 

@@ -1,4 +1,4 @@
-"""A run folder as the page sees it, read and checked before anything is drawn."""
+"""A run folder, read and checked: the one reader of what `assessment` writes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_FORMAT = 1
+FORMAT = 1
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COLUMNS = ["method", "set", "metric", "value", "low", "high", "score", "reference"]
 _AGAIN = "run `laplace-debias report` again with the same settings, which goes on where it stopped"
@@ -121,17 +121,11 @@ class Run:
             ValueError: If the file is damaged.
         """
         path = self._predictions(method, data)
-        if not path.is_file():
+        values = read_table(path, name).get(name) if path.is_file() else None
+        if values is None or not len(values):
             return None
-        with _telling_of(path):
-            if name not in pq.read_schema(path).names:
-                return None
-            column = pq.read_table(path, columns=[name])[name]
-            if not len(column) or column.null_count:
-                return None
-            values = column.to_numpy()
-            values = (np.stack(values) if pa.types.is_nested(column.type) else values).astype(float)
-            return values if np.isfinite(values).all() else None
+        values = values.astype(float)
+        return values if np.isfinite(values).all() else None
 
     def num_predicted(self, method: str, data: str) -> int | None:
         """How many examples of a set a method has predicted, None where it has no file."""
@@ -160,7 +154,7 @@ class Run:
             ValueError: If it is damaged.
         """
         path = self.folder / name
-        return _read_json(path) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
@@ -175,17 +169,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     """
     folder = Path(folder)
     path, measured = folder / "run.json", folder / "metrics.json"
-    if not path.is_file():
-        told = "is no run folder, it has no run.json" if folder.is_dir() else "does not exist"
-        raise FileNotFoundError(
-            f"{folder} {told}: give a folder that `laplace-debias report --output` wrote."
-        )
-    meta = _read_json(path)
-    if meta.get("format") != _FORMAT:
-        raise ValueError(
-            f"{path} has format {meta.get('format')!r}, and this version reads format {_FORMAT}: "
-            "draw the page with the version that wrote the run."
-        )
+    meta = read_meta(folder)
     if meta.get("status") != "complete":
         raise ValueError(f"The run in {folder} is not complete ({meta.get('status')}): {_AGAIN}.")
     if not measured.is_file():
@@ -196,18 +180,67 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         tests = [data for data in sets if data.role == "test"]
         if not methods or not tests:
             raise ValueError("it has no methods, or no set with the role test")
-    metrics = _read_json(measured)
+    metrics = read_json(measured)
     with _telling_of(measured):
         tables = [_table(metrics[name]) for name in ("rows", "differences")]
     return Run(folder, meta, methods, sets, tests[0], *tables)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Reads `run.json` of a run that may be under way.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is damaged or of another format.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        told = "is no run folder, it has no run.json" if folder.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"{folder} {told}: give a folder that `laplace-debias report --output` wrote."
+        )
+    meta = read_json(path)
+    if meta.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has format {meta.get('format')!r}, and this version reads format {FORMAT}: "
+            "use the version that wrote the run, or give another folder."
+        )
+    return meta
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ValueError: If it is missing or damaged.
+    """
     with _telling_of(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError("it is no JSON object")
     return content
+
+
+def read_table(path: Path, *names: str) -> dict[str, np.ndarray]:
+    """Reads columns of a Parquet table, `[n]` or `[n, k]`; nulls are NaN.
+
+    Args:
+        path: The file.
+        names: The columns, of which some may be missing; all if there are none.
+
+    Raises:
+        ValueError: If the file is missing or damaged.
+    """
+    columns = {}
+    with _telling_of(path):
+        there = pq.read_schema(path).names
+        table = pq.read_table(path, columns=[n for n in there if n in names or not names])
+        for name in table.column_names:
+            column = table[name].combine_chunks()
+            is_list = pa.types.is_nested(column.type)
+            values = (column.flatten() if is_list else column).to_numpy(zero_copy_only=False)
+            columns[name] = np.array(values).reshape(len(column), -1) if is_list else values
+    return columns
 
 
 def _method(entry: Mapping[str, Any]) -> Method:

@@ -1,12 +1,10 @@
-"""The page of all public names, docs/api.md: `python tests/support/api_page.py` writes it."""
+"""The public names and their docstrings."""
 
 import ast
 import importlib
 import inspect
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "api.md"
 # The modules that users import from. Their `__all__` is what is public.
 MODULES = (
     "laplace_debias",
@@ -20,25 +18,10 @@ MODULES = (
 )
 
 
-def text():
-    """The page, from `__all__` and the first lines of the docstrings."""
-    parts = [
-        "# API",
-        "Every public name. The docstrings have shapes, units, errors and sources. Whatever is not "
-        "listed here may change without notice. `python tests/support/api_page.py` writes this "
-        "page.",
-    ]
-    for name in MODULES:
-        module = importlib.import_module(name)
-        rows = [f"| `{public}` | {summary(name, public)} |" for public in module.__all__]
-        parts += [f"## `{name}`", summary(name), "\n".join(["| name | |", "|---|---|", *rows])]
-    return "\n\n".join(parts) + "\n"
-
-
 def summary(module, name=None):
     """The first line of a docstring, a module's own or that of a name in it; "" if it has none."""
     doc = documentation(module, name)
-    return doc.strip().partition("\n")[0].replace("|", "\\|")
+    return doc.strip().partition("\n")[0]
 
 
 def documentation(module, name=None):
@@ -66,7 +49,3 @@ def _after_assignment(module, name):
                 is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
                 return inspect.cleandoc(value.value) if is_text else ""
     return ""
-
-
-if __name__ == "__main__":
-    PAGE.write_text(text(), encoding="utf-8")
