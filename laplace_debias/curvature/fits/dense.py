@@ -90,7 +90,9 @@ def fit_low_rank(
     size = sum(block.size for block in problem.blocks)
     if sum(problem.ranks.exchange(float(sums[_NUM_BYTES]))) <= KEPT_ROWS:
         along, U = _on_first(
-            problem, [_joined(problem, kept, size)], _leading_of_all(problem, rank)
+            problem,
+            [_joined(problem, kept, size)],
+            lambda rows: _leading(rows[0], rank, problem.dtype),
         )
     else:
         kept.clear()
@@ -157,7 +159,7 @@ def _on_first(
     rows: list[Tensor],
     decomposed: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """What is made of the rows of all processes: by the first of them, for all."""
+    """Eigenpairs of the rows of all processes: decomposed by the first of them, for all."""
     of_all = [problem.ranks.on_all([some]) or [some] for some in rows]
     is_first = problem.ranks.rank == 0
     found = {DENSE_BLOCK: decomposed([some for (some,) in of_all])} if is_first else {}
@@ -165,10 +167,6 @@ def _on_first(
     assert along is not None
     assert U is not None
     return along, U
-
-
-def _leading_of_all(problem: Problem, rank: int) -> Callable[[list[Tensor]], tuple[Tensor, Tensor]]:
-    return lambda rows: _leading(rows[0], rank, problem.dtype)
 
 
 def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
