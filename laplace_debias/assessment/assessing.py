@@ -10,7 +10,7 @@ from typing import Any
 from laplace_debias.assessment.measures import measure
 from laplace_debias.assessment.methods import Method, check_methods, default_methods
 from laplace_debias.assessment.run import Run, sets_of
-from laplace_debias.assessment.run_folder import RunFolder, telling_how_to_go_on, write_bytes
+from laplace_debias.assessment.run_folder import RunFolder, write_bytes
 from laplace_debias.assessment.stages import Fits, predict
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import checksum
@@ -78,19 +78,18 @@ def assess(
         "num_train": loaded.num_train,
     }
     folder, ranks = RunFolder(Path(output)), current()
-    with telling_how_to_go_on():
-        # Of several processes the first one looks at the folder, and writes to it.
-        earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
-        earlier = ranks.from_rank(earlier, 0)
-        run = Run(loaded, folder, methods, sets, identity, seed, console)
-        # `run.json` comes first and goes last: a folder with it is known for a run's.
-        run.begin(earlier, title, seconds or {})
-        write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
-        predict(run, Fits(run).fit())
-        if ranks.rank == 0:
-            with alone():
-                measure(run)
-        ranks.exchange(None)
+    # Of several processes the first one looks at the folder, and writes to it.
+    earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
+    earlier = ranks.from_rank(earlier, 0)
+    run = Run(loaded, folder, methods, sets, identity, seed, console)
+    # `run.json` comes first and goes last: a folder with it is known for a run's.
+    run.begin(earlier, title, seconds or {})
+    write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
+    predict(run, Fits(run).fit())
+    if ranks.rank == 0:
+        with alone():
+            measure(run)
+    ranks.exchange(None)
     return folder
 
 

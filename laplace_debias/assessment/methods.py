@@ -241,31 +241,36 @@ def chosen_methods(
         if key in BUILT_IN:
             raise ValueError(f"posteriors has {key}, which is a built-in method: call it otherwise")
         limit = None if choice.params == "last_layer" else examples
-        label = f"Laplace, {key}"
-        found.append(
-            Method(
-                key=key,
-                label=label,
-                describes=choice.described,
-                posterior=choice,
-                examples=limit,
-            )
-        )
-        if with_temperature:
-            found.append(
-                Method(
-                    key=f"{key}-temperature",
-                    label=f"{label}, temperature",
-                    describes=(
-                        f"{choice.described} The logarithms of the predicted probabilities are "
-                        "divided by one number, fitted on the validation examples."
-                    ),
-                    posterior=choice,
-                    has_temperature=True,
-                    examples=limit,
-                )
-            )
+        found += methods_of(key, f"Laplace, {key}", choice, with_temperature, limit)
     return tuple(found)
+
+
+def methods_of(
+    key: str, label: str, choice: PosteriorChoice, with_temperature: bool, examples: int | None
+) -> list[Method]:
+    """The method of a posterior, and with a temperature on top if that is asked for.
+
+    Args:
+        key: Its key.
+        label: Its label.
+        choice: The posterior.
+        with_temperature: Whether it is there a second time.
+        examples: How many examples of each set it predicts.
+    """
+    plain = Method(
+        key=key, label=label, describes=choice.described, posterior=choice, examples=examples
+    )
+    if not with_temperature:
+        return [plain]
+    tempered = replace(
+        plain,
+        key=f"{key}-temperature",
+        label=f"{label}, temperature",
+        describes=f"{choice.described} The logarithms of the predicted probabilities are divided "
+        "by one number, fitted on the validation examples.",
+        has_temperature=True,
+    )
+    return [plain, tempered]
 
 
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:

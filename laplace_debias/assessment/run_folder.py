@@ -1,13 +1,11 @@
 """The run folder: its files, each written whole, and whether a run there can be gone on with."""
 
-import errno
 import hashlib
 import io
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,19 +207,3 @@ def write_picture(path: Path, pixels: UInt8[Tensor, "height width 3"]) -> None:
     buffer = io.BytesIO()
     Image.fromarray(pixels.cpu().numpy()).save(buffer, "PNG")
     write_bytes(path, buffer.getvalue())
-
-
-@contextmanager
-def telling_how_to_go_on() -> Iterator[None]:
-    """Add to an error of a full disk how the run goes on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        told = OSError(
-            f"{error} Nothing is half-written: free some space and give the same command again, "
-            "which goes on from what is complete."
-        )
-        told.errno = error.errno
-        raise told from error

@@ -11,6 +11,7 @@ from laplace_debias.assessment.methods import (
     TEMPERATURE,
     Method,
     PosteriorChoice,
+    methods_of,
 )
 from laplace_debias.commands.compared import found_in, identity_of, tell
 from laplace_debias.commands.network import check_posterior
@@ -108,26 +109,7 @@ def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_file(path: Path, settings: Settings) -> list[Method]:
-    choice = PosteriorChoice(path=path)
     key = f"posterior-{path.stem.lower()}"
     key = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in key)
-    plain = Method(
-        key=key,
-        label=path.stem,
-        describes=choice.described,
-        posterior=choice,
-        examples=settings.examples,
-    )
-    if not settings.with_temperature:
-        return [plain]
-    return [
-        plain,
-        Method(
-            key=f"{key}-temperature",
-            label=f"{path.stem}, temperature",
-            describes=f"{choice.described} With a temperature on top.",
-            posterior=choice,
-            has_temperature=True,
-            examples=settings.examples,
-        ),
-    ]
+    choice = PosteriorChoice(path=path)
+    return methods_of(key, path.stem, choice, settings.with_temperature, settings.examples)

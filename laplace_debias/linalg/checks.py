@@ -39,7 +39,7 @@ def check_operator(A: object) -> None:
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
-            "what belongs to NumPy or SciPy by `from_scipy(matrix)`."
+            "an array of NumPy's as `Dense(torch.from_numpy(array))`."
         )
 
 

@@ -3,7 +3,6 @@
 from laplace_debias.operators.algebra import Product, Scaled, Sum, Transpose
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.layout import ParameterLayout
-from laplace_debias.operators.scipy_import import from_scipy
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal
@@ -33,5 +32,4 @@ __all__ = [
     "Sum",
     "Transpose",
     "assume",
-    "from_scipy",
 ]

@@ -49,7 +49,7 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
         return matrix.squeeze(-1), torch.ones_like(matrix)
     for attempt in _attempts(scaled):
         try:
-            values, vectors = attempt()
+            values, vectors = (part.to(scaled) for part in attempt())
         except torch.linalg.LinAlgError:
             continue
         if _is_right(scaled, values, vectors):
@@ -184,18 +184,13 @@ def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _attempts(matrix: Tensor) -> Iterator[Callable[[], Decomposition]]:
-    yield lambda: _cast(torch.linalg.eigh(matrix), matrix)
+    yield lambda: torch.linalg.eigh(matrix)
     if matrix.dtype != torch.float64:
-        yield lambda: _cast(torch.linalg.eigh(matrix.double()), matrix)
+        yield lambda: torch.linalg.eigh(matrix.double())
     if matrix.device.type != "cpu":
-        yield lambda: _cast(torch.linalg.eigh(matrix.double().cpu()), matrix)
+        yield lambda: torch.linalg.eigh(matrix.double().cpu())
     if not matrix.requires_grad:
-        yield lambda: _cast(_by_qr_iterations(matrix.double().cpu()), matrix)
-
-
-def _cast(pair: Decomposition, like: Tensor) -> Decomposition:
-    values, vectors = pair
-    return values.to(like), vectors.to(like)
+        yield lambda: _by_qr_iterations(matrix.double().cpu())
 
 
 def _by_qr_iterations(matrices: Tensor) -> Decomposition:

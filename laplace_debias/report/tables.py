@@ -7,9 +7,7 @@ None. Rows may lack columns.
 import csv
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, object]
 
 _MISSING = "–"
-_INTEGER = re.compile(r"[+-]?\d+")
-_REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE)
-_WORDS: dict[str, object] = {"": None, "True": True, "False": False}
 
 
 def markdown_table(
@@ -127,36 +122,6 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
         writer.writerows(lines)
 
 
-def read_csv(path: str | os.PathLike[str]) -> list[dict[str, object]]:
-    """Reads what `write_csv` wrote.
-
-    What looks like an integer, a real number, `True` or `False` becomes one; nothing becomes None.
-    A string that looks like a number, or is empty, does therefore not come back as a string.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The rows, each with every column.
-
-    Raises:
-        ValueError: The file is empty, or a line has more or fewer values than the header.
-        FileNotFoundError: There is no such file.
-    """
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        lines = list(csv.reader(file))
-    if not lines:
-        raise ValueError(f"{path} is empty; expected a header. Write it with `write_csv`.")
-    columns, *body = lines
-    for number, line in enumerate(body, start=1):
-        if len(line) != len(columns):
-            raise ValueError(
-                f"row {number} of {path} has {len(line)} values; expected {len(columns)} as in the "
-                "header. Has the file been cut off or edited?"
-            )
-    return [dict(zip(columns, map(_parse, line), strict=True)) for line in body]
-
-
 def _checked_columns(rows: Sequence[Row], columns: Sequence[str] | None) -> list[str]:
     if not rows:
         raise ValueError("the table has no rows; expected at least one. Did the run give results?")
@@ -208,11 +173,3 @@ def _is_numeric(rows: Sequence[Row], column: str) -> bool:
 
 def _escape(cell: str) -> str:
     return cell.replace("|", r"\|").replace("\n", " ")
-
-
-def _parse(cell: str) -> object:
-    if cell in _WORDS:
-        return _WORDS[cell]
-    if _INTEGER.fullmatch(cell):
-        return int(cell)
-    return float(cell) if _REAL.fullmatch(cell) else cell

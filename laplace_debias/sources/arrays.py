@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.sources.loaded import Task
-from laplace_debias.sources.parts import Examples, Parts, split_by_seed
+from laplace_debias.sources.parts import Examples, Parts, parted
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.targets import as_targets, task_of
@@ -56,16 +56,11 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
     arrays = read_archive(path)
     was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
     if was_whole:
-        indices = split_by_seed(len(arrays["y"]), settings.seed, settings.held_out)
+        indices, note = parted(len(arrays["y"]), settings, str(path), "examples")
         parts = {
-            name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()])
-            for name, i in zip(("train", "val", "test"), indices, strict=True)
+            name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()]) for name, i in indices.items()
         }
-        notes: tuple[str, ...] = (
-            f"{path} has no parts: {len(indices[1])} validation and {len(indices[2])} test "
-            f"examples are chosen by the seed {settings.seed}. The network must not have been "
-            "trained on them.",
-        )
+        notes: tuple[str, ...] = (note,)
     else:
         needed = [name for name in _NAMES if "_val" not in name or f"x{name[1:]}" in arrays]
         missing = [name for name in needed if name not in arrays]

@@ -12,7 +12,7 @@ from laplace_debias.sources.arrays import archive_parts
 from laplace_debias.sources.image_files import ImageFiles, View, images_below, view_of
 from laplace_debias.sources.imports import called, imported, is_import_path
 from laplace_debias.sources.loaded import OodData
-from laplace_debias.sources.parts import Parts, split_by_seed
+from laplace_debias.sources.parts import Parts, parted
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
 from laplace_debias.sources.tables import Columns, table_files, table_parts
@@ -166,16 +166,9 @@ class ImageFolder:
         parts = self.parts
         if "all" in parts:
             files = parts["all"]
-            indices = split_by_seed(len(files), settings.seed, settings.held_out)
-            parts = {
-                name: [files[i] for i in chosen.tolist()]
-                for name, chosen in zip(("train", "val", "test"), indices, strict=True)
-            }
-            notes += (
-                f"{self.root} has no train/ and test/: {len(parts['val'])} validation and "
-                f"{len(parts['test'])} test images are chosen by the seed {settings.seed}. The "
-                "network must not have been trained on them.",
-            )
+            indices, note = parted(len(files), settings, str(self.root), "images")
+            parts = {name: [files[i] for i in some.tolist()] for name, some in indices.items()}
+            notes += (note,)
         found = {
             name: ImageFiles(tuple(f for f, _ in files), tuple(label for _, label in files), view)
             for name, files in parts.items()

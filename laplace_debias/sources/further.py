@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.arrays import as_inputs, read_archive
@@ -120,7 +120,6 @@ class Reader:
                 "x_test"
             )
         x, pixels = as_inputs(arrays[name], str(path)), None
-        notes: tuple[str, ...] = ()
         if len(x) == 0:
             raise ValueError(f"{what}: {path} has no inputs; expected at least one")
         if x.dtype == torch.uint8 and x.ndim == 4:
@@ -131,31 +130,12 @@ class Reader:
                     "not known; give --mean and --std"
                 )
             pixels = self.pixels
-            x, notes = self._resized(x, what)
         if self.shape is not None and tuple(x.shape[1:]) != self.shape:
             raise ValueError(
                 f"{what}: {path} has inputs of shape {list(x.shape[1:])}, the network takes "
                 f"{list(self.shape)}; give inputs of this shape"
             )
-        return Further(_unlabelled(x, pixels), None, notes)
-
-    def _resized(self, x: Tensor, what: str) -> tuple[Tensor, tuple[str, ...]]:
-        """Images of bytes with the size and the channels that the network takes."""
-        if self.shape is None or len(self.shape) != 3 or tuple(x.shape[1:]) == self.shape:
-            return x, ()
-        channels, height, width = self.shape
-        if x.shape[1] == 1 and channels == 3:
-            x = x.expand(-1, 3, -1, -1)
-        if x.shape[2:] == (height, width):
-            return x, ()
-        resized = nn.functional.interpolate(
-            x.float(), size=(height, width), mode="bilinear", antialias=True
-        )
-        note = (
-            f"{what}: images of {x.shape[2]} × {x.shape[3]} pixels are resized to {height} × "
-            f"{width}."
-        )
-        return resized.round().clamp(0, 255).to(torch.uint8), (note,)
+        return Further(_unlabelled(x, pixels))
 
 
 def _unlabelled(x: Tensor, pixels: Pixels | None = None) -> Examples:

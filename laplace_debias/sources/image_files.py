@@ -1,13 +1,15 @@
 """Folders of images, decoded when fetched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
+from PIL import ImageOps
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -35,7 +37,8 @@ class View:
 
     def of_size(self, height: int, width: int) -> "View":
         """The same, resized to a height and a width in pixels: filled, then cropped."""
-        return replace(self, resized=_Filled((width, height)), any_size=True)
+        fit = partial(ImageOps.fit, size=(width, height), method=PIL.Image.Resampling.BILINEAR)
+        return replace(self, resized=fit, any_size=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +139,7 @@ def view_of(settings: SourceSettings, model: nn.Module) -> tuple[View, tuple[str
     is_grey = (settings.mean is not None and len(settings.mean) == 1) or (
         settings.std is not None and len(settings.std) == 1
     )
-    view = View(_as_it_is, pixels, is_grey)
+    view = View(_Steps(()), pixels, is_grey)
     size = settings.image_size
     return (view if size is None else view.of_size(size, size)), notes
 
@@ -165,30 +168,12 @@ def _torchvision_view(name: str) -> View:
 
 
 @dataclass(frozen=True)
-class _Filled:
-    """Resized so that it fills the size, with what sticks out cut off on both sides."""
-
-    size: tuple[int, int]
-
-    def __call__(self, image: Any) -> Any:
-        from PIL import ImageOps
-
-        if image.size == self.size:
-            return image
-        return ImageOps.fit(image, self.size, PIL.Image.Resampling.BILINEAR)
-
-
-@dataclass(frozen=True)
 class _Steps:
     """Steps one after the other; unlike a closure, processes of a `DataLoader` can be given it."""
 
-    steps: list[Any]
+    steps: Sequence[Any]
 
     def __call__(self, image: Any) -> Any:
         for step in self.steps:
             image = step(image)
         return image
-
-
-def _as_it_is(image: Any) -> Any:
-    return image

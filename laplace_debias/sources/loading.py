@@ -23,7 +23,6 @@ from laplace_debias.sources.networks import build
 from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
-from laplace_debias.sources.shares import one_first
 from laplace_debias.sources.tables import Columns
 
 
@@ -56,7 +55,7 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
     device = _device_from(settings.device)
     # Whatever random weights networks begin with, torch's global generator stays where it is.
     with torch.random.fork_rng(devices=[]):
-        model, parts, view, columns = one_first(lambda: _found(settings))
+        model, parts, view, columns = _found(settings)
     model = model.eval().to(device)
     train, number = batches_of(parts.train, settings, "train_examples", mixed=True)
     if number is None:
@@ -82,7 +81,6 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
     if isinstance(x, Tensor) and reader.dtype is not None:
         first = next(iter(train))
     task = task_of_outputs(model, first, parts, settings.task)
-    check_labels(parts, task)
     notes = parts.notes + tuple(note for _, notes in others.values() for note in notes)
     if settings.held_out != SourceSettings.held_out and not parts.was_whole:
         notes += ("held_out is not used: the data comes in parts of its own.",)
@@ -265,20 +263,3 @@ def _task_of_labels(y: Tensor, outputs: Tensor | None) -> Task:
         f"what the outputs mean is not known from targets of shape {list(y.shape)} and dtype "
         f"{y.dtype}: give --task"
     )
-
-
-def check_labels(parts: Parts, task: Task) -> None:
-    """Refuse labels of data in memory that are not classes of the data; others a fit refuses.
-
-    Raises:
-        ValueError: If a label is out of range.
-    """
-    if task != "binary":
-        return
-    for name in ("train", "validation", "test"):
-        targets = getattr(getattr(parts, name), "targets", None)
-        if isinstance(targets, Tensor) and len(targets) and int(targets.max()) > 1:
-            raise ValueError(
-                f"the {name} labels go up to {int(targets.max())}, but the network has one output: "
-                "expected 0 or 1"
-            )

@@ -109,6 +109,28 @@ def split_by_seed(
     return train.sort().values, validation.sort().values, test.sort().values
 
 
+def parted(
+    number: int, settings: SourceSettings, where: str, what: str
+) -> tuple[dict[str, Int64[Tensor, " part"]], str]:
+    """Indices by part (`train`, `val`, `test`) of data that has none, and a note that says so.
+
+    Args:
+        number: How many examples there are.
+        settings: The seed, and the share that is held out.
+        where: What has no parts.
+        what: What its examples are called.
+
+    Raises:
+        ValueError: As `split_by_seed`.
+    """
+    train, validation, test = split_by_seed(number, settings.seed, settings.held_out)
+    note = (
+        f"{where} has no parts: {len(validation)} validation and {len(test)} test {what} are "
+        f"chosen by the seed {settings.seed}. The network must not have been trained on them."
+    )
+    return {"train": train, "val": validation, "test": test}, note
+
+
 def batches_of(
     part: Part, settings: SourceSettings, limit: str | None = None, *, mixed: bool = False
 ) -> tuple[Batches, int | None]:

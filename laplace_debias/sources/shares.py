@@ -1,8 +1,7 @@
 """What several processes load and share: batches cut into parts, or dealt out whole."""
 
 import itertools
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -16,28 +15,7 @@ from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.sources.changed import Cast, Changed
 from laplace_debias.system.ranks import current
 
-Result = TypeVar("Result")
 Part = TypeVar("Part", bound=tuple[Any, ...])
-
-
-def one_first(work: Callable[[], Result]) -> Result:
-    """Work that every process does, but one of each machine before its others.
-
-    So what is downloaded, extracted or kept in a cache is there when the others look for it.
-
-    Args:
-        work: Returns what this process needs.
-    """
-    ranks = current()
-    hosts = ranks.exchange(socket.gethostname())
-    if hosts.index(hosts[ranks.rank]) != ranks.rank:
-        ranks.exchange(None)
-        return work()
-    try:
-        return work()
-    finally:
-        # After an error, too: what is wrong for all is then told by all.
-        ranks.exchange(None)
 
 
 def share(batches: Batches, model: nn.Module) -> Batches:

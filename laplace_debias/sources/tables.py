@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.sources.loaded import Task
-from laplace_debias.sources.parts import Examples, Parts, split_by_seed
+from laplace_debias.sources.parts import Examples, Parts, parted
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.targets import as_targets
 
@@ -94,16 +94,9 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> tuple[Parts
     target = _target(tables, files, settings)
     whole = tables.pop("all", None)
     if whole is not None:
-        indices = split_by_seed(len(whole), settings.seed, settings.held_out)
-        tables = {
-            part: whole.iloc[i.numpy()]
-            for part, i in zip(("train", "val", "test"), indices, strict=True)
-        }
-        notes = (
-            f"{first} has no parts: {len(indices[1])} validation and {len(indices[2])} test rows "
-            f"are chosen by the seed {settings.seed}. The network must not have been trained on "
-            "them.",
-        )
+        indices, note = parted(len(whole), settings, str(first), "rows")
+        tables = {part: whole.iloc[i.numpy()] for part, i in indices.items()}
+        notes = (note,)
     train = tables["train"]
     names = settings.features or tuple(name for name in train.columns if name != target)
     if target in names:

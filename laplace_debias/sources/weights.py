@@ -3,7 +3,7 @@
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
         path: `.safetensors`, or a file of `torch.save`, which is read with `weights_only=True`.
 
     Returns:
-        Entries of the file that are no weights, e.g. `split.train`.
+        The entries `split.…` of the file, which are no weights.
 
     Raises:
         ValueError: If the file is missing, damaged, holds pickled objects, or is of another
@@ -37,7 +37,12 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}: check the path")
     if path.suffix == ".safetensors":
-        tensors: Mapping[str, Tensor] = read_tensors(path)
+        try:
+            tensors: Mapping[str, Tensor] = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} is damaged or not a safetensors file ({error}); fetch or write it again"
+            ) from error
     elif path.suffix in _PICKLED:
         tensors = _unwrapped(_pickled(path), path)
     else:
@@ -55,7 +60,15 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
             "saved "
             "from, with its arguments as --model_args.KEY=VALUE"
         )
-    return load_state(model, tensors, str(path))
+    others = {name: tensor for name, tensor in tensors.items() if name.startswith("split.")}
+    try:
+        model.load_state_dict({k: v for k, v in tensors.items() if k not in others})
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} does not belong to this {type(model).__name__}: "
+            f"{' '.join(str(error).split())[:600]}; build the model that it was saved from"
+        ) from error
+    return others
 
 
 def _pickled(path: Path) -> Any:
@@ -110,83 +123,3 @@ def _without_prefixes(tensors: Mapping[str, Tensor], names: list[str]) -> Mappin
     if found is None:
         return tensors
     return _without_prefixes({k.removeprefix(found): v for k, v in tensors.items()}, names)
-
-
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file; nothing is ever unpickled.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Tensors on the CPU, by name.
-
-    Raises:
-        ValueError: If the file is missing or is not an intact safetensors file.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no file at {path}; expected a .safetensors file: check the path")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} is damaged or not a safetensors file ({error}); "
-            "fetch or write it again (pickled checkpoints are not read)"
-        ) from error
-
-
-def load_state(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Load weights by name into a model, strictly and in place; see `load_weights`.
-
-    Args:
-        model: The model that the weights belong to.
-        tensors: The weights, and perhaps other entries.
-        source: Where they come from, for messages.
-
-    Returns:
-        The other entries.
-
-    Raises:
-        ValueError: If the names or shapes are not the model's.
-    """
-    state = model.state_dict()
-    missing = [name for name in state if name not in tensors]
-    unknown = _parameter_like(model, (name for name in tensors if name not in state))
-    shapes = [
-        f"{name}: {list(tensors[name].shape)} in the file, {list(value.shape)} in the model"
-        for name, value in state.items()
-        if name in tensors and tensors[name].shape != value.shape
-    ]
-    if missing or unknown or shapes:
-        found = "; ".join(
-            f"{what}: {', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
-            for what, names in (
-                ("missing from the file", missing),
-                ("unknown to the model", unknown),
-                ("of another shape", shapes),
-            )
-            if names
-        )
-        raise ValueError(
-            f"{source} does not belong to this {type(model).__name__}: {found}; "
-            "build the model that the checkpoint was saved from"
-        )
-    with torch.no_grad():
-        for name, value in state.items():
-            value.copy_(tensors[name])
-    return {name: tensor for name, tensor in tensors.items() if name not in state}
-
-
-def _parameter_like(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the names that could be a parameter's or a buffer's of such a model.
-
-    Args:
-        model: The model.
-        names: Names such as `16.weight` or `split.train`.
-
-    Returns:
-        The names whose last part is also the last part of one of the model's.
-    """
-    leaves = {name.rpartition(".")[2] for name in model.state_dict()}
-    return [name for name in names if name.rpartition(".")[2] in leaves]

@@ -9,12 +9,12 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from csv_table import read_csv
 from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.curvature import GGN
-from laplace_debias.report.tables import read_csv
 from laplace_debias.sources import SourceSettings, load
 
 QUIET = ["--device=cpu", "--progress=false"]

@@ -12,10 +12,10 @@ import pandas
 import pytest
 import torch
 from command_tasks import together
+from csv_table import read_csv
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.report.tables import read_csv
 from laplace_debias.sources import SourceSettings, load
 
 # In double precision, so that sums in another order differ by rounding alone; 30 rows in batches of

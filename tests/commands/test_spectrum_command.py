@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from csv_table import read_csv
 from matrices import Opaque, randn
 from PIL import Image
 from rich.console import Console
@@ -18,7 +19,6 @@ from laplace_debias.cli import main
 from laplace_debias.commands import spectrum
 from laplace_debias.curvature import GGN, Hessian
 from laplace_debias.operators import assume
-from laplace_debias.report.tables import read_csv
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = {

@@ -7,8 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from laplace_debias.curvature.fits import factors
 from laplace_debias.curvature.fits.factors import input_factor
-from laplace_debias.curvature.layers import patches
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.patches import has_displacements, patch_moments
 from laplace_debias.curvature.layers.uses import activations
@@ -96,7 +96,7 @@ def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, join
     names = ["weight", "bias"]
     found = []
     for large in (0, 2**60):
-        monkeypatch.setattr(patches, "_LARGE", large)
+        monkeypatch.setattr(factors, "LARGE", large)
         block = curvature_blocks(layer, names, joint)[0]
         found.append(input_factor(layer, block, [[x]]))
         assert len(found[-1]) == (groups if groups > 1 else 72 + joint)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from csv_table import read_csv
 from torch import nn
 from torch.func import functional_call, jacrev
 
@@ -16,7 +17,6 @@ from examples.paper.data import digits, digits_parts
 from examples.paper.networks import all_cnn_c, conv_net, digits_net, wide_resnet
 from examples.paper.problems import PROBLEMS, Recipe, get_problem, train
 from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, summary_of
-from laplace_debias.report.tables import read_csv
 
 TINY = ["--recipe.cycles=[[1,0.05]]", "--progress=false", "--device=cpu"]
 BIAS = ["--full_examples=60", "--num_directions=2", "--draws=2"]

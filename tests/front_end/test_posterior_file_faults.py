@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from csv_table import read_csv
 from fuzz_posterior_files import answers, resealed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.report.tables import read_csv, write_csv
+from laplace_debias.report.tables import write_csv
 from laplace_debias.system import atomic
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.sealed import read_sealed, write_sealed

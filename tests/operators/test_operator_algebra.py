@@ -27,7 +27,6 @@ from laplace_debias.operators import (
     SubMatrix,
     Sum,
     assume,
-    from_scipy,
 )
 
 # Compositions keep the structure.
@@ -244,20 +243,6 @@ def test_conversion(name):
     assert (composed @ torch.ones(SIZE)).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "of", [lambda A: A, lambda A: A.T, lambda A: 2 * A, lambda A: A.T @ A, lambda A: (3 * A).T]
-)
-def test_scipy_operators_and_what_is_made_of_them_are_converted(of):
-    A = of(from_scipy(scipy.sparse.random(5, 5, density=0.5, random_state=0, format="csr")))
-    single = A.to(torch.float32)
-    assert single.dtype == torch.float32
-    product = single @ torch.ones(5)
-    assert product.dtype == torch.float32
-    torch.testing.assert_close(product, A.to_dense().sum(1).float())
-    torch.testing.assert_close(single.T @ torch.ones(5), A.to_dense().sum(0).float())
-    assert A.to("meta").device.type == "meta"
-
-
 def test_powers_take_numbers_of_numpy():
     torch.testing.assert_close((Diagonal(randn(3)) ** np.int64(2)).values, randn(3) ** 2)
 
@@ -449,7 +434,6 @@ def test_block_diagonal_with_layout():
         (lambda: Diagonal(randn(2))[[0.5]], TypeError, "one list, tensor or array of integers"),
         (lambda: Diagonal(randn(2))[torch.tensor([True])], IndexError, "mask"),
         (lambda: Diagonal(randn(2))[[[0]]], TypeError, "one list"),
-        (lambda: from_scipy(np.ones((2, 2)) * 1j), TypeError, "take its real part"),
         (lambda: Permuted(Dense(randn(2, 3))), ValueError, "Only a square operator"),
         (lambda: Permuted(Dense(randn(2, 2)), torch.tensor([0, 0])), ValueError, "from 0 to 1"),
         (
@@ -457,7 +441,6 @@ def test_block_diagonal_with_layout():
             ValueError,
             "A layout of 3 parameters",
         ),
-        (lambda: from_scipy("matrix"), TypeError, "expected a SciPy operator"),
         (lambda: Diagonal(randn(2).bfloat16()).to_scipy(), TypeError, "torch.float32"),
         (lambda: Diagonal(randn(2)).to_scipy() @ (1j * np.ones(2)), TypeError, "operator is real"),
     ],
@@ -470,15 +453,6 @@ def test_errors_name_the_remedy(build, error, message):
 def test_operators_print_what_they_are():
     text = repr(0.5 * (Opaque(randn(2, 3))))
     assert text == "Scaled(shape=(2, 3), dtype=torch.float64, device=cpu)"
-
-
-def test_arrays_become_dense():
-    array = np.arange(6).reshape(2, 3)
-    operator = from_scipy(array)
-    assert isinstance(operator, Dense)
-    torch.testing.assert_close(operator.to_dense(), torch.from_numpy(array).double())
-    array[0, 0] = 100
-    assert operator[0, 0] == 0
 
 
 def test_scipy_solves_with_an_operator():

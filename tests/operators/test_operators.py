@@ -24,7 +24,6 @@ from laplace_debias.operators import (
     Sum,
     Transpose,
     assume,
-    from_scipy,
 )
 
 
@@ -194,13 +193,6 @@ class TestPermutedOther(OperatorConformance):
     def make(self, dtype, device):
         matrix = randn(4, 4)
         return Permuted(Dense(matrix.to(device, dtype))), matrix
-
-
-class TestFromSciPy(OperatorConformance):
-    def make(self, dtype, device):
-        matrix = scipy.sparse.random(5, 4, density=0.5, random_state=0, format="csr")
-        operator = from_scipy(matrix, dtype, device)
-        return operator, torch.from_numpy(matrix.toarray())
 
 
 class TestOpaque(OperatorConformance):

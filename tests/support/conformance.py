@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from laplace_debias.operators import Identity, LinearOperator, from_scipy
+from laplace_debias.operators import Identity, LinearOperator
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
@@ -149,12 +149,6 @@ class OperatorConformance:
         ]:
             assert actual.dtype == linear.dtype == X.dtype
             np.testing.assert_allclose(actual, expected, rtol=0, atol=atol * 10)
-
-    def test_from_scipy_and_back(self, case):
-        operator, dense = case
-        back = from_scipy(operator.to_scipy(), device=operator.device)
-        self.close(operator, back.to_dense(), dense)
-        self.close(operator, back.T.to_dense(), dense.T)
 
     @pytest.mark.usefixtures("unchecked")
     def test_wrong_operands_are_refused_before_work(self, case):

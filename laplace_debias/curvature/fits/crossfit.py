@@ -29,7 +29,7 @@ from laplace_debias.curvature.fits.directions import (
     outer,
     pooled,
 )
-from laplace_debias.curvature.fits.kfac import FITS, assemble, exact_sums, fit_diagonal
+from laplace_debias.curvature.fits.kfac import assemble, exact_sums, fit_diagonal
 from laplace_debias.curvature.fits.over_ranks import owners_by_cost, shared_bases
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.fits.sums import FactorSums, Sums, add_to, eigenbases, factor_sums
@@ -134,10 +134,8 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
         curvature: `"kfac"`, `"ekfac"` or `"diag"`.
 
     Raises:
-        ValueError: For another curvature; if there are fewer examples than folds; as `sweep`.
+        ValueError: If there are fewer examples than folds; as `Sweep.over`.
     """
-    if curvature not in FITS:
-        raise ValueError(f"Unknown curvature={curvature!r}: use one of {', '.join(FITS)}.")
     folds = split_folds(problem.ranks, data, num_folds)
     if curvature == "diag":
         return fit_diagonal(problem, together(folds), None)
@@ -308,12 +306,19 @@ def exact_crossfit(
     num_examples = sum(fold.size for fold in folds)
     table: Sums = {}
     for number, fold in enumerate(folds):
-        bases = {
-            block: _bases_of_others(
-                of_folds, number, block, of_all[block], num_examples - fold.size, problem.dtype
+        bases = {}
+        for block in of_folds[0]:
+            sides = zip(
+                _total(of_folds, block),
+                of_folds[number][block],
+                _eigenpairs(of_all[block]),
+                strict=True,
             )
-            for block in of_folds[0]
-        }
+            num_others = num_examples - fold.size
+            (along_G, U_G), (along_A, U_A) = (
+                _basis_of_others(*side, num_others, problem.dtype) for side in sides
+            )
+            bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
         if problem.ranks.size > 1:
             bases = shared_bases(problem, bases)
         of_fold = exact_sums(problem, bases, fold.pairs, fold.first)[0]
@@ -321,23 +326,6 @@ def exact_crossfit(
             squares = bases.pop(block).pooled(of_fold.pop(block), problem.dtype)
             add_to(table, block, squares / num_examples)
     return table
-
-
-def _bases_of_others(
-    of_folds: list[FactorSums],
-    number: int,
-    block: Block,
-    known: Eigenbasis,
-    num_others: int,
-    precision: torch.dtype,
-) -> Eigenbasis:
-    """A block's eigenbasis of the folds but one."""
-    pairs = zip(_total(of_folds, block), of_folds[number][block], _eigenpairs(known), strict=True)
-    (along_G, U_G), (along_A, U_A) = (
-        _basis_of_others(total, own, of_side, num_others, precision)
-        for total, own, of_side in pairs
-    )
-    return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
 def _basis_of_others(

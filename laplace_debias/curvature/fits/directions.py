@@ -105,22 +105,15 @@ def eigh(
         return factor, None
     # A factor of few examples has few rows behind it.
     low_rank = decomposition.low_rank_eigh(factor, what) if factor.ndim == 2 else None
-    return _descending(*(low_rank or decomposition.eigh(factor, what)))
-
-
-def _descending(
-    values: Float[Tensor, "*groups d"], vectors: Float[Tensor, "*groups d d"]
-) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups d d"]]:
-    # Below zero there is nothing but rounding.
-    return values.flip(-1).clamp_min(0), _with_fixed_signs(vectors.flip(-1))
-
-
-def _with_fixed_signs(vectors: Float[Tensor, "*groups d d"]) -> Float[Tensor, "*groups d d"]:
+    values, vectors = low_rank or decomposition.eigh(factor, what)
+    vectors = vectors.flip(-1)
     # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
     # every [1, -1], and rounding would choose the sign.
     at = torch.arange(1, vectors.shape[-1] + 1, dtype=vectors.dtype, device=vectors.device)
     products = (at * _GOLDEN_RATIO).frac() @ vectors
-    return vectors * torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2)
+    signs = torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2)
+    # Below zero there is nothing but rounding.
+    return values.flip(-1).clamp_min(0), vectors * signs
 
 
 def resolution(precision: torch.dtype) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.patches import has_fast_patches, patch_moments
+from laplace_debias.curvature.layers.patches import LARGE, has_displacements, patch_moments
 from laplace_debias.curvature.layers.uses import (
     Masks,
     Uses,
@@ -198,7 +198,8 @@ def _add_positions(
         return A
     is_convolution = isinstance(layer, CONVOLUTIONS)
     of_groups = x.chunk(block.num_groups, dim=1) if is_convolution else [x]
-    is_fast = is_convolution and has_fast_patches(layer, of_groups[0])
+    is_large = of_groups[0].numel() * of_groups[0].shape[1] >= LARGE
+    is_fast = is_convolution and has_displacements(layer) and is_large
     if block.has_diagonal_A or not is_fast:
         for part in slices(layer, block, x):
             A = _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))

@@ -14,8 +14,6 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.over_ranks import (
-    shape_along_A,
-    shape_along_G,
     shape_of_table,
     to_all,
 )
@@ -48,7 +46,17 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     bases = eigenbases(problem, factors, seen.num_examples)
     if magnitudes is None:
         return CurvatureFit(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
+    table, measured = curvature_along(problem, bases, magnitudes, seen.num_examples)
+    return CurvatureFit(assemble(problem, bases, table), seen + measured)
 
+
+def curvature_along(
+    problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
+) -> tuple[Sums, Seen]:
+    """The factors' own curvature along every direction on other data (Eq. 9), and what was seen.
+
+    Arguments as `exact_sums` takes them.
+    """
     along_G: Sums = {}
     along_A: Sums = {}
 
@@ -68,18 +76,21 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     sweep = Sweep(
         problem, gradient_factor, project_gradients, project_inputs, sums=sums, additive=True
     )
-    measured = sweep.over(magnitudes, seen.num_examples)
+    seen = sweep.over(batches, first)
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
-    along_G = to_all(problem, along_G, shape_along_G)
-    along_A = to_all(problem, along_A, shape_along_A)
+    along_G = to_all(problem, along_G, lambda block: (*block.groups, block.shape[0]))
+    along_A = to_all(
+        problem,
+        along_A,
+        lambda block: None if block.is_exact else (*block.groups, block.shape[1]),
+    )
     table = {}
     for block, G in along_G.items():
         ones = G.new_ones(*block.groups, 1)
-        A = along_A[block] / measured.num_examples if block in along_A else ones
-        on_others = outer(G / measured.num_examples, A)
-        table[block] = bases[block].pooled(on_others, problem.dtype)
-    return CurvatureFit(assemble(problem, bases, table), seen + measured)
+        A = along_A[block] / seen.num_examples if block in along_A else ones
+        table[block] = bases[block].pooled(outer(G / seen.num_examples, A), problem.dtype)
+    return table, seen
 
 
 def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -106,12 +117,21 @@ def exact_sums(
 ) -> tuple[Sums, Seen]:
     """Exact curvature along every direction, summed over examples.
 
+    Args:
+        problem: The network and its blocks.
+        bases: The directions.
+        batches: Pairs `(x, y)` that the curvature is measured on.
+        first: As `Sweep.over` takes it.
+
     Returns:
         `[*groups, d_out, d_in]` of each block, and what was seen.
     """
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = problem.dtype
-    rotations = {b: (_cast(of.U_G, dtype), _cast(of.U_A, dtype)) for b, of in bases.items()}
+    rotations = {
+        block: [U if U is None else U.to(dtype) for U in (basis.U_G, basis.U_A)]
+        for block, basis in bases.items()
+    }
     sums: Sums = {}
 
     def measure(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
@@ -144,13 +164,6 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     return CurvatureFit(assemble(problem, bases, table), seen)
 
 
-def _cast(directions: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if directions is None else directions.to(dtype)
-
-
-FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac, "diag": fit_diagonal}
-
-
 def assemble(
     problem: Problem,
     bases: dict[Block, Eigenbasis],
@@ -171,3 +184,6 @@ def assemble(
         of_block = EigenKronecker(basis.U_G, basis.U_A, table.pop(block))
         blocks[block.name] = of_block.to(problem.dtype)
     return BlockDiagonal(blocks)
+
+
+FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac, "diag": fit_diagonal}

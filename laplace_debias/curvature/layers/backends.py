@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block, Site
-from laplace_debias.curvature.layers.tap import Tap, check_batched
+from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import LAYERS
 
@@ -201,7 +201,8 @@ class BackpackStream:
             for place in reversed(range(len(behind))):
                 layer, inputs = behind[place], passed[place]
                 for block in self._of_layer.get(layer, ()):
-                    check_batched(block.layer, inputs, len(x))
+                    if len(inputs) != len(x):
+                        raise not_batched(block.layer, inputs, len(x))
                     consume(block, measure(layer, block, [(inputs, gradients)]))
                 if place > 0:
                     gradients = _pull(layer, inputs, passed[place + 1], gradients)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 import torch
@@ -147,42 +147,47 @@ def curvature_blocks(
     Raises:
         ValueError: For an unknown `sharing`, or one of a layer that is not there.
     """
-    _check_sharing(model, sharing)
+    values = [sharing] if isinstance(sharing, str) else list(sharing.values())
+    paths = dict(model.named_modules())
+    missing = [] if isinstance(sharing, str) else [path for path in sharing if path not in paths]
+    for value in values:
+        if value not in SHARINGS:
+            raise ValueError(f"Unknown sharing={value!r}: use one of {', '.join(SHARINGS)}.")
+    if missing:
+        raise ValueError(
+            f"sharing names {missing}, which the model does not have. Its layers are "
+            f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
+        )
     owners = owners_of_parameters(model)
     by_calls = dict(calls or {})
     for name in names:
-        paths = owners[id(model.get_parameter(name))]
-        if len(paths) > 1 or not has_layer(model, name):
-            by_calls.setdefault(name, paths)
+        path, _, key = name.rpartition(".")
+        holders, layer = owners[id(model.get_parameter(name))], model.get_submodule(path)
+        is_of_layer = key in ("weight", "bias") or isinstance(layer, nn.MultiheadAttention)
+        if len(holders) > 1 or not (is_of_layer and _is_supported(layer)):
+            by_calls.setdefault(name, holders)
     blocks: list[Block] = []
     merged: set[str] = set()
     for name in names:
         if name in merged:
             continue
         if name in by_calls:
-            paths = tuple(by_calls[name])
+            holders = tuple(by_calls[name])
             shape = (model.get_parameter(name).numel(), 1)
-            blocks.append(Block(name, (name,), paths[0], "entries", shape, calls=paths))
+            blocks.append(Block(name, (name,), holders[0], "entries", shape, calls=holders))
             continue
         path, _, key = name.rpartition(".")
         layer = model.get_submodule(path)
         bias = f"{path}.bias".lstrip(".")
         is_partner = bias in names and bias not in by_calls
-        partner = joint and key == "weight" and is_partner and _can_join(layer)
+        partner = joint and key == "weight" and is_partner and not isinstance(layer, NORMS)
         merged.update([bias] if partner else [])
         chosen = sharing if isinstance(sharing, str) else sharing.get(path, "expand")
         blocks += _blocks_of(name, bias if partner else None, path, layer, chosen)
     return blocks
 
 
-def has_layer(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is one of a supported layer's."""
-    path, _, key = name.rpartition(".")
-    layer = model.get_submodule(path)
-    return is_supported(layer) and key in _keys(layer)
-
-
-def is_supported(layer: nn.Module) -> bool:
+def _is_supported(layer: nn.Module) -> bool:
     """Whether a layer is one of `LAYERS`, or a subclass that may compute the same."""
     if is_hugging_face_conv1d(layer):
         return True
@@ -219,39 +224,23 @@ def parameter_order(
         row-major, their position in the flattened parameters, `[D]`; None if the two orders are the
         same.
     """
-    starts: dict[str, int] = {}
-    total = 0
-    for name in names:
-        starts[name] = total
-        total += model.get_parameter(name).numel()
+    parameters = [model.get_parameter(name) for name in names]
+    starts = dict(zip(names, accumulate((p.numel() for p in parameters), initial=0), strict=False))
     # Of a large model these are more bytes than its parameters: one block at a time is beside them.
-    order = torch.arange(total)
+    order = torch.arange(sum(p.numel() for p in parameters))
     place, is_same = 0, True
     for block in blocks:
-        positions = {name: _positions(model, name, starts[name]) for name in block.parameters}
+        positions = {}
+        for name in block.parameters:
+            shape = model.get_parameter(name).shape
+            entries = torch.arange(starts[name], starts[name] + shape.numel())
+            positions[name] = entries.view(shape)
         entries = entries_of(model, block, positions).flatten()
         of_block = order[place : place + len(entries)]
         is_same = is_same and torch.equal(entries, of_block)
         of_block.copy_(entries)
         place += len(entries)
-    return None if is_same and place == total else order[:place]
-
-
-def _positions(model: nn.Module, name: str, start: int) -> Tensor:
-    """Where a parameter's entries lie among all, in its shape."""
-    parameter = model.get_parameter(name)
-    return torch.arange(start, start + parameter.numel()).view(parameter.shape)
-
-
-def _keys(layer: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that a supported layer may have."""
-    if isinstance(layer, nn.MultiheadAttention):
-        return ("in_proj_weight", "in_proj_bias", *(f"{p[0]}_proj_weight" for p in PROJECTIONS))
-    return ("weight", "bias")
-
-
-def _can_join(layer: nn.Module) -> bool:
-    return not isinstance(layer, NORMS)
+    return None if is_same and place == len(order) else order[:place]
 
 
 def _blocks_of(
@@ -326,21 +315,6 @@ def entries_of(
         last = bias[rows].unflatten(0, (*block.groups, -1)).unsqueeze(-1)
         matrices = torch.cat([matrices, last], dim=-1)
     return matrices.reshape(*block.groups, *block.shape)
-
-
-def _check_sharing(model: nn.Module, sharing: Sharing) -> None:
-    values = [sharing] if isinstance(sharing, str) else list(sharing.values())
-    unknown = [value for value in values if value not in SHARINGS]
-    if unknown:
-        raise ValueError(f"Unknown sharing={unknown[0]!r}: use one of {', '.join(SHARINGS)}.")
-    if isinstance(sharing, Mapping):
-        paths = dict(model.named_modules())
-        missing = [path for path in sharing if path not in paths]
-        if missing:
-            raise ValueError(
-                f"sharing names {missing}, which the model does not have. Its layers are "
-                f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
-            )
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -222,19 +222,10 @@ class CallUses:
         # Whatever a forward pass raises under `vmap`: a branch on the data, an operation without a
         # rule. What is wrong with the pass itself is raised by the loop again.
         except Exception as error:
-            # It tells nothing of the module, which is not run example by example from then on.
-            if (is_short := is_out_of_memory(error)) and size == 1:
+            if is_out_of_memory(error):
                 raise
-        if not is_short:
-            self._loops.add(call.path)
-            return _one_by_one(call, parameters, cotangents, part)
-        # Only here, behind the handler, is what the failed part held let go of.
-        middle = part.start + size // 2
-        halves = [
-            self._differentiated(call, parameters, gradients, half)
-            for half in (slice(part.start, middle), slice(middle, part.stop))
-        ]
-        return {name: torch.cat([half[name] for half in halves], 1) for name in parameters}
+        self._loops.add(call.path)
+        return _one_by_one(call, parameters, cotangents, part)
 
 
 def _vectorised(

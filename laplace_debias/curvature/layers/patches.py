@@ -9,30 +9,19 @@ columns at the border, which are subtracted.
 """
 
 import itertools
-from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 # Images laid out for the products are at most so many numbers at a time.
 _SLICE = 2**22
-# From so many multiplications in a product of two offsets on, few products are worth their number.
-_LARGE = 2**18
+LARGE = 2**18
+"""From so many multiplications in a product of two offsets on `patch_moments` is faster.
 
-
-def has_fast_patches(layer: nn.Module, x: Float[Tensor, "batch channels *space"]) -> bool:
-    """Whether `patch_moments` serves a layer and is faster than unfolding the patches.
-
-    It takes a few products for every pair of kernel offsets. Where these are small, as with one
-    channel per group, they cost more than the unfolded patches do.
-
-    Args:
-        layer: The layer.
-        x: The channels of one group of its input, `[B, C, ...]`.
-    """
-    return has_displacements(layer) and x.numel() * x.shape[1] >= _LARGE
+It takes a few products for every pair of offsets. Where these are small, as with one channel per
+group, they cost more than the unfolded patches do.
+"""
 
 
 def has_displacements(layer: nn.Module) -> bool:
@@ -58,30 +47,6 @@ def patch_moments(
         `[C·k_1·…, C·k_1·…]`, ordered as `unfold` orders patches.
     """
     x = x.unsqueeze(2) if x.ndim == 3 else x
-    products, image = _products_of(layer, x.shape[1:])
-    for part in x.split(max(1, _SLICE // image)):
-        products.add(part)
-    return products.assemble()
-
-
-def most_numbers(layer: nn.Conv1d | nn.Conv2d, x: Float[Tensor, "batch channels *space"]) -> int:
-    """How many numbers `patch_moments` holds at most, its result included.
-
-    Args:
-        layer: As it takes it.
-        x: As it takes it, of which nothing but the shape is read.
-    """
-    shape = x.shape[1:] if x.ndim == 4 else (x.shape[1], 1, x.shape[2])
-    products, image = _products_of(layer, shape)
-    channels = x.shape[1]
-    d_in = channels * torch.Size(layer.kernel_size).numel()
-    laid_out = min(len(x), max(1, _SLICE // image)) * image
-    # While it is put together, the result is there once more in another order.
-    return channels**2 * products.count + max(laid_out, 2 * d_in**2)
-
-
-def _products_of(layer: nn.Conv1d | nn.Conv2d, shape: Sequence[int]) -> tuple["_Products", int]:
-    """No products yet of images `[C, height, width]`, and the numbers of one that is laid out."""
     kernel, dilation = tuple(layer.kernel_size), tuple(layer.dilation)
     # As F.pad takes it: the last dimension first, before and behind.
     padding = layer._reversed_padding_repeated_twice
@@ -89,10 +54,13 @@ def _products_of(layer: nn.Conv1d | nn.Conv2d, shape: Sequence[int]) -> tuple["_
     if len(kernel) == 1:
         kernel, dilation, margins = (1, *kernel), (1, *dilation), [(0, 0), *margins]
     rows, columns = (
-        _Offsets(*key) for key in zip(kernel, dilation, shape[1:], margins, strict=True)
+        _Offsets(*key) for key in zip(kernel, dilation, x.shape[2:], margins, strict=True)
     )
-    image = (rows.length + rows.gap) * (columns.length + columns.gap) * shape[0]
-    return _Products(rows, columns), image
+    image = (rows.length + rows.gap) * (columns.length + columns.gap) * x.shape[1]
+    products = _Products(rows, columns)
+    for part in x.split(max(1, _SLICE // image)):
+        products.add(part)
+    return products.assemble()
 
 
 class _Offsets:
@@ -140,14 +108,6 @@ class _Products:
         ]
         # By displacement, and the row, column or pixel that the product is confined to.
         self._sums: dict[tuple[int, int, int | None, int | None], Tensor] = {}
-
-    @property
-    def count(self) -> int:
-        """How many products there are, of a matrix `[C, C]` each."""
-        return sum(
-            (1 + len(self._border(self._rows, dy))) * (1 + len(self._border(self._columns, dx)))
-            for dy, dx in self._displacements
-        )
 
     def add(self, x: Float[Tensor, "batch channels height width"]) -> None:
         """Add the products of some images."""

@@ -49,11 +49,6 @@ class CallRecorder:
                 module.register_forward_pre_hook(self._begin(path), prepend=True, with_kwargs=True)
                 module.register_forward_hook(self._end, prepend=True, with_kwargs=True)
 
-    @property
-    def has_modules(self) -> bool:
-        """Whether calls of modules inside the network are recorded."""
-        return any(self.paths)
-
     def _begin(self, path: str) -> Any:
         def begin(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             leaves, structure = pytree.tree_flatten((args, named))

@@ -109,15 +109,11 @@ def resolve(
             else:
                 calls[name] = tuple(paths)
         if lost:
-            raise NotImplementedError(_cannot(list(lost), names, next(iter(lost.values()))))
-
-
-def _cannot(lost: Sequence[str], names: Sequence[str], error: Exception) -> str:
-    return (
-        f"The gradients of single examples cannot be had for {list(lost)} ({error}) Leave these "
-        f"parameters out with {leaving_out(lost, names)}, or freeze them with "
-        "requires_grad_(False)."
-    )
+            raise NotImplementedError(
+                f"The gradients of single examples cannot be had for {list(lost)} "
+                f"({next(iter(lost.values()))}) Leave these parameters out with "
+                f"{leaving_out(list(lost), names)}, or freeze them with requires_grad_(False)."
+            )
 
 
 class _Reference:
@@ -153,8 +149,8 @@ class _Reference:
             of_example[index] = self.cotangent[index]
             found.append(_gradients(outputs, parameters, of_example))
         self.gradients = {
-            name: [_dense(of[index], parameter) for of in found]
-            for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+            name: [torch.zeros_like(p) if (g := of[i]) is None else g.to_dense() for of in found]
+            for i, (name, p) in enumerate(zip(names, parameters, strict=True))
         }
         self.unused = [n for i, n in enumerate(names) if all(of[i] is None for of in found)]
         self.eps = coarsest_eps(twin)
@@ -190,10 +186,6 @@ def _gradients(
             f"torch cannot differentiate the model's outputs ({error}) Use out-of-place operations "
             "in its forward pass."
         ) from error
-
-
-def _dense(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient.to_dense()
 
 
 def _wrong(

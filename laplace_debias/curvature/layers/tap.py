@@ -130,8 +130,8 @@ class Tap:
 
         Raises:
             ValueError: If a tapped layer takes no part in the forward pass.
-            NotImplementedError: If the forward pass overwrites a tapped layer's input, merges the
-                examples with another dimension before one, or calls one with an `output_size`.
+            NotImplementedError: If the forward pass overwrites a tapped layer's input, or merges
+                the examples with another dimension before one.
         """
         outputs, faults = self.look(x)
         for error in faults.values():
@@ -143,7 +143,7 @@ class Tap:
         has_tables = any(
             isinstance(self._network.get_submodule(path), nn.Embedding) for path in self._layers
         )
-        if self._dims is None and (has_tables or self._recorder.has_modules):
+        if self._dims is None and (has_tables or any(self._recorder.paths)):
             self._learn(x)
         outputs = self._run(x)
         has_other_dims = any(len(use.x) != self._batch for use in self._uses)
@@ -165,9 +165,14 @@ class Tap:
             for path in uncopied:
                 yield Site((path,)), no_copies
         for use, version in zip(self._uses, self._versions, strict=True):
-            error = self._fault_of(use, version)
-            if error is not None:
-                yield Site((use.layer,)), error
+            if use.x._version != version:
+                overwritten = NotImplementedError(
+                    f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
+                    "`relu_`, ...): use the out-of-place form there."
+                )
+                yield Site((use.layer,)), overwritten
+            elif len(use.x) != self._batch:
+                yield Site((use.layer,)), not_batched(use.layer, use.x, self._batch)
         called = {use.layer for use in self._uses}
         idle = [s for s in self._sites if not s.is_call and s.paths[0] not in called]
         idle += [s for s in self._sites if s.is_call and any(self._calls[p] == [] for p in s.paths)]
@@ -188,19 +193,6 @@ class Tap:
                         "their parameters out with params=."
                     ),
                 )
-
-    def _fault_of(self, use: Use, version: int) -> Exception | None:
-        if use.x._version != version:
-            return NotImplementedError(
-                f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
-                "`relu_`, ...): use the out-of-place form there."
-            )
-        try:
-            check_batched(use.layer, use.x, self._batch)
-            check_output_size(use.layer, self._network.get_submodule(use.layer), use.x, use.z)
-        except NotImplementedError as error:
-            return error
-        return None
 
     def _run(self, x: Inputs) -> Tensor:
         self.forget()
@@ -403,40 +395,13 @@ def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"
     return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
-def check_batched(layer: str, x: Tensor, batch: int) -> None:
-    """Require a layer's input to have the examples as its leading dimension.
-
-    Raises:
-        NotImplementedError: Otherwise: per-example quantities could not be told apart.
-    """
-    if x.shape[0] != batch:
-        raise NotImplementedError(
-            f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples: its leading "
-            "dimension must be the examples. Keep positions in a dimension of their own, "
-            "[batch, positions, features] (attention: batch_first=True), instead of merging them "
-            "into the batch, and let position embeddings look up a position for every example; or "
-            "leave the layer's parameters out with params=. If only some examples pass through it "
-            "(a mixture of experts), shuffle the data, so that the first batch shows it."
-        )
-
-
-def check_output_size(path: str, layer: nn.Module, x: Tensor, z: Tensor) -> None:
-    """Require a transposed convolution's output to be of the size that its own padding gives.
-
-    Raises:
-        NotImplementedError: If it was called with another `output_size`.
-    """
-    if not isinstance(layer, TRANSPOSED):
-        return
-    geometry = zip(
-        *(x.shape[2:], layer.stride, layer.padding, layer.dilation, layer.kernel_size),
-        layer.output_padding,
-        strict=True,
+def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
+    """An error for a layer whose input does not have the examples as its leading dimension."""
+    return NotImplementedError(
+        f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples: its leading "
+        "dimension must be the examples. Keep positions in a dimension of their own, "
+        "[batch, positions, features] (attention: batch_first=True), instead of merging them "
+        "into the batch, and let position embeddings look up a position for every example; or "
+        "leave the layer's parameters out with params=. If only some examples pass through it "
+        "(a mixture of experts), shuffle the data, so that the first batch shows it."
     )
-    size = tuple((n - 1) * s - 2 * p + d * (k - 1) + extra + 1 for n, s, p, d, k, extra in geometry)
-    if tuple(z.shape[2:]) != size:
-        raise NotImplementedError(
-            f"{path} is called with output_size={tuple(z.shape[2:])}, where its output_padding "
-            f"gives {size}: set the output_padding of the layer instead, or leave its parameters "
-            "out with params=."
-        )

@@ -61,7 +61,7 @@ class NegativeLogLikelihood(OutputLoss):
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """∇ ℓ at every position that counts."""
         gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels[0])
-        return self._placed(gradient.unsqueeze(0), outputs, labels)[0]
+        return _placed(gradient.unsqueeze(0), outputs, labels[:2])[0]
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The likelihood's columns, each at one position."""
@@ -91,20 +91,18 @@ class NegativeLogLikelihood(OutputLoss):
         terms = outputs.flatten(0, -2)
         numbers = uniforms(outputs, self.counted(labels)).reshape(terms.shape)
         gradient = self.likelihood.drawn_gradient(terms, numbers)
-        return self._weighted(gradient.unsqueeze(0), outputs, labels)[0]
+        return _placed(gradient.unsqueeze(0), outputs, labels)[0]
 
     def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The likelihood's columns, weights included, `[K, B, ..., C]`."""
-        return self._weighted(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
+        return _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
 
-    def _weighted(self, columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
-        placed = self._placed(columns, outputs, labels)
-        return placed if len(labels) < 3 else placed * labels[2].sqrt().to(placed.dtype)
 
-    def _placed(self, columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
-        """Columns `[K, terms, C]` where the outputs are, `[K, B, ..., C]`, of terms that count."""
-        columns = columns.unflatten(1, outputs.shape[:-1])
-        return columns if len(labels) == 1 else columns * labels[1]
+def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
+    """Columns `[K, terms, C]` where the outputs are, `[K, B, ..., C]`, weighed by the labels."""
+    columns = columns.unflatten(1, outputs.shape[:-1])
+    columns = columns if len(labels) == 1 else columns * labels[1]
+    return columns if len(labels) < 3 else columns * labels[2].sqrt().to(columns.dtype)
 
 
 def flat_terms(
