@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_debias.curvature.fits.dense import KEPT_ROWS
+from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
 from laplace_debias.curvature.fits.directions import ekfac_magnitudes
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.over_ranks import shape_of_A, shape_of_G, shape_of_table
 from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.fits.rows import sweep_rows
 from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Uses
@@ -26,9 +25,8 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.last_layer import last_layer_parameters
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace.fit_request import check_mode
 from laplace_debias.laplace.prior import Prior
-from laplace_debias.laplace.schemes import FOLDS
+from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
 from laplace_debias.system.ranks import alone

@@ -2,8 +2,7 @@
 
 from laplace_debias.linalg.eigen.eigsh import eigsh
 from laplace_debias.linalg.estimators.diagonal import diagonal
-from laplace_debias.linalg.estimators.function_trace import matrix_function_trace
-from laplace_debias.linalg.estimators.logdet import logdet
+from laplace_debias.linalg.estimators.function_trace import logdet, matrix_function_trace
 from laplace_debias.linalg.estimators.norms import frobenius_norm, spectral_norm
 from laplace_debias.linalg.estimators.spectral_density import spectral_density
 from laplace_debias.linalg.estimators.trace import trace

@@ -102,11 +102,8 @@ def test_lsmr_minimises_damped_least_squares(shape, damping):
     assert solution.num_matvecs == A.columns
 
 
-def test_lsmr_starts_where_it_is_told_and_says_why_it_stopped():
-    exact = torch.linalg.solve(GENERAL.matrix, B)
-    cold, warm = lsmr(GENERAL, B), lsmr(GENERAL, B, x0=exact)
-    assert warm.num_matvecs < cold.num_matvecs / 2
-    assert cold.status == "converged"
+def test_lsmr_says_why_it_stopped():
+    assert lsmr(GENERAL, B).status == "converged"
     stopped = lsmr(GENERAL, B, max_iter=1)
     assert stopped.status == "max_iter"
     assert "raise `max_iter`" in stopped.message

@@ -14,8 +14,6 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
 from laplace_debias.curvature.fits.over_ranks import (
-    shape_along_A,
-    shape_along_G,
     shape_of_table,
     to_all,
 )
@@ -81,8 +79,12 @@ def curvature_along(
     seen = sweep.over(batches, first)
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
-    along_G = to_all(problem, along_G, shape_along_G)
-    along_A = to_all(problem, along_A, shape_along_A)
+    along_G = to_all(problem, along_G, lambda block: (*block.groups, block.shape[0]))
+    along_A = to_all(
+        problem,
+        along_A,
+        lambda block: None if block.is_exact else (*block.groups, block.shape[1]),
+    )
     table = {}
     for block, G in along_G.items():
         ones = G.new_ones(*block.groups, 1)

@@ -14,31 +14,21 @@ Shape = Callable[[Block], tuple[int, ...] | None]
 
 
 def shape_of_G(block: Block) -> tuple[int, ...]:  # noqa: N802
-    """That of the factor G."""
+    """The shape of the factor G."""
     d = block.shape[0]
     return (d,) if block.has_diagonal_G else (*block.groups, d, d)
 
 
 def shape_of_A(block: Block) -> tuple[int, ...] | None:  # noqa: N802
-    """That of the factor A; an exact block has none."""
+    """The shape of the factor A; an exact block has none."""
     d = block.shape[1]
     if block.is_exact:
         return None
     return (d,) if block.has_diagonal_A else (*block.groups, d, d)
 
 
-def shape_along_G(block: Block) -> tuple[int, ...]:  # noqa: N802
-    """That of the curvature of G along its directions."""
-    return (*block.groups, block.shape[0])
-
-
-def shape_along_A(block: Block) -> tuple[int, ...] | None:  # noqa: N802
-    """That of the curvature of A along its directions; an exact block has none."""
-    return None if block.is_exact else (*block.groups, block.shape[1])
-
-
 def shape_of_table(block: Block) -> tuple[int, ...]:
-    """That of the curvature along every direction."""
+    """The shape of the curvature along every direction."""
     return (*block.groups, *block.shape)
 
 

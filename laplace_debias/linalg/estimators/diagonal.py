@@ -10,7 +10,7 @@ from laplace_debias.linalg.checks import (
     check_generator,
     check_square,
 )
-from laplace_debias.linalg.estimators.moments import RunningMoments
+from laplace_debias.linalg.estimators.quadratic_forms import RunningMoments
 from laplace_debias.linalg.estimators.sketch import LeftOutPairs, RangeSketch
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products

@@ -10,7 +10,7 @@ from laplace_debias.linalg.checks import (
 )
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.eigen.lanczos import capacity, search
-from laplace_debias.linalg.estimators.moments import mean_of
+from laplace_debias.linalg.estimators.quadratic_forms import mean_of
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate

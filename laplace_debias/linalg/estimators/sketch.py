@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.estimators.moments import mean_of
+from laplace_debias.linalg.estimators.quadratic_forms import mean_of
 
 
 class RangeSketch:

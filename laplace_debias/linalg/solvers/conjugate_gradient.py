@@ -15,8 +15,29 @@ from tqdm import tqdm
 from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.results import DebiasedSolution, Iterate, Solution, Status
 from laplace_debias.linalg.solvers.line_searches import LineSearches, Verdict, kept
-from laplace_debias.linalg.solvers.preconditioner import Preconditioner, precondition
 from laplace_debias.operators.base import LinearOperator
+
+Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
+
+
+def precondition(preconditioner: Preconditioner | None, residual: Tensor) -> Tensor:
+    """The preconditioner times residuals; the residuals themselves without one.
+
+    Raises:
+        ValueError: If the shape or the dtype changes.
+    """
+    if preconditioner is None:
+        return residual
+    if isinstance(preconditioner, LinearOperator):
+        result = preconditioner @ residual
+    else:
+        result = preconditioner(residual)
+    if result.shape != residual.shape or result.dtype != residual.dtype:
+        raise ValueError(
+            f"The preconditioner maps {tuple(residual.shape)} {residual.dtype} to "
+            f"{tuple(result.shape)} {result.dtype}: it must keep shape and dtype."
+        )
+    return result
 
 
 def cg(

@@ -45,13 +45,12 @@ def lsmr(
     damping: float = 0.0,
     tol: float = 1e-6,
     max_iter: int | None = None,
-    x0: Float[Tensor, "columns *k"] | None = None,
     progress: bool = False,
 ) -> LinearSolution:
     r"""Minimises $\|A x - b\|^2 + \mu^2 \|x\|^2$ for any operator, also rectangular or singular.
 
     SciPy's LSMR, on the CPU in float64; products run where the operator is, in its dtype. Of all
-    minimisers it finds the shortest (from `x0` = 0). Right-hand sides are solved one by one.
+    minimisers it finds the shortest. Right-hand sides are solved one by one.
 
     Args:
         A: Operator `[rows, columns]`; its adjoint is multiplied too.
@@ -63,7 +62,6 @@ def lsmr(
             `residual_norms`.
         max_iter: Iterations a right-hand side, each two products; default
             `10 * min(rows, columns)`.
-        x0: Where to start, of x's shape; default zero.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -83,13 +81,6 @@ def lsmr(
 
     check_operator(A)
     check_right_side(A, b, "b")
-    if x0 is not None:
-        check_right_side(A.T, x0, "x0")
-        if x0.shape[1:] != b.shape[1:]:
-            raise ValueError(
-                f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(b.shape)}; expected as many "
-                "columns."
-            )
     if not real(damping, "damping") >= 0:
         raise ValueError(f"`damping` is {damping}; expected 0 or more.")
     if not real(tol, "tol") > 0:
@@ -109,8 +100,7 @@ def lsmr(
             A.shape, matvec=multiply, rmatvec=multiply_adjoint, dtype=np.float64
         )
         solutions, reasons, norms_of_A = [], [], []
-        starts = None if x0 is None else x0.reshape(len(x0), -1)
-        for column, right in enumerate(b.reshape(len(b), -1).T):
+        for right in b.reshape(len(b), -1).T:
             result = scipy_lsmr(
                 operator,
                 right.cpu().double().numpy(),
@@ -119,7 +109,6 @@ def lsmr(
                 btol=tol,
                 conlim=0,
                 maxiter=max_iter,
-                x0=None if starts is None else starts[:, column].cpu().double().numpy(),
             )
             solutions.append(torch.from_numpy(np.asarray(result[0])).to(b))
             reasons.append(_STATUS[result[1]])

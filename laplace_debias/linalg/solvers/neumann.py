@@ -13,7 +13,7 @@ from laplace_debias.linalg.checks import (
 from laplace_debias.linalg.estimators.norms import spectral_norm
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import LinearSolution, Status
-from laplace_debias.linalg.solvers.preconditioner import Preconditioner, precondition
+from laplace_debias.linalg.solvers.conjugate_gradient import Preconditioner, precondition
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.system.checks import real
 

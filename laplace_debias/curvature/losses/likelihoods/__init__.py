@@ -3,8 +3,7 @@
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
 from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
-from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian
-from laplace_debias.curvature.losses.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from laplace_debias.curvature.losses.likelihoods.names import likelihood_from
 
 __all__ = [

@@ -7,8 +7,7 @@ from torch import Tensor
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
 from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
-from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian
-from laplace_debias.curvature.losses.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     "classification": Categorical,
