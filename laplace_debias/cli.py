@@ -96,7 +96,7 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
 
 
 def _told(error: BaseException) -> str:
-    """What an error says in one line."""
+    """An error in one line."""
     if (in_worker := _IN_WORKER.match(str(error))) is not None:
         # The rest is the traceback in the process.
         last = str(error).strip().splitlines()[-1]
@@ -212,7 +212,7 @@ def _execute(
 
 
 def _how_to_go_on(options: Any) -> str:
-    """What to do after Ctrl-C."""
+    """Advice after Ctrl-C."""
     if getattr(options, "goes_on", False):
         return "give the same command again, and it goes on from what is stored"
     if not hasattr(options, "resume"):

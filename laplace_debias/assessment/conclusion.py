@@ -66,7 +66,7 @@ def points(share: float) -> str:
 
 
 class _Verdict:
-    """What `run.json` and `metrics.json` say, and the sentences made of it."""
+    """The content of `run.json` and `metrics.json`, and the sentences made of it."""
 
     def __init__(self, run: Row, found: Row) -> None:
         self._run, self._found = run, found
@@ -119,7 +119,7 @@ class _Verdict:
     # ------------------------------------------------------------------------- the set-up
 
     def doubts(self) -> Iterator[str]:
-        """What a network and data that belong together do not show."""
+        """Signs that network and data do not belong together."""
         training = self._run.get("training") or {}
         rows = {row["metric"]: row for row in training.get("rows", ())}
         own = f"its own training {self._run['input_name']}s"
@@ -153,7 +153,7 @@ class _Verdict:
                 )
 
     def doubted(self, doubts: Sequence[str]) -> str:
-        """What to check before anything else."""
+        """The check that comes before anything else."""
         causes = (
             "the order and scaling of the columns, the units of the targets and the checkpoint"
             if self._is_regression
@@ -225,7 +225,7 @@ class _Verdict:
     # ------------------------------------------------------------------ what mends it
 
     def remedy(self) -> list[str]:
-        """What mends it, and what the other methods do."""
+        """The method that mends it, and the others beside it."""
         judged = _joined([_CRITERIA[metric][0] for metric in self._criteria])
         if not self._others:
             return ["Nothing else was tried: name a method beside the network."]
@@ -308,7 +308,7 @@ class _Verdict:
     # --------------------------------------------------- other inputs than those it knows
 
     def shifted(self) -> list[str]:
-        """What becomes of it on the hardest shift."""
+        """Accuracy and confidence on the hardest shift."""
         shifts = [part for part in self._run["sets"] if part["role"] == "shift"]
         if not shifts:
             return []

@@ -49,7 +49,7 @@ def measure(run: Run) -> None:
 
 
 def scores_of(table: Table, task: str) -> dict[str, Tensor]:
-    """What tells that an example is unlike the training data, higher where it is more so.
+    """Scores of how unlike the training data an example is, higher where it is more so.
 
     Args:
         table: What a method predicts.
@@ -62,7 +62,7 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
         return {"variance": variance} if bool((variance > 0).any()) else {}
     scores = {"entropy": table["entropy"]}
     if task != "multilabel":
-        scores["max_probability"] = 1 - table["probs"].amax(1)
+        scores["max_probability"] = metrics.max_probability(table["probs"])
     for name in ("mutual_information", "variance"):
         if not bool(table[name].isnan().any()):
             scores[name] = table[name]

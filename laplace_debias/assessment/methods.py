@@ -56,7 +56,7 @@ class PosteriorChoice:
 
     @property
     def described(self) -> str:
-        """What it is, in one sentence."""
+        """A description in one sentence."""
         if self.path is not None:
             return f"The Laplace approximation in {self.path.name}, as it is there."
         data = {
@@ -131,7 +131,7 @@ class Family:
 
     @property
     def key(self) -> str:
-        """What the posterior's files are called."""
+        """The name of the posterior's files."""
         return self.methods[0].key
 
 
@@ -188,7 +188,7 @@ BUILT_IN = {
 
 
 def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
-    """What `report` compares unless it is told otherwise.
+    """The methods that `report` compares unless it is told otherwise.
 
     Args:
         task: As in `Loaded`. A regression's noise is fitted in any case; it has no temperature.

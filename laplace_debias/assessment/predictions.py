@@ -1,4 +1,4 @@
-"""What a method predicts for a set: one table, of which a column is a tensor with a row an example.
+"""Predictions of a method for a set: one table, each column a tensor with a row an example.
 
 Columns of classes and labels are `log_probs` (logarithms of probabilities `[n, C]`; of labels that
 apply or not their logits), `aleatoric` and `mutual_information` (nats, `[n]`) and `variance` (mean
@@ -15,12 +15,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias import metrics
 from laplace_debias.assessment.temperature import kind_of, tempered
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace, links
 from laplace_debias.laplace.predictive import of_draws
+from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
@@ -84,7 +86,7 @@ class Chosen:
 
 @torch.no_grad()
 def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs"]:
-    """What the trained network gives, float64 on the CPU.
+    """Outputs of the trained network, float64 on the CPU.
 
     Args:
         model: The network.
@@ -105,7 +107,7 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 
 
 def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | None) -> Table:
-    """What the trained network predicts.
+    """Predictions of the trained network.
 
     Args:
         outputs: Its outputs.
@@ -126,7 +128,7 @@ def _unknown(n: int) -> Table:
 
 
 def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
-    """What a Laplace posterior predicts, `method="glm"` in closed form.
+    """Predictions of a Laplace posterior, `method="glm"` in closed form.
 
     Args:
         la: The fitted and tuned posterior.
@@ -235,7 +237,8 @@ def written(table: Table, task: str, has_labels: bool) -> Table:
     if has_labels:
         columns["label"] = _narrow(targets.long())
     probs = probs_of(table.pop("log_probs"), task)
-    return {**columns, "probs": probs, "entropy": entropy(probs, task), **table}
+    entropy = label_entropy if task == "multilabel" else metrics.entropy
+    return {**columns, "probs": probs, "entropy": entropy(probs), **table}
 
 
 def probs_of(log_probs: Float[Tensor, "n outputs"], task: str) -> Float[Tensor, "n classes"]:
@@ -243,14 +246,6 @@ def probs_of(log_probs: Float[Tensor, "n outputs"], task: str) -> Float[Tensor, 
     if task == "classification":
         return log_probs.exp()
     return (torch.cat([-log_probs, log_probs], 1) if task == "binary" else log_probs).sigmoid()
-
-
-def entropy(probs: Float[Tensor, "*some classes"], task: str) -> Float[Tensor, "*some"]:
-    """Entropy in nats; of several labels the sum over them."""
-    total = torch.special.entr(probs)
-    if task == "multilabel":
-        total = total + torch.special.entr(1 - probs)
-    return total.sum(-1)
 
 
 def _narrow(values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ except ImportError:  # not on Windows
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")
 _KEPT = ("created", "sets", "methods", "sigma", "training", "notes", "seconds")
-"""What a run that goes on keeps of `run.json`."""
+"""Entries of `run.json` that a run keeps when it goes on."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Run:
         return self.folder.predictions(method.key, part.name)
 
     def told(self, method: Method, part: DataSet) -> dict[str, Any]:
-        """What a table of predictions that is complete says of itself; empty if there is none."""
+        """The description of a complete table of predictions; empty if there is none."""
         ranks = current()
         found = table_says(self.path(method, part)) if ranks.rank == 0 else None
         return ranks.from_rank(found, 0) or {}

@@ -56,7 +56,7 @@ class RunFolder:
         return self.path / "spectra" / f"{method}.json"
 
     def state(self, name: str) -> Path:
-        """What is kept of work that is under way."""
+        """The state of work that is under way."""
         return self.path / "state" / name
 
     def remove_states(self) -> None:
@@ -185,7 +185,7 @@ def write_table(path: Path, columns: Mapping[str, Tensor | None], told: Mapping[
 
 
 def table_says(path: Path) -> dict[str, Any] | None:
-    """What a table says of itself; None if there is none, or none that can be read."""
+    """The table's own description; None if there is none, or none that can be read."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -198,7 +198,7 @@ class Fits:
 
 
 def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
-    """What predicting one example takes, by the first few test examples.
+    """Seconds that predicting one example takes, by the first few test examples.
 
     Args:
         la: The fitted posterior.

@@ -1,4 +1,4 @@
-"""What a run found as a table on the terminal."""
+"""The results of a run as a table on the terminal."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -12,4 +12,4 @@ COMMANDS = {
     "report": "Judge a network's uncertainty: methods compared, in one page.",
     "spectrum": "Measure leading eigenpairs, trace and density of a network's curvature.",
 }
-"""What each of them does, in one line; none is imported before it is chosen."""
+"""Each command's purpose in one line; none is imported before it is chosen."""

@@ -1,4 +1,4 @@
-"""What the commands `report` and `evaluate` share: what makes a run, and what they print."""
+"""Shared by the commands `report` and `evaluate`: what makes a run, and what they print."""
 
 import dataclasses
 import shutil
@@ -21,7 +21,7 @@ _PLACES = {
 
 
 def identity_of(settings: SourceSettings) -> dict[str, Any]:
-    """Those settings that change what is found, without the ones that methods have themselves."""
+    """Settings that change what is found, without the ones that methods have themselves."""
     return {
         name: value
         for name, value in plain(dataclasses.asdict(settings)).items()
@@ -43,7 +43,7 @@ def config_of(settings: SourceSettings) -> str:
 
 
 def found_in(folder: RunFolder) -> dict[str, Any]:
-    """What a run found, as `--json` prints it."""
+    """The results of a run, as `--json` prints them."""
     run = read_meta(folder.path)
     told = {name: run[name] for name in ("task", "sets", "methods", "conclusion", "notes")}
     return {**told, **read_json(folder.path / "metrics.json")}

@@ -104,7 +104,7 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
 
 
 def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     return found
 
 

@@ -142,7 +142,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
 
 
 def as_json(settings: Settings, la: Laplace | Plan) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     if isinstance(la, Plan):
         return la.summary()
     return {

@@ -1,4 +1,4 @@
-"""What the commands on a network share: posteriors, an output that is checked, notes, JSON."""
+"""Shared by the commands on a network: posteriors, an output that is checked, notes, JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ def save(la: Laplace, output: Path) -> None:
 
 
 def print_notes(loaded: Loaded, console: Printer) -> None:
-    """What a reader should know of a network and its data, a line each."""
+    """Print what a reader should know of a network and its data, a line each."""
     for note in loaded.notes:
         console.print(note, soft_wrap=True)
 

@@ -119,7 +119,7 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
 
 
 def as_json(settings: Settings, table: Any) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     return {
         "output": str(settings.output),
         "num_predictions": len(table),
@@ -130,7 +130,7 @@ def as_json(settings: Settings, table: Any) -> dict[str, Any]:
 def _inputs(
     settings: Settings, loaded: Loaded, reader: Reader, console: Printer
 ) -> tuple[Batches, tuple[str, ...] | None]:
-    """What is predicted, and what each of them is called."""
+    """The inputs, and each one's name."""
     if settings.inputs is None:
         return loaded.test, None
     further = reader.read(settings.inputs, "inputs")

@@ -100,7 +100,7 @@ def run(settings: Settings, console: Printer | None = None) -> Path:
 
 
 def as_json(settings: Settings, page: Path) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     return {"page": str(page), **found_in(RunFolder(page.parent))}
 
 

@@ -159,7 +159,7 @@ def run(settings: Settings, console: Printer | None = None) -> SpectrumResult:
 
 
 def as_json(settings: Settings, result: SpectrumResult) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     return {
         "output": str(settings.output),
         "matrix": settings.matrix,

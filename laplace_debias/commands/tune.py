@@ -103,7 +103,7 @@ def run(settings: Settings, console: Console | None = None) -> Tuning:
 
 
 def as_json(settings: Settings, found: Tuning) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     return {
         "posterior": str(settings.output or settings.posterior),
         "metric": found.metric,

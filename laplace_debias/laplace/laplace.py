@@ -21,12 +21,12 @@ from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace import file, fitting, predictive, shards, tune, tuning
+from laplace_debias.laplace import file, predictive, shards, tune, tuning
+from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export import export
 from laplace_debias.laplace.file import likelihood_from_json
-from laplace_debias.laplace.fit_request import Execution, FitRequest
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linearised import OutputChoice
@@ -284,14 +284,9 @@ class Laplace:
             OSError: If the folder of `resume` cannot be written to.
         """
         self._agree(mode=mode, scale=scale, folds=folds, resume=resume)
-        execution = Execution(generator, resume)
         if not isinstance(train_loader, Scheme):
-            request = FitRequest.of_loader(
-                self._subject,
-                train_loader,
-                mode,
-                num_data,
-                execution,
+            request = fits.of_loader(
+                *(self._subject, train_loader, mode, num_data, generator, resume),
                 scale=scale,
                 folds=folds,
                 progress=progress,
@@ -302,8 +297,8 @@ class Laplace:
                 "progress and scale (fit_batches(..., scale=data) scales)."
             )
         else:
-            request = FitRequest.of_scheme(self._subject, train_loader, num_data, None, execution)
-        self._adopt(fitting.fit(self._subject, self._prior, request))
+            request = fits.of_scheme(self._subject, train_loader, num_data, generator, resume)
+        self._adopt(fits.fit(self._subject, self._prior, request))
         return self
 
     def plan(
@@ -383,10 +378,9 @@ class Laplace:
             OSError: As `fit`.
         """
         self._agree(folds=folds, resume=resume)
-        execution = Execution(generator, resume)
         scheme = scheme_of(directions, magnitudes, folds)
-        request = FitRequest.of_scheme(self._subject, scheme, num_data, scale, execution)
-        self._adopt(fitting.fit(self._subject, self._prior, request))
+        request = fits.of_scheme(self._subject, scheme, num_data, generator, resume, scale)
+        self._adopt(fits.fit(self._subject, self._prior, request))
         return self
 
     def _adopt(self, fitted: Fitted, **of_prior: Any) -> None:

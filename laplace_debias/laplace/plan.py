@@ -25,9 +25,8 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.last_layer import last_layer_parameters
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace.fit_request import check_mode
 from laplace_debias.laplace.prior import Prior
-from laplace_debias.laplace.schemes import FOLDS
+from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
 from laplace_debias.system.ranks import alone

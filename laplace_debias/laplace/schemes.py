@@ -180,3 +180,15 @@ OF_FIRST_BATCHES = {
 }
 # The first one reads all batches.
 MODES = ("full", *OF_FIRST_BATCHES)
+
+
+def check_mode(mode: str, folds: int | None) -> None:
+    """Require a mode, and folds where there are some.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if mode not in MODES:
+        raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+    if folds is not None and mode != "crossfit":
+        raise ValueError(f'folds={folds} belongs to mode="crossfit", not to mode="{mode}".')

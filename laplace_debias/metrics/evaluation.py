@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from laplace_debias.metrics.definitions import (
     over_labels,
     per_example,
 )
-from laplace_debias.metrics.ood import entropy
+from laplace_debias.metrics.ood import entropy, label_entropy
 from laplace_debias.metrics.regression import Real, check_gaussian
 from laplace_debias.metrics.report import Report, report_of
 from laplace_debias.metrics.statistics import Alone, Statistic
@@ -144,8 +143,8 @@ def evaluate_multilabel(
     statistics["exact_match"] = EXACT_MATCH.statistic(probs, labels)
     if log_probs is not None:
         statistics["nll"] = _checked_nll(log_probs, len(labels))
-    scores = {name: _entropy(other) for name, other in checked.items()}
-    statistics |= _separation(_entropy(probs), scores)
+    scores = {name: label_entropy(other) for name, other in checked.items()}
+    statistics |= _separation(label_entropy(probs), scores)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -259,11 +258,6 @@ def _checked_sets(
                 f"{probs.shape[1]}; expected as many. Predict both with the same model."
             )
     return checked
-
-
-def _entropy(probs: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
-    """Entropy of each example's independent labels, in nats."""
-    return torch.special.entr(check_probs(probs.flatten())).sum(1).view(probs.shape).sum(1)
 
 
 def _checked_table(probs: Float[Tensor, "n labels"], name: str) -> Float[Tensor, "n labels"]:

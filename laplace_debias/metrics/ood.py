@@ -27,6 +27,11 @@ def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
     return torch.special.entr(check_probs(probs)).sum(dim=1)
 
 
+def label_entropy(probs: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
+    """Entropy of each example's independent labels, in nats, summed over them."""
+    return entropy(probs.flatten()).view(probs.shape).sum(1)
+
+
 def auroc(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:

@@ -80,7 +80,7 @@ def method_colours(methods: Iterable[str]) -> dict[str, str]:
 
 
 def metric_label(metric: str) -> str:
-    """What an axis calls a metric, with an arrow to where it is better.
+    """A metric's name on an axis, with an arrow to where it is better.
 
     Args:
         metric: Name of a metric as `laplace_debias.metrics.evaluate` gives it.

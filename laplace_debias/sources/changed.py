@@ -150,7 +150,7 @@ class Cast:
 
     @property
     def batch_sampler(self) -> Any:
-        """That of the source, which tells where examples are; None if it has none."""
+        """The source's, which tells where examples are; None if it has none."""
         return getattr(self.source, "batch_sampler", None)
 
     def __len__(self) -> int:

@@ -349,45 +349,30 @@ KINDS: tuple[str, ...] = (
 )
 """Kinds whose distance to the clean image grows with the severity, for grey and tiny images too."""
 
-BENCHMARK_KINDS: tuple[str, ...] = (
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
+_BENCHMARK: tuple[Callable[[Image, int, Generator], Image], ...] = (
+    _gaussian_noise,
+    _shot_noise,
+    _impulse_noise,
+    _defocus_blur,
+    _glass_blur,
+    _motion_blur,
+    _zoom_blur,
+    _snow,
+    _frost,
+    _fog,
+    _brightness,
+    _contrast,
+    _elastic_transform,
+    _pixelate,
+    _jpeg_compression,
 )
+_FUNCTIONS = {
+    function.__name__[1:]: function
+    for function in (*_BENCHMARK, _speckle_noise, _gaussian_blur, _saturate)
+}
+
+BENCHMARK_KINDS: tuple[str, ...] = tuple(_FUNCTIONS)[: len(_BENCHMARK)]
 """The benchmark's fifteen kinds, for RGB images of 32 × 32 pixels."""
 
-ALL_KINDS: tuple[str, ...] = (*BENCHMARK_KINDS, "speckle_noise", "gaussian_blur", "saturate")
-"""Those and three of the benchmark's four additional ones."""
-
-_FUNCTIONS: dict[str, Callable[[Image, int, Generator], Image]] = {
-    "gaussian_noise": _gaussian_noise,
-    "shot_noise": _shot_noise,
-    "impulse_noise": _impulse_noise,
-    "speckle_noise": _speckle_noise,
-    "gaussian_blur": _gaussian_blur,
-    "defocus_blur": _defocus_blur,
-    "glass_blur": _glass_blur,
-    "motion_blur": _motion_blur,
-    "zoom_blur": _zoom_blur,
-    "snow": _snow,
-    "frost": _frost,
-    "fog": _fog,
-    "brightness": _brightness,
-    "contrast": _contrast,
-    "saturate": _saturate,
-    "elastic_transform": _elastic_transform,
-    "pixelate": _pixelate,
-    "jpeg_compression": _jpeg_compression,
-}
+ALL_KINDS: tuple[str, ...] = tuple(_FUNCTIONS)
+"""The fifteen and three of the benchmark's four additional ones."""

@@ -93,7 +93,7 @@ _KEYS = ("train", "validation", "test", "ood", "classes")
 
 
 def own_parts(path: str, settings: SourceSettings) -> Parts:
-    """What the callable at an import path returns: a dict, or an object with these attributes.
+    """Data of the callable at an import path: a dict, or an object with these attributes.
 
     `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
     is a data set, a `DataLoader` or a list of batches `(x, y)`. A data set, and a plain
@@ -225,8 +225,7 @@ def find_image_folder(root: Path) -> ImageFolder:
             )
             raise ValueError(
                 f"{folder} has {wrong}; expected the class folders of {found['train']}: complete "
-                "or "
-                "rename them"
+                "or rename them"
             )
         parts[part] = files
     return ImageFolder(root, classes, parts)

@@ -83,8 +83,7 @@ class Reader:
             return self._of_folder(path, what)
         raise ValueError(
             f"{what}: {path} is of no known kind; expected a folder of images, a .npz file, a "
-            ".csv or "
-            ".parquet table, or an import path my_pkg.data:make"
+            ".csv or .parquet table, or an import path my_pkg.data:make"
         )
 
     def _of_folder(self, path: Path, what: str) -> Further:
@@ -126,8 +125,7 @@ class Reader:
             if self.pixels is None:
                 raise ValueError(
                     f"{what}: {path} holds images of bytes, but how the network's are normalised "
-                    "is "
-                    "not known; give --mean and --std"
+                    "is not known; give --mean and --std"
                 )
             pixels = self.pixels
         if self.shape is not None and tuple(x.shape[1:]) != self.shape:

@@ -1,6 +1,7 @@
 """Folders of images, decoded when fetched."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,31 +79,31 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return self.view.pixels.inputs(pixels), torch.tensor(self.labels[index])
 
 
-def opened(file: Path, is_grey: bool = False) -> Any:
-    """A picture, decoded.
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """A picture, not decoded yet.
 
     Raises:
         ValueError: If the file is no readable image.
     """
     try:
         with PIL.Image.open(file) as picture:
-            return picture.convert("L" if is_grey else "RGB")
+            yield picture
     # On broken bytes Pillow's decoders raise errors of any type.
     except Exception as error:
         raise ValueError(f"{file} is no readable image ({error}); replace it") from error
 
 
-def size_of(file: Path) -> tuple[int, int]:
-    """Width and height of a picture, pixels; it is not decoded.
+def opened(file: Path, is_grey: bool = False) -> Any:
+    """A picture, decoded; raises as `_open`."""
+    with _open(file) as picture:
+        return picture.convert("L" if is_grey else "RGB")
 
-    Raises:
-        ValueError: If the file is no readable image.
-    """
-    try:
-        with PIL.Image.open(file) as picture:
-            return picture.size
-    except Exception as error:
-        raise ValueError(f"{file} is no readable image ({error}); replace it") from error
+
+def size_of(file: Path) -> tuple[int, int]:
+    """Width and height of a picture, pixels; it is not decoded. Raises as `_open`."""
+    with _open(file) as picture:
+        return picture.size
 
 
 def images_below(folder: Path) -> list[Path]:

@@ -47,8 +47,7 @@ def imported(path: str, option: str) -> Any:
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise ValueError(
                 f"{option} {path}: there is no module {missing}; run the command in the folder "
-                "that "
-                f"holds {missing.replace('.', '/')}.py (this is {here}), or install it"
+                f"that holds {missing.replace('.', '/')}.py (this is {here}), or install it"
             ) from error
         raise ValueError(
             f"{option} {path}: {module_name} needs the module {missing}, which is not installed"
@@ -56,8 +55,7 @@ def imported(path: str, option: str) -> Any:
     except Exception as error:
         raise ValueError(
             f"{option} {path}: importing {module_name} raised {described(error)}; --traceback "
-            "shows "
-            "where"
+            "shows where"
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
@@ -71,7 +69,7 @@ def imported(path: str, option: str) -> Any:
 
 
 def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:
-    """What a user's callable returns.
+    """The value that a user's callable returns.
 
     Raises:
         ValueError: If it cannot be called or raises.
@@ -79,8 +77,7 @@ def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) 
     if not callable(function):
         raise ValueError(
             f"{option} {path} is of type {type(function).__name__} and cannot be called; expected "
-            "a "
-            "function"
+            "a function"
         )
     try:
         return function(**arguments)

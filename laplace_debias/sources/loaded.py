@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.network.batches import Batches
 
 Task = Literal["classification", "regression", "binary", "multilabel"]
-"""What a network's outputs mean, as `Laplace` takes it for `likelihood`."""
+"""The meaning of a network's outputs, as `Laplace` takes it for `likelihood`."""
 
 
 @dataclass(frozen=True)

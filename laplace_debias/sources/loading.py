@@ -166,8 +166,7 @@ def _images(pixels: Pixels | None, shape: tuple[int, ...] | None, what: str) -> 
     if pixels is None or shape is None:
         raise ValueError(
             f"{what}: these need images, and how they are normalised; for images of loaders of "
-            "your "
-            "own give --mean and --std, for other inputs leave the option out"
+            "your own give --mean and --std, for other inputs leave the option out"
         )
     if shape[0] not in (1, 3):
         raise ValueError(f"{what}: the images have {shape[0]} channels; expected 1 or 3")
@@ -199,7 +198,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype | None:
 
 @torch.no_grad()
 def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | None) -> Task:
-    """What the outputs mean, after a check that they fit the data.
+    """The meaning of the outputs, after a check that they fit the data.
 
     Args:
         model: The network, in evaluation mode.

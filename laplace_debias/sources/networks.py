@@ -33,8 +33,7 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
         if settings.checkpoint is None and not settings.pretrained:
             raise ValueError(
                 f"{settings.timm or settings.torchvision} has no trained weights; give "
-                "--checkpoint, "
-                "or --pretrained for the published ones"
+                "--checkpoint, or --pretrained for the published ones"
             )
         arguments = dict(settings.model_args)
         # Published weights have the classes that they were trained on.

@@ -22,14 +22,14 @@ class Pixels:
     def inputs(
         self, pixels: UInt8[Tensor, "*n channels height width"]
     ) -> Float[Tensor, "*n channels height width"]:
-        """What the network takes, float32."""
+        """Inputs of the network, float32."""
         mean, std = self._columns()
         return (pixels.to(torch.float32) / 255 - mean) / std
 
     def pixels(
         self, inputs: Float[Tensor, "*n channels height width"]
     ) -> UInt8[Tensor, "*n channels height width"]:
-        """What it was made of, rounded to 0 … 255."""
+        """Pixels that inputs were made of, rounded to 0 … 255."""
         mean, std = self._columns()
         levels = (inputs.to(torch.float32).cpu() * std + mean) * 255
         return levels.round().clamp(0, 255).to(torch.uint8)

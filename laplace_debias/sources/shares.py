@@ -1,4 +1,4 @@
-"""What several processes load and share: batches cut into parts, or dealt out whole."""
+"""Batches that several processes share: cut into parts, or dealt out whole."""
 
 import itertools
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
 
 
 def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Inputs, Tensor]]:
-    """Those whole batches that are this process's, every n-th one; all where there is one process.
+    """Deal out whole batches, every n-th one to this process; all where there is one process.
 
     Args:
         batches: Batches that every process has.
@@ -62,7 +62,7 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
 
 
 def in_order(parts: list[Part]) -> list[Part]:
-    """What all processes have made of the batches that were dealt, in the order of the batches.
+    """Results of all processes for the batches that were dealt, in the order of the batches.
 
     Args:
         parts: Those of this process; each begins with the number of its batch.

@@ -134,8 +134,7 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
     if settings.target is None:
         raise ValueError(
             f"which column of {next(iter(files.values()))} is predicted is not known; give "
-            "--target, "
-            f"one of {', '.join(names[:20])}"
+            f"--target, one of {', '.join(names[:20])}"
         )
     for part, table in tables.items():
         if settings.target not in table.columns:
@@ -158,8 +157,7 @@ def _numbers(table: Any, names: tuple[str, ...], where: str) -> np.ndarray:
         if table[name].dtype.kind not in "iufb":
             raise ValueError(
                 f"column {name} of {where} holds {table[name].dtype}, no numbers; encode it, or "
-                "name "
-                "the columns that the network takes by --features"
+                "name the columns that the network takes by --features"
             )
     values = table[list(names)].to_numpy(dtype=np.float64)
     bad = ~np.isfinite(values)
@@ -168,8 +166,7 @@ def _numbers(table: Any, names: tuple[str, ...], where: str) -> np.ndarray:
         raise ValueError(
             f"column {names[column]} of {where} has {int(bad[:, column].sum())} values that are "
             f"missing or infinite, the first in row {table.index[row]}; fill them in or remove "
-            "these "
-            "rows"
+            "these rows"
         )
     return values
 

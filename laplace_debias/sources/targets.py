@@ -8,7 +8,7 @@ from laplace_debias.sources.loaded import Task
 
 
 def task_of(targets: np.ndarray, where: str) -> Task:
-    """What targets mean by their type and shape.
+    """The meaning of targets, by their type and shape.
 
     Whole numbers `[N]` are classes, rows of zeros and ones `[N, K]` labels, other numbers a
     regression's targets.
@@ -53,8 +53,7 @@ def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
             raise ValueError(
                 f"{where} has shape {list(targets.shape)} and values {targets.min(initial=0):g} … "
                 f"{targets.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, "
-                "for "
-                f"task={task}"
+                f"for task={task}"
             )
         if task == "binary" and targets.max(initial=0) > 1:
             raise ValueError(f"{where} goes up to {targets.max():g}; expected 0 or 1 (task=binary)")

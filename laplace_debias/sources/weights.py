@@ -57,8 +57,7 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
             f"{path} is of another network: none of its {len(tensors)} names "
             f"({', '.join(list(tensors)[:3])}, …) is one of the {len(names)} of "
             f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was "
-            "saved "
-            "from, with its arguments as --model_args.KEY=VALUE"
+            "saved from, with its arguments as --model_args.KEY=VALUE"
         )
     others = {name: tensor for name, tensor in tensors.items() if name.startswith("split.")}
     try:

@@ -12,11 +12,11 @@ from laplace_debias import Laplace
 from laplace_debias.assessment.predictions import (
     Chosen,
     chosen_positions,
-    entropy,
     of_laplace,
     predict_set,
     probs_of,
 )
+from laplace_debias.metrics.ood import label_entropy
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_the_entropy_of_several_labels_is_the_sum_of_theirs():
     p = torch.tensor([[0.5, 1.0], [0.25, 0.5]], dtype=torch.float64)
     of_quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     expected = torch.tensor([math.log(2), of_quarter + math.log(2)], dtype=torch.float64)
-    torch.testing.assert_close(entropy(p, "multilabel"), expected)
+    torch.testing.assert_close(label_entropy(p), expected)
 
 
 def test_some_examples_are_chosen_across_batches(fitted):

@@ -109,7 +109,7 @@ def _class(run: Run, label: float) -> str:
 def _top_classes(
     run: Run, probs: list[list[float]], truth: Any
 ) -> tuple[tuple[str, float, bool], ...]:
-    """Those that round to a percent at least, at most two of them."""
+    """At most two classes, of those that round to a percent at least."""
     return tuple(
         (_class(run, label), 100 * prob, label == truth)
         for label, prob in probs[:_SHOWN_CLASSES]

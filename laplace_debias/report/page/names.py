@@ -11,7 +11,7 @@ SCORES = {
     "mutual_information": "mutual information",
     "variance": "variance",
 }
-"""What tells familiar examples from strange ones."""
+"""Scores that tell familiar examples from strange ones."""
 
 MOST_DECIMALS = 5
 

@@ -79,7 +79,7 @@ def full_tables(run: Run, data: str) -> list[Table]:
 
 
 def difference_tables(run: Run) -> list[Table]:
-    """What the methods do better or worse than those without a posterior, on the same examples."""
+    """Differences of the methods from those without a posterior, on the same examples."""
     simple = [method.key for method in run.methods if not method.is_laplace]
     tables = [_table(run, _main_columns(run), reference) for reference in simple]
     return [table for table in tables if table.columns]

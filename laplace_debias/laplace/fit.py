@@ -1,8 +1,11 @@
 """A fit from end to end: what it reads, what it finds, and the state that comes of it."""
 
-from dataclasses import replace
+import itertools
+import os
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 
@@ -15,25 +18,132 @@ from laplace_debias.curvature.network.batches import (
     Counted,
     Pairs,
     source_of,
+    with_progress,
 )
 from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.shadow import check_no_autocast
-from laplace_debias.curvature.network.shards import Placed, place_of
+from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace import shards
-from laplace_debias.laplace.fit_request import FitRequest
+from laplace_debias.laplace.data_size import (
+    Expected,
+    expected_of_all,
+    expected_of_given,
+    expected_of_some,
+)
 from laplace_debias.laplace.fitted import Fitted, Noise
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import check_room
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.prior import Prior
-from laplace_debias.laplace.resume import identity_of
+from laplace_debias.laplace.resume import check_resumable, identity_of
 from laplace_debias.laplace.scale import check_scale, scale_of
+from laplace_debias.laplace.schemes import (
+    OF_FIRST_BATCHES,
+    CrossFit,
+    Full,
+    Scheme,
+    check_mode,
+)
 from laplace_debias.laplace.subject import Subject, usable
+from laplace_debias.system.checks import check_generator, whole
+from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current
 
 
-def fit(subject: Subject, prior: Prior, request: FitRequest) -> Fitted:
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A fit that is asked for: on which data, in which way, with what N.
+
+    Attributes:
+        scheme: The way to fit, with its data.
+        mode: Its name.
+        expected: N.
+        generator: Seeds what is drawn; torch's global one if None.
+        resume: A folder for its state; None for a fit that is not gone on with.
+        scale: Data whose curvature in the outputs the magnitudes are scaled to; None for none.
+        is_shared: Whether `ShardedBatches` say that several processes share the data.
+    """
+
+    scheme: Scheme
+    mode: str
+    expected: Expected
+    generator: torch.Generator | None
+    resume: str | os.PathLike[str] | None
+    scale: Batches | None
+    is_shared: bool
+
+
+def of_loader(
+    subject: Subject,
+    loader: Batches,
+    mode: str,
+    num_data: SupportsIndex | None,
+    generator: torch.Generator | None,
+    resume: str | os.PathLike[str] | None,
+    *,
+    scale: bool,
+    folds: int | None,
+    progress: bool,
+) -> Request:
+    """The request of `Laplace.fit`, whose arguments these are.
+
+    Raises:
+        ValueError: As `Laplace.fit`, for what can be told before the first batch is looked at.
+        TypeError: Likewise.
+    """
+    check_generator(generator)
+    check_mode(mode, folds)
+    if scale and mode == "full":
+        raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
+    if scale:
+        check_scale(loader)
+    check_resumable(resume, subject.settings.fisher.kind, generator, loader)
+    is_shared = check_shared(current(), loader)
+    given = None if num_data is None else whole(num_data, "num_data")
+    if mode == "full":
+        Full(loader).check(subject.settings.kind)
+        expected = expected_of_all(loader, given)
+        all_data = Full(with_progress(loader, progress, "fit"))
+        return Request(all_data, mode, expected, generator, resume, None, is_shared)
+    num_batches = OF_FIRST_BATCHES[mode].num_batches
+    expected = expected_of_some(loader, given, mode)
+    batches = list(itertools.islice(seeded(loader, generator), num_batches))
+    most = max(current().exchange(len(batches)))
+    if most < num_batches:
+        raise ValueError(
+            f'mode="{mode}" needs {num_batches} batch(es), the loader gave '
+            f"{most}: use a smaller batch size or more data."
+        )
+    scheme = OF_FIRST_BATCHES[mode].scheme(batches)
+    scheme = scheme if folds is None else CrossFit(batches, folds)
+    of_scale = with_progress(loader, progress, "scale") if scale else None
+    return Request(scheme, mode, expected, generator, resume, of_scale, is_shared)
+
+
+def of_scheme(
+    subject: Subject,
+    scheme: Scheme,
+    num_data: SupportsIndex | None,
+    generator: torch.Generator | None,
+    resume: str | os.PathLike[str] | None,
+    scale: Batches | None = None,
+) -> Request:
+    """The request of `Laplace.fit_batches`, whose arguments these are, with a way to fit.
+
+    Raises:
+        ValueError: As `check_resumable`, `check_shared` and `expected_of_given`.
+    """
+    check_generator(generator)
+    measured = scheme.measured[0]
+    check_resumable(resume, subject.settings.fisher.kind, generator, scheme.first_read, measured)
+    others = () if measured is scheme.first_read else (measured,)
+    of_data = [check_shared(current(), data) for data in (scheme.first_read, *others, scale)]
+    expected = expected_of_given((scheme.first_read, measured), num_data)
+    return Request(scheme, scheme.mode, expected, generator, resume, scale, of_data[0])
+
+
+def fit(subject: Subject, prior: Prior, request: Request) -> Fitted:
     """Fit a posterior's curvature.
 
     Args:
@@ -49,7 +159,6 @@ def fit(subject: Subject, prior: Prior, request: FitRequest) -> Fitted:
         OSError: As `Laplace.fit`.
     """
     kind, scheme, scale = subject.settings.kind, request.scheme, request.scale
-    execution = request.execution
     scheme.check(kind)
     if scale is not None:
         check_scale(scale, scheme.measured[0])
@@ -58,18 +167,18 @@ def fit(subject: Subject, prior: Prior, request: FitRequest) -> Fitted:
     ranks = current()
     request = replace(request, expected=request.expected.over(ranks))
     with torch.inference_mode(False):
-        problem, parameters, known = subject.problem(scheme.first_read, execution.generator, prior)
+        problem, parameters, known = subject.problem(scheme.first_read, request.generator, prior)
         shards.check_alike(
             *(ranks, unwrapped(subject.model), parameters.block_names),
             *(subject.read(known.first), request.is_shared),
         )
         x = next((x for x, _ in subject.on_device(known.first)), None)
         check_room(unwrapped(subject.model), problem, kind, x)
-        checkpoint = None if execution.resume is None else _checkpoint(subject, request, problem)
+        checkpoint = None if request.resume is None else _checkpoint(subject, request, problem)
         if checkpoint is not None:
             problem = replace(problem, checkpoint=checkpoint)
         scheme = scheme.reading_first(known)
-        read = partial(_read, subject, execution.generator)
+        read = partial(_read, subject, request.generator)
         ratio = None if scale is None else scale_of(problem, scheme, scale, read)
         found = scheme.fit(kind, problem, read)
         if ratio is not None:
@@ -81,18 +190,17 @@ def fit(subject: Subject, prior: Prior, request: FitRequest) -> Fitted:
     return fitted
 
 
-def _checkpoint(subject: Subject, request: FitRequest, problem: Problem) -> Checkpoint:
+def _checkpoint(subject: Subject, request: Request, problem: Problem) -> Checkpoint:
     """Where the fit is saved; raises as `Checkpoint`."""
-    execution = request.execution
-    assert execution.resume is not None
+    assert request.resume is not None
     identity = identity_of(
         *(problem, subject.settings, subject.likelihood, unwrapped(subject.model)),
-        execution.generator,
+        request.generator,
         mode=request.mode,
         num_data=request.expected.num_data,
         folds=request.scheme.num_folds,
     )
-    return Checkpoint(Path(execution.resume), identity, problem.device, problem.ranks)
+    return Checkpoint(Path(request.resume), identity, problem.device, problem.ranks)
 
 
 def _read(
@@ -124,7 +232,7 @@ def _read(
 def _fitted(
     subject: Subject,
     prior: Prior,
-    request: FitRequest,
+    request: Request,
     parameters: BayesianParameters,
     found: CurvatureFit,
 ) -> Fitted:
