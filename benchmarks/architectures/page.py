@@ -17,24 +17,19 @@ Face with random weights, reduced in width and depth by their constructors' argu
 channels divided by a number. Batches of {EXAMPLES} examples, three classes (thirteen tokens for
 language models).
 
-- **works**: the fit and `predict` raised nothing, and the probabilities are finite.
 - **covered**: the share of the trainable parameters in the posterior. What is left out, or why
-  something failed, is said below the table.
-- **blocks**: of layers, from a layer's inputs and output gradients (Kronecker-factored weights,
-  exact biases and scales) + of calls, from gradients of each example (class tokens, position
-  tables, tied weights, layers of a library's own).
-- **fit**: of one batch with Monte-Carlo labels (`fisher="mc"`), over the same batch's gradient. It
-  includes all that comes once: the check of every block against automatic differentiation and
-  the eigendecompositions. Networks as small as these take little else.
+  something failed, is said below the table. The probabilities of all others are finite.
+- **blocks**: of layers, from a layer's inputs and output gradients + of calls, from gradients of
+  each example (class tokens, position tables, tied weights, layers of a library's own).
+- **fit**: of one batch with Monte-Carlo labels (`fisher="mc"`), over the same batch's gradient,
+  with all that comes once: the check of every block and the eigendecompositions.
   **Each further batch** is a quarter of what a fit of five batches takes longer. The
   [benchmarks](benchmarks.md) measure larger networks.
 - **predict**: of the batch, with exact functional variances, over the same gradient. Medians of
   three rounds, one thread.
-- **error**: the largest relative difference of the functional variances `la.functional(x,
-  diagonal=True)` with `curvature="diag"` from Σ_d J_cd² / (N·C_dd + δ), in double precision, two
-  examples, all outputs. J comes from `torch.autograd.grad`, output by output, and C from J and the
-  Hessian of the loss; δ is the mean of N·C_dd. Llama and its relatives compute their
-  normalisations in single precision whatever they are given, hence 1e-8."""
+- **error**: the largest relative difference of the functional variances with `curvature="diag"`
+  from Σ_d J_cd² / (N·C_dd + δ) by automatic differentiation, in double precision, two examples.
+  Llama and its relatives compute their normalisations in single precision, hence 1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:
@@ -83,9 +78,8 @@ def _cells(row: Row) -> dict[str, object]:
     error = row.disagreement
     return {
         "architecture": row.name,
-        "works": "yes" if row.works else "no",
         "parameters": f"{row.parameters:,}",
-        "covered": f"{100 * row.covered:.4g} %" if row.works else None,
+        "covered": f"{100 * row.covered:.4g} %" if row.works else "fails",
         "blocks": f"{row.of_layers} + {row.of_calls}" if row.works else None,
         "fit ÷ gradient": _median(row.fit),
         "each further batch": _median(row.further),
@@ -99,4 +93,6 @@ def _median(values: Sequence[float]) -> str | None:
 
 
 def _remarks(row: Row) -> list[str]:
-    return [" ".join(text.split()) for text in (row.left_out, row.message) if text]
+    # What to do about parameters that are left out is for the user whom a fit warns.
+    left_out = row.left_out.replace(" by differentiable", ".\n").partition("\n")[0]
+    return [" ".join(text.split()) for text in (left_out, row.message) if text]
