@@ -27,6 +27,7 @@ from laplace_debias.operators import (
     LinearOperator,
     LowRankPlusDiagonal,
 )
+from laplace_debias.operators.structures.composed import Symmetric
 
 Rows = Float[Tensor, "rows parameters"]
 
@@ -300,7 +301,7 @@ def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     return products
 
 
-class _RowGram(LinearOperator):
+class _RowGram(Symmetric):
     """`Σ rowᵀ row` over data, whose rows are computed anew for every product."""
 
     def __init__(self, problem: Problem, batches: Pairs, size: int) -> None:
@@ -320,17 +321,7 @@ class _RowGram(LinearOperator):
     def device(self) -> torch.device:
         return self._problem.device
 
-    @property
-    def T(self) -> LinearOperator:  # noqa: N802
-        return self
-
-    @property
-    def is_symmetric(self) -> bool:
-        return True
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        return True
+    is_positive_semidefinite = True
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         product = torch.zeros_like(matrix)

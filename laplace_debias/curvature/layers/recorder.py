@@ -196,7 +196,3 @@ class ExampleDims:
                 if len(sizes) == 1 and two[path] == [2 * n for n in one[path]]:
                     merged[path] = sizes.pop()
         return cls(frozenset(common), {path: n for path, n in merged.items() if n > 1})
-
-    def without_copies(self) -> "ExampleDims":
-        """The same, where copies for the examples are not let through."""
-        return ExampleDims(frozenset(), self.merged, self.common)

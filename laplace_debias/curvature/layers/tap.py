@@ -220,7 +220,7 @@ class Tap:
         self._recorder.learn(calls)
         self._dims = ExampleDims.of(self._network, *inputs)
         if self._dims.common and not self._takes_copies(two, outputs[1]):
-            self._dims = self._dims.without_copies()
+            self._dims = ExampleDims(frozenset(), self._dims.merged, uncopied=self._dims.common)
 
     def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
         """Whether outputs stay the same with a copy for each example of what all have in common."""

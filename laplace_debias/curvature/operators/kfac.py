@@ -1,19 +1,19 @@
 """K-FAC and EKFAC of a torch loss, as linear operators in the model's parameter order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
-from laplace_debias.curvature.network.batches import Batches, Pairs
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
@@ -21,6 +21,7 @@ from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shards import Placed
+from laplace_debias.curvature.operators.network_operator import loss_scale
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.memory import check_memory_bound
 from laplace_debias.system.randomness import seeded
@@ -152,7 +153,7 @@ class KFAC(Permuted):
             stream = choose_backend(model, backend, blocks)
             problem = Problem(model, cotangents, blocks, stream, factor_dtype, memory_bound)
             problem = problem.on(current())
-            fitted = self._fit()(
+            fitted = self._fit(
                 problem, of_loss.placed, None if magnitudes is None else measured.placed
             )
         order = parameter_order(model, network.names, blocks)
@@ -169,9 +170,7 @@ class KFAC(Permuted):
         """The blocks, in their own order of rows."""
         return self.operator  # type: ignore[return-value]
 
-    @staticmethod
-    def _fit() -> Callable[[Problem, Pairs, Pairs | None], CurvatureFit]:
-        return fit_kfac
+    _fit = staticmethod(fit_kfac)
 
 
 class EKFAC(KFAC):
@@ -186,9 +185,7 @@ class EKFAC(KFAC):
         eigenbasis".
     """
 
-    @staticmethod
-    def _fit() -> Callable[[Problem, Pairs, Pairs | None], CurvatureFit]:
-        return fit_ekfac
+    _fit = staticmethod(fit_ekfac)
 
 
 class LossData:
@@ -209,18 +206,7 @@ class LossData:
         self.loss = output_loss(loss, reduction)
         first = self._data.batch(0)
         outputs = network.first_outputs(first.inputs, first.size)
-        total = 0.0
-        for batch in self._data:
-            # Sequences of another length are checked when their outputs are there.
-            if batch.targets.shape[1:] == first.targets.shape[1:]:
-                self.loss.check(outputs[:1].expand(batch.size, *outputs.shape[1:]), batch.targets)
-            total += self.loss.count(batch.targets)
-        total = sum(ranks.exchange(float(total)))
-        if total <= 0:
-            raise ValueError(
-                "The loss counts no target: all are ignored (ignore_index) or have weight 0."
-            )
-        self.scale = 1 / total if self.loss.reduction == "mean" else 1.0
+        self.scale = loss_scale(self.loss, self._data, outputs)
 
     @property
     def placed(self) -> Placed:

@@ -13,7 +13,12 @@ from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
-from laplace_debias.curvature.operators.network_operator import MEMORY_BOUND, Item, NetworkOperator
+from laplace_debias.curvature.operators.network_operator import (
+    MEMORY_BOUND,
+    Item,
+    NetworkOperator,
+    loss_scale,
+)
 from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.system.checks import whole
 from laplace_debias.system.randomness import seeded
@@ -75,27 +80,9 @@ class CurvatureOperator(NetworkOperator):
         super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
         self._loss = output_loss(loss, reduction)
         self._lineariser = Lineariser(self._network, self._loss)
-        total = 0.0
-        like_first: torch.Size | None = None
-        for some in self._data:
-            like_first = some.targets.shape[1:] if like_first is None else like_first
-            # Sequences of another length are checked when their outputs are there.
-            if some.targets.shape[1:] == like_first:
-                self._check_batch(self._outputs_like(some.size), some.targets)
-            if some.index == 0:
-                self._check_value(some)
-            total += self._loss.count(some.targets)
-        total = sum(self._ranks.exchange(float(total)))
-        if total <= 0:
-            raise ValueError(
-                "The loss counts no target: all are ignored (ignore_index) or have weight 0."
-            )
-        self._scale = 1 / total if self._loss.reduction == "mean" else 1.0
-
-    def _check_value(self, batch: Batch) -> None:
-        """Require a finite scalar for the loss of the first batch."""
+        self._scale = loss_scale(self._loss, self._data, self._first_outputs)
         with torch.no_grad():
-            labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
+            labels = self._loss.labels(self._data.batch(0).targets, self._first_outputs.ndim)
             value = self._loss.value(self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
@@ -108,10 +95,7 @@ class CurvatureOperator(NetworkOperator):
         """Both D, the number of selected parameters."""
         return self._network.num_parameters, self._network.num_parameters
 
-    @property
-    def is_symmetric(self) -> bool:
-        """True."""
-        return True
+    is_symmetric = True
 
     @property
     def T(self) -> "CurvatureOperator":  # noqa: N802
@@ -228,6 +212,8 @@ class Fisher(CurvatureOperator):
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation".
     """
 
+    is_positive_semidefinite = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -282,11 +268,6 @@ class Fisher(CurvatureOperator):
         """The seed of rank 0."""
         return self._ranks.exchange(seed)[0]
 
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True."""
-        return True
-
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, outputs.ndim)
         if not self._samples:
@@ -316,10 +297,7 @@ class EmpiricalFisher(CurvatureOperator):
         why it is neither Fisher nor Hessian.
     """
 
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True."""
-        return True
+    is_positive_semidefinite = True
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, outputs.ndim)

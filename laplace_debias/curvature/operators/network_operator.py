@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses import OutputMap
+from laplace_debias.curvature.losses import OutputLoss, OutputMap
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.network import Network
@@ -29,6 +29,33 @@ MEMORY_BOUND = 2**31
 CPU_CHUNK_BYTES = 2**22
 # Below this many columns, what torch.vmap spends on every operation outweighs what it saves.
 FEW_COLUMNS = 8
+
+
+def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
+    """The factor of a loss's sum over all data, whose targets are checked.
+
+    Args:
+        loss: The loss.
+        data: The batches.
+        outputs: The network's outputs for the first of them.
+
+    Raises:
+        ValueError: If targets do not fit, or the loss counts none.
+    """
+    total = 0.0
+    like_first: torch.Size | None = None
+    for batch in data:
+        like_first = batch.targets.shape[1:] if like_first is None else like_first
+        # Sequences of another length are checked when their outputs are there.
+        if batch.targets.shape[1:] == like_first:
+            loss.check(outputs[:1].expand(batch.size, *outputs.shape[1:]), batch.targets)
+        total += loss.count(batch.targets)
+    total = sum(current().exchange(float(total)))
+    if total <= 0:
+        raise ValueError(
+            "The loss counts no target: all are ignored (ignore_index) or have weight 0."
+        )
+    return 1 / total if loss.reduction == "mean" else 1.0
 
 
 @dataclass(frozen=True)
@@ -86,10 +113,6 @@ class NetworkOperator(LinearOperator):
         self._first_outputs = self._network.first_outputs(first.inputs, first.size)
         self._output_shape = self._first_outputs.shape[1:]  # of one example of the first batch
         self._lineariser = Lineariser(self._network)
-
-    def _outputs_like(self, size: int) -> Tensor:
-        """Something of the shape that the outputs of a batch have."""
-        return self._first_outputs[:1].expand(size, *self._output_shape)
 
     @property
     def dtype(self) -> torch.dtype:
