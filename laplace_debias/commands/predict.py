@@ -1,6 +1,7 @@
 """`laplace-debias predict`: predictions of a fitted posterior, as a table."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
 from laplace_debias.sources.parts import batches_of
-from laplace_debias.sources.shares import dealt, in_order
+from laplace_debias.sources.shares import dealt
 from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
@@ -156,7 +157,8 @@ def _columns(
         for number, x, y in with_progress(own, settings.progress, "predicting"):
             of_batch = _of_batch(predictive(x), loaded)
             parts.append((number, {name: v.detach().cpu() for name, v in of_batch.items()}, y))
-    of_all = in_order(parts)
+    # In the order of the batches, which were dealt to the processes.
+    of_all = sorted(itertools.chain(*current().exchange(parts)), key=lambda part: part[0])
     if not of_all:
         raise ValueError("there is no input to predict: give at least one")
     columns: dict[str, Any] = {

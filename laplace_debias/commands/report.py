@@ -121,7 +121,7 @@ def _assessed(settings: Settings, console: Printer) -> RunFolder:
         loaded,
         settings.output,
         methods,
-        title=settings.title or _named(settings),
+        title=settings.title or settings.timm or settings.torchvision or settings.model or "",
         settings=identity_of(settings),
         config=config_of(settings),
         seed=settings.seed,
@@ -129,8 +129,3 @@ def _assessed(settings: Settings, console: Printer) -> RunFolder:
         overwrite=settings.overwrite,
         console=console,
     )
-
-
-def _named(settings: SourceSettings) -> str:
-    """How the options name the network."""
-    return settings.timm or settings.torchvision or settings.model or ""

@@ -157,7 +157,7 @@ class GroupEvidence:
 
     @classmethod
     def of(cls, posterior: GaussianPosterior, group: Group) -> "GroupEvidence":
-        """That of a posterior's blocks, at its σ."""
+        """The evidence of a posterior's blocks, at its σ."""
         blocks = list(posterior.curvature.blocks.values())
         found, size = [posterior.mean.new_zeros(0, dtype=torch.float64)], 0
         for index in group.blocks:

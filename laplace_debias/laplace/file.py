@@ -102,7 +102,7 @@ class Header:
 
     @classmethod
     def of(cls, fitted: Fitted, own_likelihood: bool) -> "Header":
-        """That of a fit; arguments and errors as `likelihood_to_json`."""
+        """The header of a fit; arguments and errors as `likelihood_to_json`."""
         settings, sharing = fitted.settings, fitted.settings.sharing
         return cls(
             likelihood_to_json(fitted.likelihood, own_likelihood),

@@ -24,9 +24,9 @@ from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.shadow import check_no_autocast
 from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace import shards
 from laplace_debias.laplace.data_size import (
     Expected,
+    check_alike,
     expected_of_all,
     expected_of_given,
     expected_of_some,
@@ -168,7 +168,7 @@ def fit(subject: Subject, prior: Prior, request: Request) -> Fitted:
     request = replace(request, expected=request.expected.over(ranks))
     with torch.inference_mode(False):
         problem, parameters, known = subject.problem(scheme.first_read, request.generator, prior)
-        shards.check_alike(
+        check_alike(
             *(ranks, unwrapped(subject.model), parameters.block_names),
             *(subject.read(known.first), request.is_shared),
         )

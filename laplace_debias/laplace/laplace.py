@@ -21,8 +21,9 @@ from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace import file, predictive, shards, tune, tuning
+from laplace_debias.laplace import file, predictive, tune, tuning
 from laplace_debias.laplace import fit as fits
+from laplace_debias.laplace.data_size import check_held_out
 from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export import export
@@ -800,7 +801,7 @@ class Laplace:
         check_is(ood, "ood", Mapping, type(None))
         self._agree(ood=list(ood or ()), method=method, samples=samples, link=link, level=level)
         self._state.check_model()
-        shards.check_held_out(loader, *(ood or {}).values())
+        check_held_out(loader, *(ood or {}).values())
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator, link=link)

@@ -125,7 +125,7 @@ class BayesianParameters:
         return 0 if self.order is None else self.order.nbytes
 
     def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
-        """Their present values, in the model's order, `[D]`, no narrower than single precision."""
+        """The present values, in the model's order, `[D]`, no narrower than single precision."""
         values = [model.get_parameter(name).detach().flatten() for name in self.names]
         return torch.cat([value.to(wide(value.dtype)) for value in values])
 

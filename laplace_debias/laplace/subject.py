@@ -26,7 +26,7 @@ from laplace_debias.curvature.network.shadow import (
     shadow,
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
-from laplace_debias.laplace import shards
+from laplace_debias.laplace.data_size import first_batch
 from laplace_debias.laplace.fitted import network_of
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.prior import Prior
@@ -166,7 +166,7 @@ class Subject:
         A process without examples looks at those of the first one that has some.
         """
         plain, found = unwrapped(self.model), self.selected
-        for x, y in self.on_device(shards.first_batch(current(), batches.first)):
+        for x, y in self.on_device(first_batch(current(), batches.first)):
             if found is None or is_last_layer(self.selection):
                 found = BayesianParameters.of(plain, self.selection, self.settings, x)
                 known = self.parameters

@@ -12,7 +12,8 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
 from laplace_debias.curvature.network.batches import Batches, Pairs, with_progress
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace import evidence, noise, predictive, shards
+from laplace_debias.laplace import evidence, noise, predictive
+from laplace_debias.laplace.data_size import check_held_out
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.search import (
@@ -95,7 +96,7 @@ def on_data(
         ValueError: As `Laplace.tune`.
     """
     fitted.check_model()
-    shards.check_held_out(loader)
+    check_held_out(loader)
     batches = seeded(with_progress(loader, progress, "tune"), generator)
     metric, likelihood, class_dim = wanted.metric, fitted.likelihood, fitted.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))

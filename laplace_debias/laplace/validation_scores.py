@@ -46,7 +46,7 @@ class Evaluated:
 
     @property
     def standard_error(self) -> float:
-        """That of the metric over examples; NaN for one."""
+        """The standard error of the metric over examples; NaN for one."""
         return self._error(self.sums, self.value)
 
     def minus(self, other: "Evaluated") -> tuple[float, float]:
@@ -55,7 +55,7 @@ class Evaluated:
         return difference, self._error(self.sums - other.sums, difference)
 
     def _error(self, sums: Tensor, value: float) -> float:
-        """That of a ratio of means, Σ sums / Σ counts."""
+        """The standard error of a ratio of means, Σ sums / Σ counts."""
         n = int((self.counts > 0).sum())
         if n < 2:
             return math.nan

@@ -49,7 +49,7 @@ class Sum(Composed):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of every term."""
+        """The shape of every term."""
         return self.terms[0].shape
 
     @property
@@ -64,7 +64,7 @@ class Sum(Composed):
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """That of the terms that have one."""
+        """The layout of the terms that have one."""
         return next((term.layout for term in self.terms if term.layout is not None), None)
 
     @property
@@ -89,7 +89,7 @@ class Scaled(Wrapper):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """That of the operator, unless the number is negative."""
+        """True if the operator is, and the number is not negative."""
         return bool(self.scalar >= 0) and self.operator.is_positive_semidefinite
 
     @property
@@ -131,7 +131,7 @@ class Product(Composed):
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """That of the last factor, which a vector meets first."""
+        """The layout of the last factor, which a vector meets first."""
         return self.factors[-1].layout
 
     @property

@@ -103,7 +103,11 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
         ValueError: If it raises, or returns something else.
     """
     made = called(path, imported(path, "data"), {}, "data")
-    found = made if isinstance(made, Mapping) else _attributes(made)
+    found = (
+        made
+        if isinstance(made, Mapping)
+        else {key: getattr(made, key) for key in _KEYS if hasattr(made, key)}
+    )
     unknown = [str(key) for key in found if key not in _KEYS]
     missing = [key for key in ("train", "test") if found.get(key) is None]
     if unknown or missing:
@@ -114,7 +118,9 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
         )
     classes = found.get("classes")
     if classes is None:
-        classes = getattr(_dataset(found["train"]), "classes", None)
+        train = found["train"]
+        dataset = train.dataset if isinstance(train, DataLoader) else train
+        classes = getattr(dataset, "classes", None)
     has_pixels = settings.mean is not None or settings.std is not None
     return Parts(
         train=found["train"],
@@ -126,14 +132,6 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
         # Inputs are as they were normalised; by what, only the user knows.
         pixels=Pixels(settings.mean or (0.0,), settings.std or (1.0,)) if has_pixels else None,
     )
-
-
-def _attributes(made: Any) -> dict[str, Any]:
-    return {key: getattr(made, key) for key in _KEYS if hasattr(made, key)}
-
-
-def _dataset(part: Any) -> Any:
-    return part.dataset if isinstance(part, DataLoader) else part
 
 
 def _ood(name: str, part: Any) -> OodData:

@@ -91,9 +91,10 @@ class Reader:
         if not files:
             raise ValueError(f"{what}: {path} has no images (.jpg, .png, …): check the path")
         if self.pixels is None or self.shape is None or len(self.shape) != 3:
+            shape = "that is not known" if self.shape is None else list(self.shape)
             raise ValueError(
                 f"{what}: {path} is a folder of images, but the network takes inputs of shape "
-                f"{_listed(self.shape)}; for images of loaders of your own give --mean and --std"
+                f"{shape}; for images of loaders of your own give --mean and --std"
             )
         channels, height, width = self.shape
         if channels not in (1, 3):
@@ -138,7 +139,3 @@ class Reader:
 
 def _unlabelled(x: Tensor, pixels: Pixels | None = None) -> Examples:
     return Examples(x, torch.zeros(len(x), dtype=torch.int64), pixels)
-
-
-def _listed(shape: tuple[int, ...] | None) -> str:
-    return "that is not known" if shape is None else str(list(shape))

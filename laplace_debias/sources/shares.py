@@ -1,9 +1,7 @@
 """Batches that several processes share: cut into parts, or dealt out whole."""
 
-import itertools
 from collections.abc import Iterator
-from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -14,8 +12,6 @@ from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.sources.changed import Cast, Changed
 from laplace_debias.system.ranks import current
-
-Part = TypeVar("Part", bound=tuple[Any, ...])
 
 
 def share(batches: Batches, model: nn.Module) -> Batches:
@@ -59,15 +55,6 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
     """
     for number, first, batch in _dealt(batches, read):
         yield number, first, *read(batch)
-
-
-def in_order(parts: list[Part]) -> list[Part]:
-    """Results of all processes for the batches that were dealt, in the order of the batches.
-
-    Args:
-        parts: Those of this process; each begins with the number of its batch.
-    """
-    return sorted(itertools.chain.from_iterable(current().exchange(parts)), key=itemgetter(0))
 
 
 def _dealt(batches: Any, read: BatchReader) -> Iterator[tuple[int, int, Any]]:

@@ -1,4 +1,4 @@
-"""What a fit saves of its passes over data, so that the same call in another process goes on.
+"""The saved state of a fit's passes over data, with which the same call in another process goes on.
 
 Once a minute, at the end of a batch, each process writes what the pass has summed and how many
 batches are in it. The same fit reads that many batches again, since a loader's order and

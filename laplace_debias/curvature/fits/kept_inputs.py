@@ -1,4 +1,4 @@
-"""What goes into the layers of weight blocks, kept until A is computed from it."""
+"""Inputs of the layers of weight blocks, kept until A is computed from it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ MOST_KEPT = 2**30
 
 
 class KeptInputs:
-    """What goes into the layers of weight blocks, kept until the end of a batch.
+    """Inputs of the layers of weight blocks, kept until the end of a batch.
 
     Args:
         network: The network that is swept.

@@ -1,4 +1,4 @@
-"""What curvature is taken of, and what a fit gives."""
+"""The problem whose curvature is taken, and the result of a fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from laplace_debias.system.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class Problem:
-    """What curvature is taken of, and how.
+    """A network with its loss and blocks, and how its curvature is taken.
 
     Attributes:
         model: The trained network, left untouched.
@@ -86,7 +86,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a pass over data saw.
+    """Sums over the examples that a pass over data saw.
 
     Attributes:
         num_examples: How many examples.
@@ -99,7 +99,7 @@ class Seen:
     num_outputs: int
 
     def __add__(self, other: "Seen") -> "Seen":
-        """What two passes over different data saw."""
+        """The sums of two passes over different data."""
         return Seen(
             self.num_examples + other.num_examples,
             self.nll + other.nll,

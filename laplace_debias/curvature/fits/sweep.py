@@ -156,7 +156,7 @@ class Pace:
 
 
 def pace_of(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> Pace:
-    """What fits into the memory bound, found by running one example.
+    """The chunk that fits into the memory bound, found by running one example.
 
     Raises:
         ValueError: If one cotangent of one example does not fit.

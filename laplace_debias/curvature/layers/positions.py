@@ -127,23 +127,25 @@ def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
         is_pooled: Whether a layer has positions without outputs of their own.
     """
     tensors = tensors_of(x)
-    if not _can_tell_of_padding(tensors):
-        return is_pooled and tensors[0].ndim == 3 and bool(_zero_rows(tensors).any())
+    zero_rows = _zero_rows(tensors)
+    if zero_rows is not None:
+        return is_pooled and bool(zero_rows.any())
     return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
-
-
-def _can_tell_of_padding(tensors: Sequence[Tensor]) -> bool:
-    return len(tensors) > 1 or not tensors[0].is_floating_point()
 
 
 def _is_mask(x: Tensor) -> bool:
     return x.dtype == torch.bool or (x.ndim == 2 and bool(((x == 0) | (x == 1)).all()))
 
 
-def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"]:
-    """Positions of a single tensor of features, `[B, T, d]`, that are zero throughout."""
+def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"] | None:
+    """Positions of a single tensor of features, `[B, T, d]`, that are zero throughout.
+
+    None of other inputs, which can tell of padding: tokens, masks or lengths, or several tensors.
+    """
     x = tensors[0]
-    if len(tensors) > 1 or x.ndim != 3:
+    if len(tensors) > 1 or not x.is_floating_point():
+        return None
+    if x.ndim != 3:
         return torch.zeros(len(x), 0, dtype=torch.bool, device=x.device)
     return (x == 0).all(-1)
 
@@ -228,7 +230,6 @@ class _Candidates:
         here: Sequence[Tensor],
         lengths: set[int],
     ) -> None:
-        tensors = tensors_of(x)
         # By the number of positions.
         self._influence: dict[int, Tensor] = {}
         for mask in here:
@@ -243,9 +244,7 @@ class _Candidates:
                 length = padding.shape[1]
                 seen = self._tokens.get(length)
                 self._tokens[length] = padding if seen is None else seen | padding
-        self._zero_rows = None
-        if not _can_tell_of_padding(tensors):
-            self._zero_rows = _zero_rows(tensors)
+        self._zero_rows = _zero_rows(tensors_of(x))
         # A convolution of images may have as many positions as a sequence has by accident.
         self._lengths = lengths
 

@@ -118,7 +118,7 @@ class Inverse(Wrapper):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the operator's adjoint."""
+        """The shape of the operator's adjoint."""
         return self.operator.shape[1], self.operator.shape[0]
 
     @property

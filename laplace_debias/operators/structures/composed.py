@@ -19,12 +19,12 @@ class Composed(LinearOperator):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of all parts."""
+        """The dtype of all parts."""
         return _first_part(self).dtype
 
     @property
     def device(self) -> torch.device:
-        """That of all parts."""
+        """The device of all parts."""
         return _first_part(self).device
 
 

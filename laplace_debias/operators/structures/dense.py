@@ -40,7 +40,7 @@ class Dense(Composed):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the matrix."""
+        """The shape of the matrix."""
         return self.matrix.shape[0], self.matrix.shape[1]
 
     @property
