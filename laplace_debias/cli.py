@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS
@@ -139,6 +140,7 @@ def _chosen(arguments: list[str]) -> tuple[str, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=version("laplace-debias"))
     parser.add_argument("command", metavar="command", help="One of those below; --help after it.")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="Options of the command.")
     if not arguments:
@@ -188,7 +190,7 @@ def _execute(
         if field.type in (bool, "bool", bool | None):  # `--resume` is short for `--resume=true`
             action = parser._option_string_actions[f"--{field.name}"]
             action.nargs, action.const = "?", "true"
-    parsed = parser.parse_args(_with_named(_respelled(settings, arguments)))
+    parsed = parser.parse_args(_listed(settings, _with_named(_respelled(settings, arguments))))
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     chosen = instantiate(parsed)
@@ -228,6 +230,20 @@ def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
     spelled: Mapping[str, str] = getattr(settings, "spelled", {})
     parts = [argument.partition("=") for argument in arguments]
     return [f"{spelled.get(option, option)}{equals}{value}" for option, equals, value in parts]
+
+
+def _listed(settings: type, arguments: Sequence[str]) -> list[str]:
+    """Options of several values, such as `--corruptions 1,3`, as `--corruptions [1,3]`."""
+    several = {f"--{f.name}" for f in dataclasses.fields(settings) if "tuple[" in str(f.type)}
+    result, waiting = [], False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        start, value = (f"{name}=", value) if equals else ("", argument)
+        is_value = (waiting and not argument.startswith("--")) or (equals and name in several)
+        waiting = not equals and name in several
+        is_bare = is_value and value[:1] not in ("[", "(") and value not in ("null", "")
+        result.append(f"{start}[{value}]" if is_bare else argument)
+    return result
 
 
 def _with_named(arguments: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -712,9 +712,8 @@ class Laplace:
             raise ValueError(
                 f"per={per!r} tunes by the marginal likelihood: use tune_evidence(per={per!r})."
             )
-        wanted = tune.Wanted(metric, grid, sigma, link, isinstance(loader, Iterator))
         found, fitted = tune.on_data(
-            self._subject, self._state, loader, wanted, generator, progress
+            self._subject, self._state, loader, metric, grid, sigma, link, generator, progress
         )
         self._set_tuned(found, fitted)
         if found.link is not None:

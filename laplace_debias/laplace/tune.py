@@ -1,7 +1,7 @@
 """Ways to tune: on held-out data, or by the marginal likelihood; with the noise or without."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -35,47 +35,14 @@ from laplace_debias.system.ranks import current
 _OF_PROBABILITIES = {"accuracy": True, "brier": False, "ece": False, "nll": False}
 
 
-@dataclass(frozen=True, eq=False)
-class Wanted:
-    """The request for a search on held-out data; as `Laplace.tune` takes it.
-
-    Attributes:
-        metric: The metric.
-        grid: Prior precisions; None for the default.
-        sigma: Whether to tune the noise, too; None if it was never given.
-        link: The only link or formula to look at; None for all.
-        once: Whether the data can be read only once.
-    """
-
-    metric: str
-    grid: Float[Tensor, " grid"] | Sequence[float] | None
-    sigma: bool | None
-    link: str | Link | None
-    once: bool
-
-    @property
-    def points(self) -> Float[Tensor, " grid"]:
-        """Where to begin.
-
-        Raises:
-            ValueError: If the grid is empty or not positive and finite.
-        """
-        if self.grid is None:
-            return DEFAULT_GRID
-        grid = real(self.grid, "grid").cpu()
-        if grid.ndim != 1 or len(grid) == 0 or not bool(((grid > 0) & grid.isfinite()).all()):
-            raise ValueError(
-                "The grid must hold positive, finite prior precisions, as "
-                f"torch.logspace(-4, 4, 21) does; got {grid.tolist()}."
-            )
-        return grid.sort().values
-
-
 def on_data(
     subject: Subject,
     fitted: Fitted,
     loader: Batches,
-    wanted: Wanted,
+    metric: str,
+    grid: Float[Tensor, " grid"] | Sequence[float] | None,
+    sigma: bool | None,
+    link: str | Link | None,
     generator: torch.Generator | None,
     progress: bool,
 ) -> tuple[Tuning, Fitted | None]:
@@ -84,8 +51,11 @@ def on_data(
     Args:
         subject: What the fit is of.
         fitted: The fit.
-        loader: As `Laplace.tune` takes it; so are the last two.
-        wanted: What to look for.
+        loader: As `Laplace.tune` takes it; so are the others.
+        metric: The metric.
+        grid: Prior precisions; None for the default.
+        sigma: Whether to tune the noise, too; None if it was never given.
+        link: The only link or formula to look at; None for all.
         generator: What the loader draws from.
         progress: Whether to show a progress bar.
 
@@ -98,16 +68,16 @@ def on_data(
     fitted.check_model()
     check_held_out(loader)
     batches = seeded(with_progress(loader, progress, "tune"), generator)
-    metric, likelihood, class_dim = wanted.metric, fitted.likelihood, fitted.settings.class_dim
+    likelihood, class_dim = fitted.likelihood, fitted.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else list(_OF_PROBABILITIES)
     if metric not in known:
         raise ValueError(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
         )
-    link_from(wanted.link, likelihood)
-    points, unit = wanted.points, 1.0
-    with_noise = _tunes_noise(fitted, wanted)
+    link_from(link, likelihood)
+    points, unit = _points(grid), 1.0
+    with_noise = _tunes_noise(fitted, grid, sigma)
     scores: MetricOverTerms | NoiseProfile = MetricOverTerms(metric, likelihood)
     if with_noise:
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
@@ -130,10 +100,10 @@ def on_data(
     def read() -> Pairs:
         return unread.pop() if unread else subject.on_device(batches)
 
-    by = links_to_try(default, wanted.link)
+    by = links_to_try(default, link)
     look = Look(predict, read, likelihood, class_dim, scores)
     found = first_look(look, points, by, _OF_PROBABILITIES[metric])
-    finer = None if wanted.once or wanted.grid is not None else refined(look, found)
+    finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, found)
 
     def sigma_at(factor: float) -> float | list[float]:
         assert isinstance(likelihood, Gaussian)
@@ -141,7 +111,7 @@ def on_data(
 
     result = tuning_of(found, finer, metric, sigma_at)
     if not with_noise:
-        return _noting_assumed(result, fitted, wanted.sigma), None
+        return _noting_assumed(result, fitted, sigma), None
     last = finer or found
     factor = last.points[last.best].sigma_factor
     assert factor is not None
@@ -198,19 +168,36 @@ def _is_assumed(fitted: Fitted) -> bool:
     return type(fitted.likelihood) is Gaussian and fitted.likelihood.is_assumed
 
 
-def _tunes_noise(fitted: Fitted, wanted: Wanted) -> bool:
+def _points(grid: Float[Tensor, " grid"] | Sequence[float] | None) -> Float[Tensor, " grid"]:
+    """Where a search begins.
+
+    Raises:
+        ValueError: If the grid is empty or not positive and finite.
+    """
+    if grid is None:
+        return DEFAULT_GRID
+    points = real(grid, "grid").cpu()
+    if points.ndim != 1 or len(points) == 0 or not bool(((points > 0) & points.isfinite()).all()):
+        raise ValueError(
+            "The grid must hold positive, finite prior precisions, as "
+            f"torch.logspace(-4, 4, 21) does; got {points.tolist()}."
+        )
+    return points.sort().values
+
+
+def _tunes_noise(fitted: Fitted, grid: object, sigma: bool | None) -> bool:
     """Whether the noise is tuned with the prior precision.
 
     Raises:
         ValueError: If it is to be, and cannot.
     """
     is_closed = fitted.noise is not None and fitted.noise.power == 2
-    if wanted.sigma is None:
-        return _is_assumed(fitted) and is_closed and wanted.grid is None
-    if not wanted.sigma:
+    if sigma is None:
+        return _is_assumed(fitted) and is_closed and grid is None
+    if not sigma:
         return False
     noise.noise_of(fitted)
-    if wanted.grid is not None:
+    if grid is not None:
         raise ValueError(
             "sigma=True looks at every prior precision with the best sigma for it, and chooses the "
             "grid by that: leave out the grid, or sigma."

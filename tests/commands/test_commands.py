@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
+import yaml
 
 from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
@@ -70,6 +72,29 @@ def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "jsonargparse" in error
     assert "pip install 'laplace-debias[cli]'" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--corruptions", "1,3,5"], (1, 3, 5)),
+        (["--corruptions=2"], (2,)),
+        (["--corruptions=[1, 4]"], (1, 4)),
+        (["--corruptions", "[]"], ()),
+    ],
+)
+def test_several_values_need_no_brackets(given, expected, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "--model=a:b", *given, "--mean", "-0.5", "--print_config"])
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert tuple(found["corruptions"]) == expected
+    assert found["mean"] == [-0.5]
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == version("laplace-debias")
 
 
 def test_help_lists_the_commands(capsys):
