@@ -129,7 +129,8 @@ def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
     tensors = tensors_of(x)
     zero_rows = _zero_rows(tensors)
     if zero_rows is not None:
-        return is_pooled and bool(zero_rows.any())
+        # Of images there are none: nothing is waited for.
+        return is_pooled and zero_rows.shape[1] > 0 and bool(zero_rows.any())
     return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
 
 
