@@ -309,10 +309,10 @@ def _at_the_end(found: Found) -> tuple[str, ...]:
         return ()
     at = f"{found.points[best].prior_precision:.3g}"
     if best == 0:
-        return (f"The best is the smallest value tried, {at}: a grid= of smaller ones goes on.",)
+        return (f"The best is the smallest value tried, {at}: pass a grid= of smaller ones.",)
     return (
-        f"The best is the largest value tried, {at}: a grid= of larger ones goes on, or the data "
-        "tell no uncertainty of the parameters (predict with method='map').",
+        f"The best is the largest value tried, {at}: pass a grid= of larger ones, or predict with "
+        "method='map', which has no uncertainty of the parameters.",
     )
 
 
