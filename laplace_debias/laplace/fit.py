@@ -147,7 +147,7 @@ def fit(subject: Subject, prior: Prior, request: Request) -> Fitted:
     """Fit a posterior's curvature.
 
     Args:
-        subject: What is fitted.
+        subject: Model and settings to fit.
         prior: What the posterior is made with.
         request: On which data, and how.
 

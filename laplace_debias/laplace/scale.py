@@ -112,6 +112,6 @@ def scale_of(problem: Problem, scheme: Scheme, data: Batches, read: Read) -> flo
     if of_measured == 0:
         raise ValueError(
             "The loss of the examples at hand has no curvature in the outputs, all of which are "
-            "certain. There is nothing to scale: take more examples."
+            "certain. There is nothing to scale: use more examples."
         )
     return of_all / of_measured

@@ -51,7 +51,7 @@ class Look:
         predict: From inputs `[B, ...]`, prior precisions and links to numbers of these precisions
             with predictives there, as `predictive.predictives_by_links` gives them.
         read: Gives the data of a pass.
-        likelihood: What targets must fit.
+        likelihood: Likelihood that the targets must fit.
         class_dim: As `targets_classes_last` takes it.
         scores: What is kept of predictives, and what is made of it.
     """
@@ -198,7 +198,7 @@ def first_look(
     than a standard error of the difference, paired over the examples, of which there must be 100.
 
     Args:
-        look: What predicts and scores.
+        look: Predictions and scores.
         grid: Where to begin, ascending.
         links: The simplest first; None alone for a likelihood that has none.
         more_is_better: Whether the metric is to be large.
@@ -239,7 +239,7 @@ def refined(look: Look, found: Found) -> Found | None:
     """Divide the intervals between the best point and its neighbours by 8, in a pass more.
 
     Args:
-        look: What predicts and scores.
+        look: Predictions and scores.
         found: What the grid gave.
 
     Returns:

@@ -49,11 +49,11 @@ class Subject:
 
     Attributes:
         model: The user's model.
-        likelihood: What its outputs mean.
+        likelihood: Likelihood of the outputs.
         settings: The choices of `Laplace`.
         selection: Which parameters are Bayesian, as `Laplace` takes it.
         backend: Likewise.
-        read_batch: What makes pairs of batches.
+        read_batch: Function that makes pairs of batches.
         selected: The Bayesian parameters, if the model's structure tells them. A fit holds them
             against an example.
         parameters: Those of the last fit, or before it those selected; None if a fit finds them.
@@ -245,7 +245,7 @@ def look_at(
 
     Args:
         network: The model, with outputs `[B, ..., C]`.
-        likelihood: What the outputs mean.
+        likelihood: Likelihood of the outputs.
         x: Inputs, `[B, ...]`, on the model's device.
         y: Targets.
         class_dim: Which dimension of the outputs has the classes, as the user gave it.

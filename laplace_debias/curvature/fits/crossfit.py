@@ -263,7 +263,7 @@ class _Within:
         values: Eigenvalues of the mean factor, descending.
         U: Its eigenvectors. The factors of groups are small, of different ranks, and stay as they
             are.
-        precision: What the factors were computed in.
+        precision: Precision that the factors were computed in.
     """
 
     def __init__(

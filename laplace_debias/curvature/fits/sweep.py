@@ -35,7 +35,7 @@ class Sweep:
 
     Args:
         problem: The network and its blocks, the processes, and where passes are saved.
-        measure: What to compute of a block on a chunk of a batch.
+        measure: Function to compute of a block on a chunk of a batch.
         add: Takes what was measured of a block.
         add_inputs: If given, takes at the end of every batch (of a very large one also within) the
             layer of one weight block after the other, what went into it, chunk by chunk, and which

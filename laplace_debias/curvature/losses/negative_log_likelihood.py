@@ -16,7 +16,7 @@ class NegativeLogLikelihood(OutputLoss):
     nothing.
 
     Args:
-        likelihood: What the outputs mean.
+        likelihood: Likelihood of the outputs.
     """
 
     reduction = "mean"

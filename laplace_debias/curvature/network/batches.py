@@ -27,7 +27,7 @@ class Checked:
         batches: The source.
         device: Where inputs are moved, the model's device; None to leave them where they are.
         dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
-        read: What makes pairs of its batches.
+        read: Function that makes pairs of batches.
         of_targets: Where targets are moved; None to leave them where they are.
     """
 
@@ -71,7 +71,7 @@ class Counted:
         batches: The source.
         counts_any: Whether any target of a batch counts.
         ignored: What targets are called that do not, such as `"ignore_index=-100"`; "" for no name.
-        what: What the error calls the batches.
+        what: Name of the batches in error messages.
         ranks: The processes, of which any may have a target that counts.
     """
 

@@ -41,7 +41,7 @@ class Network:
 
     Attributes:
         names: The selected parameters, in the model's order.
-        read: What makes pairs of batches.
+        read: Function that makes pairs of batches.
 
     Raises:
         ValueError: If the model is random, holds NaN, or has no parameter that is selected.
@@ -124,7 +124,7 @@ class Network:
 
         Args:
             parameters: The selected parameters.
-            inputs: What the model is called with.
+            inputs: The model's inputs.
             fixed: Its other parameters and its buffers, `self.fixed` if not given.
         """
         names = (*self.names, *self._fixed_names)

@@ -31,7 +31,7 @@ class Batch:
         index: Place of the batch in the data.
         first: Place of its first example in the data, of all processes that share it.
         size: B, the number of its examples.
-        inputs: What the model is called with.
+        inputs: The model's inputs.
         targets: `[B, ...]`.
     """
 
@@ -55,7 +55,7 @@ class Data:
         batches: Any iterable that can be read repeatedly.
         device: Where the model is.
         dtypes: Of the model's parameters, one of which floating-point inputs must have.
-        read: What makes pairs of its batches.
+        read: Function that makes pairs of batches.
         num_data: The number of examples if known: checked.
         ranks: The processes that share the data, of which each has its own batches.
 

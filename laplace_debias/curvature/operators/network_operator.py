@@ -66,7 +66,7 @@ class Item:
         rows: Its outputs' places among those of all data, flattened.
         linearisation: Its linear maps.
         at_outputs: A linear map at the outputs, where the operator has one.
-        num_bytes: What keeping it takes.
+        num_bytes: Bytes that it takes.
     """
 
     rows: slice
