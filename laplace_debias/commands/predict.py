@@ -22,6 +22,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
+from laplace_debias.report.tables import not_a_formula
 from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
 from laplace_debias.sources.parts import batches_of
 from laplace_debias.sources.shares import dealt
@@ -113,7 +114,7 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
         return table
     with written_atomically(settings.output) as temporary:
         if settings.output.suffix == ".csv":
-            table.to_csv(temporary, index=False)
+            table.map(not_a_formula).to_csv(temporary, index=False)
         else:
             table.to_parquet(temporary, index=False)
     console.print(f"{len(table):,} predictions: {settings.output}", soft_wrap=True)

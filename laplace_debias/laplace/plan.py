@@ -29,6 +29,7 @@ from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
+from laplace_debias.system.checks import check_extra
 from laplace_debias.system.ranks import alone
 
 if TYPE_CHECKING:
@@ -111,8 +112,9 @@ class Plan:
         """A pandas table with a row for each block.
 
         Raises:
-            ImportError: pandas is not installed.
+            ImportError: If pandas is not installed.
         """
+        check_extra("cli", "pandas")
         from pandas import DataFrame
 
         return DataFrame([asdict(block) for block in self.blocks])

@@ -7,13 +7,20 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
 from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.class_dim import (
     check_layout,
     classes_last,
     warn_of_probabilities,
+    warn_of_sigmoid,
 )
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
@@ -180,7 +187,8 @@ class Subject:
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
             network = network_of(self.model, found.names, self.settings)
-            look_at(network, self.likelihood, x, y, self.settings.class_dim)
+            is_exact = self.settings.fisher.kind == "exact"
+            look_at(network, self.likelihood, x, y, self.settings.class_dim, is_exact)
             found = found.verified(network, plain, self.selection, self.settings, x)
             prior.of(plain, found)
             return found
@@ -236,10 +244,16 @@ def usable(model: nn.Module) -> nn.Module:
 
 
 _FEW = 4
+_MANY_COLUMNS = 1_000  # of `fisher="exact"`, where a user is told of `"mc"`
 
 
 def look_at(
-    network: nn.Module, likelihood: Likelihood, x: Inputs, y: Tensor, class_dim: int | None
+    network: nn.Module,
+    likelihood: Likelihood,
+    x: Inputs,
+    y: Tensor,
+    class_dim: int | None,
+    is_exact: bool,
 ) -> None:
     """Run a few examples: where are the classes, and are the outputs logits?
 
@@ -249,10 +263,11 @@ def look_at(
         x: Inputs, `[B, ...]`, on the model's device.
         y: Targets.
         class_dim: Which dimension of the outputs has the classes, as the user gave it.
+        is_exact: Whether the exact Fisher is fitted.
 
     Warns:
-        UserWarning: If the outputs look like probabilities, or the noise of a regression is not
-            given.
+        UserWarning: If the outputs look like probabilities, the noise of a regression is not given,
+            or the exact Fisher of a sequence has more than 1,000 columns.
 
     Raises:
         ValueError: If the shapes leave open where the classes are.
@@ -269,3 +284,11 @@ def look_at(
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)
+        if is_exact and outputs.ndim > 2 and outputs[0].numel() > _MANY_COLUMNS:
+            warn(
+                f'fisher="exact" takes {outputs[0].numel():,} backward passes of an example, one '
+                f"for each class at each position of outputs [batch, "
+                f'{", ".join(map(str, outputs.shape[1:]))}]. Laplace(..., fisher="mc") takes one.'
+            )
+    if isinstance(likelihood, Bernoulli | MultiLabel):
+        warn_of_sigmoid(network, outputs)

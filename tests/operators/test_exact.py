@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import Opaque, randn, rotation, rotations
+from matrices import THIN, Opaque, randn, rotation, rotations
 
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -88,6 +88,7 @@ DEFINITE = {
         )
         + 0.1 * Identity(6)
     ),
+    **{f"thin {name}": lambda name=name: THIN[name]()[0] for name in THIN},
     "low-rank-number": lambda: LowRankPlusDiagonal(randn(6, 2), randn(2).abs(), 0.5),
     "low-rank-negative": lambda: LowRankPlusDiagonal(0.1 * randn(6, 2), -randn(2).abs(), 2.0),
     "low-rank-wide": lambda: LowRankPlusDiagonal(randn(3, 5), randn(5).abs(), 0.5),
@@ -251,6 +252,15 @@ def test_operators_that_are_singular_to_rounding_are_refused(dtype):
     torch.testing.assert_close(exact_inverse(Diagonal(tiny[:, 0])) @ x, 1 / tiny[:, 0])
     A = LowRankPlusDiagonal(U[:, :1], tiny[0] / tiny[2], 1.0)
     torch.testing.assert_close(exact_inverse(A) @ U[:, 2], U[:, 2])
+
+
+def test_the_diagonal_does_not_lose_what_is_small_beside_the_remainder():
+    """Axes are kept: the remainder, 1e14 times as large, has nothing there."""
+    axes = torch.eye(4, dtype=torch.float64)[:, :2]
+    A = EigenKronecker(axes, None, torch.tensor([[1.0], [2.0], [1e14]], dtype=torch.float64))
+    expected = torch.tensor([1.0, 2.0, 1e14, 1e14], dtype=torch.float64)
+    torch.testing.assert_close(exact_diagonal(A), expected)
+    torch.testing.assert_close(A @ axes[:, 1], 2 * axes[:, 1])
 
 
 def test_positive_semidefinite_roots_of_singular_operators():

@@ -51,6 +51,7 @@ STRUCTURED = {
     "kronecker": lambda: Kronecker(randn(2, 2), randn(3, 3)),
     "eigen-kronecker": eigen_kronecker,
     "axes": lambda: EigenKronecker(None, None, randn(2, 3)),
+    "thin": lambda: EigenKronecker(rotation(2)[:, :1], rotation(3)[:, :1], randn(2, 2)),
     "groups": lambda: EigenKronecker(None, rotations(2, 3), randn(2, 1, 3)),
     "block-diagonal": lambda: BlockDiagonal(
         {"a": Dense(randn(2, 2)), "b": EigenKronecker(rotation(4), None, randn(4, 1))}
@@ -393,6 +394,9 @@ def test_block_diagonal_with_layout():
         ),
         (lambda: EigenKronecker(randn(2, 2), None, randn(3, 2)), ValueError, r"U_G must be \(3, 3"),
         (lambda: EigenKronecker(None, randn(2, 3), randn(3, 3)), ValueError, r"U_A must be \(3, 3"),
+        (lambda: EigenKronecker(randn(4, 2), None, randn(2, 2)), ValueError, r"or \[d, 1\] of a"),
+        (lambda: EigenKronecker(None, randn(4, 2), randn(2, 4)), ValueError, r"or \[d, 3\] of a"),
+        (lambda: EigenKronecker(randn(2, 4, 1), None, randn(3, 2, 2)), ValueError, r"\(3, 2, 2\)"),
         (lambda: EigenKronecker(None, None, randn(3)), ValueError, r"\[d_out, d_in\]"),
         (lambda: EigenKronecker(None, None, randn(1, 1, 2, 2)), ValueError, r"\[g, d_out, d_in\]"),
         (

@@ -6,7 +6,7 @@ import scipy.linalg
 import scipy.sparse
 import torch
 from conformance import NetworkConformance, OperatorConformance
-from matrices import Opaque, randn, rotation, rotations
+from matrices import THIN, Opaque, randn, rotation, rotations
 
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -125,6 +125,20 @@ class TestEigenKroneckerOfGroups(OperatorConformance):
             basis = np.kron(G, A)
             dense.append(basis @ np.diag(magnitudes[group].numpy().ravel()) @ basis.T)
         return operator, torch.from_numpy(scipy.linalg.block_diag(*dense))
+
+
+@pytest.mark.parametrize("name", THIN, scope="class")
+class TestThinEigenKronecker(OperatorConformance):
+    symmetric = positive_semidefinite = True
+
+    @pytest.fixture
+    def case(self, dtype, device, name):
+        self.name = name
+        return self.make(dtype, device)
+
+    def make(self, dtype, device):
+        operator, dense = THIN[self.name]()
+        return operator.to(device, dtype), dense
 
 
 class TestBlockDiagonal(OperatorConformance):

@@ -14,7 +14,7 @@ from laplace_debias.operators.exact.spectrum import eigenvalues
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal
-from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, frame
 from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
@@ -58,7 +58,7 @@ def _trace(operator: LinearOperator) -> Tensor:
 
 @_trace.register
 def _(operator: EigenKronecker) -> Tensor:
-    return operator.magnitudes.sum()
+    return (operator.magnitudes * operator.multiplicities).sum()
 
 
 @_trace.register
@@ -107,11 +107,11 @@ def _(operator: Dense) -> Tensor:
 
 @_diagonal.register
 def _(operator: EigenKronecker) -> Tensor:
-    squares = operator.magnitudes
+    squares = operator.in_frame
     if operator.U_G is not None:
-        squares = operator.U_G.square() @ squares
+        squares = frame(operator.U_G).square() @ squares
     if operator.U_A is not None:
-        squares = squares @ operator.U_A.square().mT
+        squares = squares @ frame(operator.U_A).square().mT
     return squares.flatten().clone()
 
 

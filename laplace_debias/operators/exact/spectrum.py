@@ -15,7 +15,12 @@ from laplace_debias.operators.exact.known import NoClosedFormError, known, or_no
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal
-from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, Spectrum
+from laplace_debias.operators.structures.eigen_kronecker import (
+    EigenKronecker,
+    Spectrum,
+    completed,
+    is_thin,
+)
 from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
@@ -153,13 +158,14 @@ def _(operator: Dense) -> tuple[Tensor, LinearOperator]:
 
 @_eigh.register
 def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator]:
-    *groups, d_out, d_in = operator.magnitudes.shape
+    *groups, d_out, d_in = operator.sizes
+    U_G, U_A = (completed(U) if is_thin(U) else U for U in (operator.U_G, operator.U_A))
 
     def vectors(at: tuple[int, ...]) -> Kronecker:
-        sides = ((operator.U_G, d_out), (operator.U_A, d_in))
+        sides = ((U_G, d_out), (U_A, d_in))
         return Kronecker(*(_identity(n, operator) if U is None else Dense(U[at]) for U, n in sides))
 
-    values = operator.magnitudes.flatten()
+    values = operator.eigenvalues.flatten()
     if not groups:
         return values, vectors(())
     return values, BlockDiagonal({str(index): vectors((index,)) for index in range(groups[0])})
@@ -211,6 +217,11 @@ def _eigenvalues(operator: LinearOperator) -> Tensor:
 @_eigenvalues.register
 def _(operator: Dense) -> Tensor:
     return eigvalsh(operator.matrix, "a dense operator")
+
+
+@_eigenvalues.register
+def _(operator: EigenKronecker) -> Tensor:
+    return operator.eigenvalues.flatten()
 
 
 @_eigenvalues.register

@@ -1,7 +1,9 @@
 """Kronecker-structured directions with free magnitudes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -14,6 +16,7 @@ from laplace_debias.operators.structures.composed import Symmetric
 
 Spectrum = Callable[[Tensor], Tensor]
 """A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""
+OfRows = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,12 +32,17 @@ class EigenKronecker(Symmetric):
     With a leading dimension, it is the block-diagonal operator of g such matrices, as the groups of
     a grouped convolution have them; they are multiplied all at once.
 
+    A side may be thin: U has r < d columns, and the last of r + 1 magnitudes is that of every
+    direction that they leave. Then U stands for the frame $F = [U, I - U U^\top]$, `[d, r + d]`,
+    of which $F F^\top = I$, and Λ has the last magnitude d times (`in_frame`).
+
     Args:
-        U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, d_out]`;
+        U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, r_G]`;
             None for the identity, whose directions are the coordinate axes.
-        U_A: Orthonormal eigenvectors on the input side, as columns, `[*groups, d_in, d_in]`, or
+        U_A: Orthonormal eigenvectors on the input side, as columns, `[*groups, d_in, r_A]`, or
             None.
-        magnitudes: Λ, the curvature along each direction, `[d_out, d_in]` or `[g, d_out, d_in]`.
+        magnitudes: Λ, the curvature along each direction, `[d_out, d_in]` or `[g, d_out, d_in]`;
+            of a thin side with r + 1 rows or columns.
         added: The multiple of the identity that the magnitudes contain. Where no magnitude is below
             it, it was added to a positive semi-definite operator, and small magnitudes are precise.
 
@@ -42,9 +50,9 @@ class EigenKronecker(Symmetric):
         ValueError: If the shapes, dtypes or devices do not fit each other.
     """
 
-    U_G: Float[Tensor, "*groups d_out d_out"] | None
-    U_A: Float[Tensor, "*groups d_in d_in"] | None
-    magnitudes: Float[Tensor, "*groups d_out d_in"]
+    U_G: Float[Tensor, "*groups d_out r_G"] | None
+    U_A: Float[Tensor, "*groups d_in r_A"] | None
+    magnitudes: Float[Tensor, "*groups rows columns"]
     added: Scalar = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,13 +61,16 @@ class EigenKronecker(Symmetric):
                 "Magnitudes are a matrix [d_out, d_in], or one for each group [g, d_out, d_in], "
                 f"got shape {tuple(self.magnitudes.shape)}."
             )
-        *groups, d_out, d_in = self.magnitudes.shape
-        for name, U, size in (("U_G", self.U_G, d_out), ("U_A", self.U_A, d_in)):
+        *groups, rows, columns = self.magnitudes.shape
+        for name, U, size in (("U_G", self.U_G, rows), ("U_A", self.U_A, columns)):
             expected = (*groups, size, size)
-            if U is not None and U.shape != expected:
+            if U is None or U.shape == expected:
+                continue
+            if not (is_thin(U) and U.shape == (*groups, U.shape[-2], size - 1)):
                 raise ValueError(
                     f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not fit directions of "
-                    f"shape {tuple(U.shape)}: {name} must be {expected}."
+                    f"shape {tuple(U.shape)}: {name} must be {expected}, or [d, {size - 1}] of a "
+                    "larger d."
                 )
         parts = [part for part in (self.U_G, self.U_A, self.magnitudes) if part is not None]
         if len({(part.dtype, part.device) for part in parts}) > 1:
@@ -68,7 +79,42 @@ class EigenKronecker(Symmetric):
     @property
     def shape(self) -> tuple[int, int]:
         """Both `d_out · d_in`, times the number of groups."""
-        return self.magnitudes.numel(), self.magnitudes.numel()
+        return math.prod(self.sizes), math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of the matrices that it multiplies, `[*groups, d_out, d_in]`."""
+        *groups, rows, columns = self.magnitudes.shape
+        sides = ((self.U_G, rows), (self.U_A, columns))
+        return (*groups, *(size if U is None else U.shape[-2] for U, size in sides))
+
+    @property
+    def multiplicities(self) -> Float[Tensor, "rows columns"]:
+        """How many directions each magnitude stands for, in the shape of one group's magnitudes."""
+        of_sides = []
+        for U, size in zip((self.U_G, self.U_A), self.magnitudes.shape[-2:], strict=True):
+            of_sides.append(torch.ones(size, dtype=self.dtype, device=self.device))
+            if is_thin(U):
+                of_sides[-1][-1] = U.shape[-2] - U.shape[-1]
+        return torch.outer(*of_sides)
+
+    @property
+    def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
+        """The magnitude of every coordinate that `to_eigenbasis` gives."""
+        return self._repeated(lambda U: U.shape[-2])
+
+    @property
+    def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
+        """The magnitudes, each as often as it is an eigenvalue."""
+        return self._repeated(lambda U: U.shape[-2] - U.shape[-1])
+
+    def _repeated(self, times: Callable[[Tensor], int]) -> Tensor:
+        values = self.magnitudes
+        for dim, U in ((-2, self.U_G), (-1, self.U_A)):
+            if is_thin(U):
+                last = values.narrow(dim, -1, 1).repeat_interleave(times(U), dim)
+                values = torch.cat([values.narrow(dim, 0, U.shape[-1]), last], dim)
+        return values
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,30 +132,93 @@ class EigenKronecker(Symmetric):
         return bool((self.magnitudes >= 0).all())
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        columns = matrix.T.unflatten(1, self.magnitudes.shape)
-        return self.from_eigenbasis(self.magnitudes * self.to_eigenbasis(columns)).flatten(1).T
+        columns = matrix.T.unflatten(1, self.sizes)
+        return self.from_eigenbasis(self.in_frame * self.to_eigenbasis(columns)).flatten(1).T
 
     def to_eigenbasis(
         self, matrices: Float[Tensor, "*batch d_out d_in"]
-    ) -> Float[Tensor, "*batch d_out d_in"]:
-        r"""Coordinates along the directions, $U_G^\top V U_A$.
+    ) -> Float[Tensor, "*batch rows columns"]:
+        r"""Coordinates along the directions, $U_G^\top V U_A$; of a thin side those in its frame.
 
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.
         """
-        left = matrices if self.U_G is None else _times(self.U_G.mT, matrices)
+        if is_thin(self.U_G):
+            left = _of_columns(coordinates, matrices, self.U_G)
+        else:
+            left = matrices if self.U_G is None else _times(self.U_G.mT, matrices)
+        if is_thin(self.U_A):
+            return _of_rows(coordinates, left, self.U_A)
         return left if self.U_A is None else _times_right(left, self.U_A)
 
     def from_eigenbasis(
-        self, coordinates: Float[Tensor, "*batch d_out d_in"]
+        self, coordinates: Float[Tensor, "*batch rows columns"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
         r"""The inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
-        left = coordinates if self.U_G is None else _times(self.U_G, coordinates)
+        if is_thin(self.U_G):
+            left = _of_columns(_vectors, coordinates, self.U_G)
+        else:
+            left = coordinates if self.U_G is None else _times(self.U_G, coordinates)
+        if is_thin(self.U_A):
+            return _of_rows(_vectors, left, self.U_A)
         return left if self.U_A is None else _times_right(left, self.U_A.mT)
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
         """The operator's function: the same directions, `function` of the magnitudes."""
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
+
+
+def is_thin(U: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether directions, the columns of U, leave some of the space."""
+    return U is not None and U.shape[-1] < U.shape[-2]
+
+
+def coordinates(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, "*n columns"]:
+    r"""Rows in coordinates of U, whose columns are the directions; None leaves them.
+
+    Of a thin U those in its frame, `r + d`: along U, and then $x - U U^\top x$, whose square is
+    computed as such: a difference of squares would lose it.
+
+    Args:
+        rows: x, `[..., *groups, d]`.
+        U: `[*groups, d, r]`.
+    """
+    if U is None:
+        return rows
+    along = _rotated(rows, U)
+    return torch.cat([along, rows - _rotated(along, U.mT)], -1) if is_thin(U) else along
+
+
+def frame(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d columns"]:
+    """The frame of thin directions, `[*groups, d, r + d]`; a whole basis itself."""
+    if not is_thin(U):
+        return U
+    return _of_rows(coordinates, torch.eye(U.shape[-2]).to(U).expand(*U.shape[:-1], -1), U)
+
+
+def completed(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d d"]:
+    """The directions with others, orthonormal too, that make a basis of them."""
+    return torch.cat([U, torch.linalg.qr(U, mode="complete").Q[..., U.shape[-1] :]], -1)
+
+
+def _rotated(rows: Tensor, U: Tensor) -> Tensor:
+    return rows @ U if U.ndim == 2 else torch.einsum("...gd,gde->...ge", rows, U)
+
+
+def _vectors(in_frame: Tensor, U: Tensor) -> Tensor:
+    """Rows of coordinates in the frame of a thin U, times the frame's transpose."""
+    r = U.shape[-1]
+    along, rest = in_frame[..., :r], in_frame[..., r:]
+    return _rotated(along - _rotated(rest, U), U.mT) + rest
+
+
+def _of_rows(function: OfRows, matrices: Tensor, U: Tensor) -> Tensor:
+    """A function of vectors, each row of a matrix `[..., *groups, d_out, d_in]` as one."""
+    return function(matrices.movedim(-2, 0), U).movedim(0, -2)
+
+
+def _of_columns(function: OfRows, matrices: Tensor, U: Tensor) -> Tensor:
+    return _of_rows(function, matrices.mT, U).mT
 
 
 def _times(U: Tensor, matrices: Tensor) -> Tensor:
