@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
+from tqdm import tqdm
 
 from laplace_debias.commands.network import (
     check_output,
@@ -17,7 +18,7 @@ from laplace_debias.commands.network import (
     not_for,
     print_notes,
 )
-from laplace_debias.curvature.network.batches import Batches, with_progress
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
@@ -156,7 +157,8 @@ def _columns(
     is_first = current().rank == 0
     with alone() if draws else contextlib.nullcontext():
         own = _Own(batches, loaded) if is_first or not draws else ()
-        for number, x, y in with_progress(own, settings.progress, "predicting"):
+        bar = tqdm(own, "predicting", unit="batch", leave=False, disable=not settings.progress)
+        for number, x, y in bar:
             of_batch = _of_batch(predictive(x), loaded)
             parts.append((number, {name: v.detach().cpu() for name, v in of_batch.items()}, y))
     # In the order of the batches, which were dealt to the processes.

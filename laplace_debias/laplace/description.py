@@ -26,7 +26,7 @@ class Described:
         prior_precision: δ.
         prior_mean: The prior's mean, told unless it is zero (or None).
         temperature: T, told unless it is 1.
-        link: Formula from logits to probabilities, told where one was chosen.
+        link: What logits become probabilities by, told where one was chosen.
         mode: How it was fitted; None before a fit, or if it is not known.
         num_data: N; None before a fit.
     """

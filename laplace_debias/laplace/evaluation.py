@@ -88,7 +88,7 @@ def evaluate_predictions(
 
     Args:
         predict: From inputs `[B, ...]` to a distribution of batch shape `[B]`.
-        likelihood: Likelihood that the targets must fit.
+        likelihood: What targets must fit.
         batches: Labelled batches.
         ood: Out-of-distribution batches by name; labels are ignored.
         class_dim: As `score`.
@@ -200,7 +200,7 @@ def score(
     """Score a predictive on the targets that count.
 
     Args:
-        likelihood: Likelihood that the targets must fit.
+        likelihood: What the targets must fit.
         predictive: Batch shape `[B]`, or `[B, ...]` with further positions.
         targets: As a fit takes them.
         class_dim: Which dimension of targets with an entry for every output has the classes.

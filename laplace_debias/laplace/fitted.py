@@ -54,7 +54,7 @@ class Fitted:
         mode: How it was fitted, for `repr`; None if that is not known.
         noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
         watch: What finds changes of the others.
-        link: Formula from logits to probabilities, where one was chosen.
+        link: What logits become probabilities by, where one was chosen.
 
     Raises:
         ValueError: If the negative log-likelihood is not finite.

@@ -15,7 +15,7 @@ from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
-from laplace_debias.curvature.network.batches import Batches, with_progress
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.reader import BatchHook
@@ -814,7 +814,7 @@ class Laplace:
             return self.predict(x, method, samples, generator, link=link)
 
         def batches(data: Batches) -> Batches:
-            return self._subject.on_device(with_progress(data, progress, "evaluate"), generator)
+            return self._subject.stream(data, generator, "evaluate" if progress else None)
 
         return evaluate_predictions(
             predict,

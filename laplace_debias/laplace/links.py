@@ -154,8 +154,8 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     """The link where nothing was tuned; None for a likelihood that has no links.
 
     Args:
-        likelihood: Likelihood of the outputs.
-        shape: Shape of the network's outputs, `[B, ..., C]`. Further positions have the probit, as
+        likelihood: What the outputs mean.
+        shape: That of the network's outputs, `[B, ..., C]`. Further positions have the probit, as
             the covariance of all of them grows with their number's square.
     """
     if not has_links(likelihood):
@@ -177,7 +177,7 @@ def predictive(
     """p(y) for outputs N(mean, covariance).
 
     Args:
-        likelihood: Likelihood of the outputs.
+        likelihood: What the outputs mean.
         link: One that `link_from` lets pass; None where the likelihood has none.
         mean: `[B, ..., C]`.
         covariance: `[B, ..., C, C]`; its diagonal will do where `variances_suffice`.

@@ -250,7 +250,7 @@ def _within_positions(
 
     Args:
         covariances: `[..., B, T·C, T·C]`.
-        shape: Shape of the outputs, `[B, ..., C]`.
+        shape: That of the outputs, `[B, ..., C]`.
     """
     num_outputs = shape[-1]
     by_position = covariances.unflatten(-1, (-1, num_outputs)).unflatten(-3, (-1, num_outputs))
@@ -280,7 +280,7 @@ def of_draws(likelihood: Likelihood, draws: Float[Tensor, "samples *batch output
     """The entropies, or variances, over samples of the outputs.
 
     Args:
-        likelihood: Likelihood of the outputs.
+        likelihood: What outputs mean.
         draws: Samples of the outputs, `[S, B, ..., C]`.
     """
     each = likelihood.predictive(draws, None)

@@ -30,7 +30,7 @@ class Prior:
         given_mean: The mean as the user gave it.
         mean: The same for the Bayesian parameters, as `prior_mean_from` gives it; None if it is
             zero, or as long as they are not known.
-        link: Formula from logits to probabilities; None for the default.
+        link: What logits become probabilities by; None for the default.
 
     Raises:
         TypeError: As `check_kind`.

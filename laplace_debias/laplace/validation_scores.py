@@ -33,7 +33,7 @@ class Evaluated:
         counts: How many terms each has, `[n]`, float64.
         prior_precision: δ there.
         sigma_factor: What σ is multiplied by there, if it is tuned, too.
-        link: Formula from logits to probabilities; None where there are none.
+        link: What logits become probabilities by; None where there are none.
     """
 
     at: float
@@ -69,7 +69,7 @@ class MetricOverTerms:
 
     Args:
         metric: `"nll"`, `"accuracy"`, `"brier"` or `"ece"`.
-        likelihood: Likelihood that the targets must fit.
+        likelihood: What targets must fit.
     """
 
     def __init__(self, metric: str, likelihood: Likelihood) -> None:

@@ -269,7 +269,7 @@ def _leading(
     Args:
         rows: Jacobian rows.
         rank: How many pairs, at most: those that rounding does not determine are left out.
-        precision: Precision that the rows were computed in.
+        precision: What the rows were computed in.
     """
     if rows.shape[0] > rows.shape[1]:
         values, vectors = eigh(_finite(rows.T @ rows), "the curvature")

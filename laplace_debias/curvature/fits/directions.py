@@ -95,7 +95,7 @@ def eigh(
     Args:
         factor: A positive semi-definite matrix `[d, d]`, one for each group `[g, d, d]`, or the
             diagonal of one, `[d]`.
-        what: Name in error messages.
+        what: What it is, for messages.
 
     Raises:
         ValueError: If it holds NaN or Inf.
@@ -120,7 +120,7 @@ def resolution(precision: torch.dtype) -> float:
     """How far apart eigenvalues must be for their eigenvectors to be determined.
 
     Args:
-        precision: Precision that the matrix was computed in.
+        precision: What the matrix was computed in.
 
     Returns:
         A share of the largest eigenvalue.
@@ -152,7 +152,7 @@ def pooled(
         measured: Curvature along the eigenvectors, on any data, `[*groups, d]` or `[*groups, d,
             columns]`; columns are averaged one by one.
         values: The eigenvalues, descending, in the units of `measured`.
-        precision: Precision that the eigenvalues' matrix was computed in.
+        precision: What the eigenvalues' matrix was computed in.
     """
     if values.shape[-1] == 0:
         return measured

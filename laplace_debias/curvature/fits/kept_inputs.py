@@ -40,7 +40,7 @@ class KeptInputs:
         """`measure`, which keeps the inputs of a chunk's blocks on the way.
 
         Args:
-            measure: Function to compute of a block.
+            measure: What to compute of a block.
             masks: Which positions take part, of the layers where not all do.
         """
         # Further cotangents of the same examples come with the same inputs.

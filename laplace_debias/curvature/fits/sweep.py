@@ -14,12 +14,11 @@ from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import Pairs, Placed
 from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.system.memory import MOST_GRANTED, granted
 
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
@@ -35,7 +34,7 @@ class Sweep:
 
     Args:
         problem: The network and its blocks, the processes, and where passes are saved.
-        measure: Function to compute of a block on a chunk of a batch.
+        measure: What to compute of a block on a chunk of a batch.
         add: Takes what was measured of a block.
         add_inputs: If given, takes at the end of every batch (of a very large one also within) the
             layer of one weight block after the other, what went into it, chunk by chunk, and which

@@ -105,7 +105,7 @@ class HookStream:
         Args:
             x: Inputs, `[B, ...]`.
             columns: Called once with the outputs; checks them and gives the cotangents.
-            measure: Function to compute of a block, for some of the cotangents.
+            measure: What to compute of a block, for some of the cotangents.
             consume: Takes it, once for every part of the cotangents.
             at_once: How many cotangents make a part.
         """

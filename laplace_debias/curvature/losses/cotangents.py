@@ -92,7 +92,7 @@ class Cotangents:
         """The mask of outputs that count, broadcasting to the outputs; None for all.
 
         Args:
-            targets: Targets of the loss; checked later.
+            targets: What the loss takes; checked later.
             ndim: How many dimensions the outputs have.
         """
         targets = targets_classes_last(targets, ndim, self.class_dim)
@@ -107,7 +107,7 @@ class Cotangents:
 
         Args:
             outputs: `[B, ...]`.
-            targets: Targets of the loss, on the outputs' device; of likelihoods that
+            targets: What the loss takes, on the outputs' device; of likelihoods that
                 `look_at_shapes` the CPU will do.
             first: Position of the batch's first example in the data.
 

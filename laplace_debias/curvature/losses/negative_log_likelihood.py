@@ -16,7 +16,7 @@ class NegativeLogLikelihood(OutputLoss):
     nothing.
 
     Args:
-        likelihood: Likelihood of the outputs.
+        likelihood: What the outputs mean.
     """
 
     reduction = "mean"

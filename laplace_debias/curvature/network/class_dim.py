@@ -88,7 +88,7 @@ def check_layout(shape: torch.Size, targets: Tensor, class_dim: int | None) -> N
     One batch whose shapes fit one of the two tells for all: the others have the same model.
 
     Args:
-        shape: Shape of a batch's outputs.
+        shape: That of a batch's outputs.
         targets: The batch's targets.
         class_dim: As the user gave it.
 

@@ -213,7 +213,7 @@ def logits_of(outputs: Any) -> Tensor:
     single number (Hugging Face with `return_dict=False`).
 
     Args:
-        outputs: The model's outputs.
+        outputs: What the model returned.
 
     Raises:
         TypeError: If there is no such tensor, or it is complex or nested.

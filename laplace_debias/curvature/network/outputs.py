@@ -17,7 +17,7 @@ def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
     """Require finite outputs of shape `[B, C]` or `[B, ..., C]`.
 
     Args:
-        outputs: The model's outputs.
+        outputs: What the model gave.
         probed: If that was for one example alone: how many examples the user's batch has, so that
             the error tells of these.
 

@@ -66,7 +66,7 @@ class BatchReader:
 
         Args:
             batch: What the source yields.
-            name: Name in error messages.
+            name: What errors call it.
 
         Raises:
             TypeError: If it is none of the kinds above.

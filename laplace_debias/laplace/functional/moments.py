@@ -130,7 +130,7 @@ def finished(
         means: Of each chunk `[b, M]`.
         covariances: Of each `[P, b, M, M]`, or its diagonal.
         prior_precisions: For the message of what is not finite.
-        shape: Shape of an example's outputs; None for some that were chosen.
+        shape: That of an example's outputs; None for some that were chosen.
         diagonal: Whether there are variances alone.
     """
     mean, covariance = torch.cat(list(means)), torch.cat(list(covariances), dim=1)
@@ -215,7 +215,7 @@ def columns_at_once(
     """How many outputs are differentiated together, and the bytes for it.
 
     Args:
-        request: Outputs and positions to take.
+        request: What is asked for.
         num_columns: How many outputs.
         gradients: Bytes of the output gradients of one of them.
         blocks: The blocks that are differentiated.

@@ -178,7 +178,7 @@ def checked_weights(weights: Weights | float | None, name: str) -> Float[Tensor,
 
     Args:
         weights: One number or one per output, not negative, not all zero.
-        name: Name in error messages.
+        name: What errors call them.
 
     Raises:
         ValueError: Otherwise.
@@ -200,7 +200,7 @@ def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bo
     Args:
         weights: As `checked_weights` gives them.
         num_outputs: C.
-        name: Name in error messages.
+        name: What errors call them.
         single: Whether one weight serves all outputs.
 
     Raises:
