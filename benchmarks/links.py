@@ -110,7 +110,7 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
             yield number, links.distribution(_SOFTMAX, torch.stack(logits))
 
     data = [(validation.mean, validation.labels)]
-    look = Look(predict, lambda: data, _SOFTMAX, None, MetricOverTerms("nll", _SOFTMAX))
+    look = Look(predict, data, _SOFTMAX, None, MetricOverTerms("nll", _SOFTMAX))
     by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)
     found = first_look(look, validation.grid, by, more_is_better=False)
     point = found.points[found.best]

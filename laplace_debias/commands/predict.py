@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
+from tqdm import tqdm
 
 from laplace_debias.commands.network import (
     check_output,
@@ -17,10 +18,11 @@ from laplace_debias.commands.network import (
     not_for,
     print_notes,
 )
-from laplace_debias.curvature.network.batches import Batches, with_progress
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
+from laplace_debias.report.tables import not_a_formula
 from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
 from laplace_debias.sources.parts import batches_of
 from laplace_debias.sources.shares import dealt
@@ -112,7 +114,7 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
         return table
     with written_atomically(settings.output) as temporary:
         if settings.output.suffix == ".csv":
-            table.to_csv(temporary, index=False)
+            table.map(not_a_formula).to_csv(temporary, index=False)
         else:
             table.to_parquet(temporary, index=False)
     console.print(f"{len(table):,} predictions: {settings.output}", soft_wrap=True)
@@ -154,7 +156,8 @@ def _columns(
     is_first = current().rank == 0
     with alone() if draws else contextlib.nullcontext():
         own = _Own(batches, loaded) if is_first or not draws else ()
-        for number, x, y in with_progress(own, settings.progress, "predicting"):
+        bar = tqdm(own, "predicting", unit="batch", leave=False, disable=not settings.progress)
+        for number, x, y in bar:
             of_batch = _of_batch(predictive(x), loaded)
             parts.append((number, {name: v.detach().cpu() for name, v in of_batch.items()}, y))
     # In the order of the batches, which were dealt to the processes.

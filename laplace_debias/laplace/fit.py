@@ -3,7 +3,6 @@
 import itertools
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -12,17 +11,11 @@ import torch
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
-from laplace_debias.curvature.network.batches import (
-    Batches,
-    Counted,
-    Pairs,
-    source_of,
-    with_progress,
-)
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.fingerprint import fingerprint
+from laplace_debias.curvature.network.inputs import move
 from laplace_debias.curvature.network.shadow import check_no_autocast
-from laplace_debias.curvature.network.shards import Placed, check_shared, place_of
+from laplace_debias.curvature.network.shards import check_shared, place_of
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.data_size import (
     Expected,
@@ -47,7 +40,6 @@ from laplace_debias.laplace.schemes import (
 )
 from laplace_debias.laplace.subject import Subject, usable
 from laplace_debias.system.checks import check_generator, whole
-from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current
 
 
@@ -63,6 +55,7 @@ class Request:
         resume: A folder for its state; None for a fit that is not gone on with.
         scale: Data whose curvature in the outputs the magnitudes are scaled to; None for none.
         is_shared: Whether `ShardedBatches` say that several processes share the data.
+        progress: Whether to show a progress bar over a whole loader.
     """
 
     scheme: Scheme
@@ -72,6 +65,7 @@ class Request:
     resume: str | os.PathLike[str] | None
     scale: Batches | None
     is_shared: bool
+    progress: bool = False
 
 
 def of_loader(
@@ -102,13 +96,13 @@ def of_loader(
     is_shared = check_shared(current(), loader)
     given = None if num_data is None else whole(num_data, "num_data")
     if mode == "full":
-        Full(loader).check(subject.settings.kind)
+        all_data = Full(loader)
+        all_data.check(subject.settings.kind)
         expected = expected_of_all(loader, given)
-        all_data = Full(with_progress(loader, progress, "fit"))
-        return Request(all_data, mode, expected, generator, resume, None, is_shared)
+        return Request(all_data, mode, expected, generator, resume, None, is_shared, progress)
     num_batches = OF_FIRST_BATCHES[mode].num_batches
     expected = expected_of_some(loader, given, mode)
-    batches = list(itertools.islice(seeded(loader, generator), num_batches))
+    batches = list(itertools.islice(subject.stream(loader, generator).raw(), num_batches))
     most = max(current().exchange(len(batches)))
     if most < num_batches:
         raise ValueError(
@@ -117,8 +111,8 @@ def of_loader(
         )
     scheme = OF_FIRST_BATCHES[mode].scheme(batches)
     scheme = scheme if folds is None else CrossFit(batches, folds)
-    of_scale = with_progress(loader, progress, "scale") if scale else None
-    return Request(scheme, mode, expected, generator, resume, of_scale, is_shared)
+    of_scale = loader if scale else None
+    return Request(scheme, mode, expected, generator, resume, of_scale, is_shared, progress)
 
 
 def of_scheme(
@@ -135,11 +129,9 @@ def of_scheme(
         ValueError: As `check_resumable`, `check_shared` and `expected_of_given`.
     """
     check_generator(generator)
-    measured = scheme.measured[0]
-    check_resumable(resume, subject.settings.fisher.kind, generator, scheme.first_read, measured)
-    others = () if measured is scheme.first_read else (measured,)
-    of_data = [check_shared(current(), data) for data in (scheme.first_read, *others, scale)]
-    expected = expected_of_given((scheme.first_read, measured), num_data)
+    check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
+    of_data = [check_shared(current(), data) for data in (*scheme.read, scale)]
+    expected = expected_of_given(scheme.read, num_data)
     return Request(scheme, scheme.mode, expected, generator, resume, scale, of_data[0])
 
 
@@ -161,26 +153,25 @@ def fit(subject: Subject, prior: Prior, request: Request) -> Fitted:
     kind, scheme, scale = subject.settings.kind, request.scheme, request.scale
     scheme.check(kind)
     if scale is not None:
-        check_scale(scale, scheme.measured[0])
+        check_scale(scale, scheme.read[-1])
     usable(subject.model)
     check_no_autocast(subject.first_parameter.device)
     ranks = current()
     request = replace(request, expected=request.expected.over(ranks))
     with torch.inference_mode(False):
-        problem, parameters, known = subject.problem(scheme.first_read, request.generator, prior)
+        streams, of_scale, problem, parameters = _opened(subject, prior, request)
+        first = next(iter(streams.values())).first
         check_alike(
-            *(ranks, unwrapped(subject.model), parameters.block_names),
-            *(subject.read(known.first), request.is_shared),
+            *(ranks, unwrapped(subject.model), parameters.block_names, first, request.is_shared)
         )
-        x = next((x for x, _ in subject.on_device(known.first)), None)
+        x = move(first[0][0], problem.device, None) if first else None
         check_room(unwrapped(subject.model), problem, kind, x)
         checkpoint = None if request.resume is None else _checkpoint(subject, request, problem)
         if checkpoint is not None:
             problem = replace(problem, checkpoint=checkpoint)
-        scheme = scheme.reading_first(known)
-        read = partial(_read, subject, request.generator)
-        ratio = None if scale is None else scale_of(problem, scheme, scale, read)
-        found = scheme.fit(kind, problem, read)
+        scheme = replace(scheme, **streams)
+        ratio = None if of_scale is None else scale_of(problem, scheme.read[-1], of_scale)
+        found = scheme.fit(kind, problem)
         if ratio is not None:
             curvature = found.curvature.map(lambda _, block: scaled(block, ratio))
             found = CurvatureFit(curvature, found.seen)
@@ -203,30 +194,31 @@ def _checkpoint(subject: Subject, request: Request, problem: Problem) -> Checkpo
     return Checkpoint(Path(request.resume), identity, problem.device, problem.ranks)
 
 
-def _read(
-    subject: Subject, generator: torch.Generator | None, batches: Batches, what: str
-) -> Pairs:
-    """Batches of a fit, of which at least one target must count.
+def _opened(
+    subject: Subject, prior: Prior, request: Request
+) -> tuple[dict[str, Stream], Stream | None, Problem, BayesianParameters]:
+    """The data of a fit as streams, by the scheme's fields, and what the first batch tells.
 
     Where labels are drawn it matters where the examples of one process are among those of all.
 
-    Questions about numbers that still lie on the CPU are asked there: a fit moves them.
+    Returns:
+        The streams, that of the scale, the problem, the Bayesian parameters.
     """
-    ranks, likelihood = current(), subject.likelihood
-    ignored = getattr(likelihood, "ignore_index", None)
-    of_targets = None if look_at_shapes(likelihood) else subject.first_parameter.device
-    checked = subject.read(batches, generator, None, of_targets)
-    counted = Counted(
-        checked,
-        likelihood.counts_any,
-        "" if ignored is None else f"ignore_index={ignored}",
-        what,
-        ranks,
-    )
-    if ranks.size == 1 or subject.settings.fisher.kind != "mc":
-        return counted
-    source = source_of(batches)
-    return Placed(counted, place_of(ranks, source, lambda: [len(y) for _, y in checked]))
+    scheme, generator, ranks = request.scheme, request.generator, current()
+    (first, what), *others = scheme.fields.items()
+    whole, of_scale = ("fit", "scale") if request.progress else (None, None)
+    progress = whole if request.mode == "full" else None
+    problem, parameters, stream = subject.problem(scheme.read[0], generator, prior, what, progress)
+    scale = None
+    if request.scale is not None:
+        scale = subject.of_fit(request.scale, generator, "data of the scale", of_scale)
+    streams = {first: stream}
+    for field, called in others:
+        streams[field] = subject.of_fit(getattr(scheme, field), generator, called, None)
+    if ranks.size > 1 and subject.settings.fisher.kind == "mc":
+        for one in streams.values():
+            one.place = place_of(ranks, one)
+    return streams, scale, problem, parameters
 
 
 def _fitted(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
-from laplace_debias.curvature.network.batches import Batches, with_progress
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.reader import BatchHook
@@ -45,7 +45,7 @@ from laplace_debias.laplace.prior import (
     prior_precision_from,
 )
 from laplace_debias.laplace.schemes import Scheme, scheme_of
-from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.laplace.settings import OURS, FitSettings, knowing_laplace_torch
 from laplace_debias.laplace.subject import Subject, usable
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
@@ -133,6 +133,7 @@ class Laplace:
         )
     """
 
+    @knowing_laplace_torch
     def __init__(
         self,
         model: nn.Module,
@@ -192,6 +193,13 @@ class Laplace:
                 None if fitted is None else fitted.posterior.num_data,
             )
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in OURS:
+                raise AttributeError(f"{name} is laplace-torch's name: use {OURS[name]}.")
+            return object.__getattribute__(self, name)
 
     @property
     def model(self) -> nn.Module:
@@ -806,7 +814,7 @@ class Laplace:
             return self.predict(x, method, samples, generator, link=link)
 
         def batches(data: Batches) -> Batches:
-            return self._subject.on_device(with_progress(data, progress, "evaluate"), generator)
+            return self._subject.stream(data, generator, "evaluate" if progress else None)
 
         return evaluate_predictions(
             predict,

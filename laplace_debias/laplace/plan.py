@@ -22,13 +22,14 @@ from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.last_layer import last_layer_parameters
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
+from laplace_debias.system.checks import check_extra
 from laplace_debias.system.ranks import alone
 
 if TYPE_CHECKING:
@@ -111,8 +112,9 @@ class Plan:
         """A pandas table with a row for each block.
 
         Raises:
-            ImportError: pandas is not installed.
+            ImportError: If pandas is not installed.
         """
+        check_extra("cli", "pandas")
         from pandas import DataFrame
 
         return DataFrame([asdict(block) for block in self.blocks])
@@ -160,8 +162,9 @@ def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: i
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         with Tracked() as look:
-            problem, _, known = subject.problem(loader, None, prior)
-        batch = next(iter(subject.on_device(known.first)))
+            problem, _, stream = subject.problem(loader, None, prior)
+        ((x, y),) = stream.first
+        batch = move(x, problem.device, None), y.to(problem.device)
         return _planned(subject, problem, mode, folds or FOLDS, num_batches, batch, look.peak)
 
 

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
-from laplace_debias.curvature.network.batches import Batches, Pairs
+from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import call, move
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.laplace.schemes import Read, Scheme
 from laplace_debias.system.ranks import ALONE, Ranks
 
 
@@ -83,14 +82,13 @@ def check_scale(*data: Any) -> None:
         )
 
 
-def scale_of(problem: Problem, scheme: Scheme, data: Batches, read: Read) -> float:
+def scale_of(problem: Problem, measured: Pairs, data: Pairs) -> float:
     """The loss's mean curvature in the outputs over `data`, to that over the examples measured.
 
     Args:
         problem: The network; its loss is a likelihood's.
-        scheme: Which examples the magnitudes are measured on.
+        measured: The examples that the magnitudes are measured on.
         data: The examples that have the right scale.
-        read: As the scheme's `fit` takes it.
 
     Raises:
         ValueError: If the examples measured have no curvature; as `mean_output_curvature`.
@@ -102,12 +100,12 @@ def scale_of(problem: Problem, scheme: Scheme, data: Batches, read: Read) -> flo
         mean_output_curvature(
             problem.model,
             cotangents.loss,
-            read(*some),
+            some,
             is_empirical,
             cotangents.class_dim,
             problem.ranks,
         )
-        for some in ((data, "data of the scale"), scheme.measured)
+        for some in (data, measured)
     )
     if of_measured == 0:
         raise ValueError(

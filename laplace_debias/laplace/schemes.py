@@ -6,16 +6,13 @@ is one more class here.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
-from laplace_debias.curvature.network.batches import Batches, Pairs
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.system.checks import whole
-
-# From batches and what errors call them to the same, checked and on the model's device.
-Read = Callable[[Batches, str], Pairs]
 
 FOLDS = 2
 """How many folds cross-fitting takes by default: more did no better in the study of debiasing."""
@@ -27,30 +24,22 @@ class Scheme(ABC):
 
     Attributes:
         mode: What kind of fit it makes, as `repr` and posterior files name it.
-        first_field: The field that holds the data which a fit reads first.
+        fields: The fields that hold the data, in the order in which a fit reads them, and what
+            errors call them; magnitudes are measured on the last.
     """
 
     mode: ClassVar[str]
-    first_field: ClassVar[str] = "data"
+    fields: ClassVar[dict[str, str]] = {"data": "data"}
 
     @property
-    def first_read(self) -> Batches:
-        """The data that a fit reads first."""
-        return getattr(self, self.first_field)
-
-    def reading_first(self, data: Batches) -> "Scheme":
-        """The same scheme with other data in the place of `first_read`."""
-        return replace(self, **{self.first_field: data})
+    def read(self) -> list[Batches]:
+        """The data that a fit reads, in its order."""
+        return [getattr(self, field) for field in self.fields]
 
     @property
     def num_folds(self) -> int | None:
         """How many folds the data is cut into; None if it is not."""
         return None
-
-    @property
-    def measured(self) -> tuple[Batches, str]:
-        """The data that the magnitudes are measured on, and what errors call them."""
-        return self.first_read, "data"
 
     def check(self, kind: CurvatureKind) -> None:  # noqa: B027 (most schemes read everything once)
         """Refuse data that can be read only once where it is read twice.
@@ -60,8 +49,8 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
-        """The curvature, of data that `check` let pass."""
+    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
+        """The curvature, of data that `check` let pass and that is read as pairs by now."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +74,9 @@ class Full(Scheme):
                 "once: pass a DataLoader or a list of batches."
             )
 
-    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
+    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
         """As `Scheme.fit`."""
-        return kind.fit(problem, read(*self.measured), None)
+        return kind.fit(problem, self.data, None)
 
 
 @dataclass(frozen=True)
@@ -100,19 +89,16 @@ class Split(Scheme):
     """
 
     mode = "debiased"
-    first_field = "directions"
+    fields: ClassVar = {
+        "directions": "batches of the directions",
+        "magnitudes": "batches of the magnitudes",
+    }
     directions: Batches
     magnitudes: Batches
 
-    @property
-    def measured(self) -> tuple[Batches, str]:
-        """As `Scheme.measured`."""
-        return self.magnitudes, "batches of the magnitudes"
-
-    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
+    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
         """As `Scheme.fit`."""
-        directions = read(self.directions, "batches of the directions")
-        return kind.fit(problem, directions, read(*self.measured))
+        return kind.fit(problem, self.directions, self.magnitudes)
 
 
 @dataclass(frozen=True)
@@ -142,9 +128,9 @@ class CrossFit(Scheme):
         """As `Scheme.num_folds`."""
         return self.folds
 
-    def fit(self, kind: CurvatureKind, problem: Problem, read: Read) -> CurvatureFit:
+    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
         """As `Scheme.fit`."""
-        return kind.crossfit(problem, read(*self.measured), self.folds)
+        return kind.crossfit(problem, self.data, self.folds)
 
 
 def scheme_of(directions: Batches, magnitudes: Batches | None, folds: int | None) -> Scheme:

@@ -50,14 +50,14 @@ class Look:
     Attributes:
         predict: From inputs `[B, ...]`, prior precisions and links to numbers of these precisions
             with predictives there, as `predictive.predictives_by_links` gives them.
-        read: Gives the data of a pass.
+        data: The data, which a pass goes through.
         likelihood: What targets must fit.
         class_dim: As `targets_classes_last` takes it.
         scores: What is kept of predictives, and what is made of it.
     """
 
     predict: Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
-    read: Callable[[], Pairs]
+    data: Pairs
     likelihood: Likelihood
     class_dim: int | None
     scores: MetricOverTerms | NoiseProfile
@@ -67,15 +67,18 @@ class Look:
     ) -> list[list[Evaluated]]:
         """The metric at the points by the links, in one pass, and without any covariance.
 
+        Returns:
+            A row for each point, of a value for each link; none if there is no batch.
+
         Raises:
-            ValueError: If there is no batch, or no target that counts.
+            ValueError: If no target counts.
         """
         grid = torch.tensor(points, dtype=torch.float64)
         num_points = len(points) + (None not in links)
         columns: list[list[Tensor]] = [[] for _ in range(num_points)]
         examples: list[Tensor] = []
         num_examples = 0
-        for x, y in self.read():
+        for x, y in self.data:
             of_batch: list[list[Tensor]] = [[] for _ in columns]
             for number, predictive in self.predict(x, grid, links):
                 size = predictive.batch_shape
@@ -89,8 +92,11 @@ class Look:
                 of_batch[number].append(self.scores.of_batch(predictive, again))
             for of_point, parts in zip(columns, of_batch, strict=True):
                 of_point.append(torch.cat(parts, 1))
+        of_ranks = current().exchange(num_examples)
+        if not any(of_ranks):
+            return []
         none = torch.zeros(0, dtype=torch.long)
-        ids = _of_all(torch.cat(examples or [none]), num_examples)
+        ids = _of_all(torch.cat(examples or [none]), of_ranks)
         return [
             self.scores.of_all(point, _joined(of_point), ids, links)
             for point, of_point in zip([*points, math.inf], columns, strict=False)
@@ -103,10 +109,10 @@ def _joined(columns: Sequence[Tensor]) -> Tensor:
     return joined(parts, "tune on").values
 
 
-def _of_all(examples: Int[Tensor, " n"], num_examples: int) -> Int[Tensor, " m"]:
+def _of_all(examples: Int[Tensor, " n"], of_ranks: Sequence[int]) -> Int[Tensor, " m"]:
     """The example of each target of all processes, counted on from one process to the next."""
     ranks = current()
-    before = sum(ranks.exchange(num_examples)[: ranks.rank])
+    before = sum(of_ranks[: ranks.rank])
     of_all = ranks.on_all([examples + before] if len(examples) else None)
     return examples if of_all is None else of_all[0]
 
@@ -207,6 +213,8 @@ def first_look(
         ValueError: As `Look`; if no value is a number.
     """
     rows = look(grid.tolist(), links)
+    if not rows:
+        raise ValueError("The loader holds no batch: nothing to tune on.")
     points, without = rows[: len(grid)], rows[-1:]
     sign = 1 if more_is_better else -1
 
@@ -244,7 +252,7 @@ def refined(look: Look, found: Found) -> Found | None:
 
     Returns:
         What lies between the neighbours, these included; None if the data do not tell them from the
-        best.
+        best, or can be read only once.
 
     Raises:
         ValueError: As `Look`; if no value is a number.
@@ -257,6 +265,8 @@ def refined(look: Look, found: Found) -> Found | None:
     ratios = [found.points[i].at / at for i in neighbours]
     points = [at, *(at * ratio ** (i / _FINER) for ratio in ratios for i in range(1, _FINER + 1))]
     rows = look(sorted(points), [found.points[best].link])
+    if not rows:
+        return None
     return replace(found, points=[row[0] for row in rows[: len(points)]])
 
 

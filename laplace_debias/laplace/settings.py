@@ -1,7 +1,9 @@
 """The choices of a `Laplace`, checked."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import torch
 from torch import nn
@@ -16,6 +18,26 @@ from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogL
 from laplace_debias.curvature.network.class_dim import check_class_dim
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.memory import check_memory_bound
+
+_P = ParamSpec("_P")
+OURS = {
+    "subset_of_weights": 'params="all" or "last_layer"',
+    "hessian_structure": 'curvature="kfac", "diag", "full" or "lowrank"',
+    "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",
+}
+"""Names of laplace-torch, and what takes their place."""
+
+
+def knowing_laplace_torch(init: Callable[_P, None]) -> Callable[_P, None]:
+    """A constructor that answers arguments of laplace-torch with ours."""
+
+    @functools.wraps(init)
+    def checked(*arguments: _P.args, **named: _P.kwargs) -> None:
+        for theirs in OURS.keys() & named.keys():
+            raise TypeError(f"{theirs} is laplace-torch's name: use {OURS[theirs]}.")
+        init(*arguments, **named)
+
+    return checked
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,22 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, Likelihood
-from laplace_debias.curvature.network.batches import Batches, Checked, FirstBatchKnown
+from laplace_debias.curvature.losses.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
+from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.class_dim import (
     check_layout,
     classes_last,
     warn_of_probabilities,
+    warn_of_sigmoid,
 )
-from laplace_debias.curvature.network.inputs import Inputs, call, take
+from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
 from laplace_debias.curvature.network.precision import is_narrow
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
@@ -31,7 +39,6 @@ from laplace_debias.laplace.fitted import network_of
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.settings import FitSettings
-from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current
 from laplace_debias.system.warn import warn
 
@@ -128,13 +135,17 @@ class Subject:
         data: Batches,
         generator: torch.Generator | None,
         prior: Prior,
-    ) -> tuple[Problem, BayesianParameters, FirstBatchKnown]:
+        what: str = "data",
+        progress: str | None = None,
+    ) -> tuple[Problem, BayesianParameters, Stream]:
         """The problem that is fitted, as the first batch of some data tells.
 
         Args:
-            data: Batches, of which the first is read if it is not known.
+            data: Batches, of which the first is read.
             generator: Seeds the labels of `fisher="mc"`, and what the data draws.
             prior: What must fit the parameters that are found.
+            what: As `of_fit` takes it.
+            progress: Likewise.
 
         Returns:
             The problem, the Bayesian parameters, and the data, whose first batch is not lost.
@@ -147,10 +158,8 @@ class Subject:
         """
         problem = self.settings.problem(usable(self.model), self.likelihood, generator)
         problem = problem.on(current())
-        known = (
-            data if isinstance(data, FirstBatchKnown) else FirstBatchKnown(seeded(data, generator))
-        )
-        parameters = self._look_at(known, prior)
+        stream = self.of_fit(data, generator, what, progress)
+        parameters = self._look_at(stream, prior)
         network = network_of(self.model, parameters.names, self.settings)
         problem = replace(
             problem,
@@ -158,15 +167,17 @@ class Subject:
             blocks=parameters.blocks,
             backend=choose_backend(network, self.backend, parameters.blocks),
         )
-        return problem, parameters, known
+        return problem, parameters, stream
 
-    def _look_at(self, batches: FirstBatchKnown, prior: Prior) -> BayesianParameters:
+    def _look_at(self, stream: Stream, prior: Prior) -> BayesianParameters:
         """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
 
         A process without examples looks at those of the first one that has some.
         """
         plain, found = unwrapped(self.model), self.selected
-        for x, y in self.on_device(first_batch(current(), batches.first)):
+        device = self.first_parameter.device
+        for x, y in first_batch(current(), stream.first):
+            x, y = move(x, device, None), y.to(device)
             if found is None or is_last_layer(self.selection):
                 found = BayesianParameters.of(plain, self.selection, self.settings, x)
                 known = self.parameters
@@ -176,36 +187,47 @@ class Subject:
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
             network = network_of(self.model, found.names, self.settings)
-            look_at(network, self.likelihood, x, y, self.settings.class_dim)
+            is_exact = self.settings.fisher.kind == "exact"
+            look_at(network, self.likelihood, x, y, self.settings.class_dim, is_exact)
             found = found.verified(network, plain, self.selection, self.settings, x)
             prior.of(plain, found)
             return found
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
 
-    def on_device(self, batches: Batches, generator: torch.Generator | None = None) -> Checked:
-        """As `read`, on the model's device."""
-        device = self.first_parameter.device
-        return self.read(batches, generator, device, device)
-
-    def read(
+    def stream(
         self,
-        batches: Batches,
+        data: Batches,
         generator: torch.Generator | None = None,
-        device: torch.device | None = None,
-        of_targets: torch.device | None = None,
-    ) -> Checked:
-        """Batches as checked pairs `(x, y)`.
+        progress: str | None = None,
+    ) -> Stream:
+        """Data as pairs on the model's device; arguments as `Stream` takes them."""
+        device = self.first_parameter.device
+        return Stream(data, self.read_batch, self._dtypes, generator, device, device, progress)
+
+    def of_fit(
+        self, data: Batches, generator: torch.Generator | None, what: str, progress: str | None
+    ) -> Stream:
+        """Data of a fit as pairs, of which at least one target must count.
+
+        A fit moves inputs itself: questions about numbers that lie on the CPU are asked there.
 
         Args:
-            batches: The batches.
-            generator: What a loader's order and augmentation are drawn from; torch's if None.
-            device: Where inputs are moved; None to leave them where they are.
-            of_targets: Likewise for targets.
+            data: The data.
+            generator: As `Stream` takes it; so are the others.
+            what: What errors call it.
+            progress: The progress bar's name.
         """
-        if not isinstance(batches, FirstBatchKnown):
-            batches = seeded(batches, generator)
-        dtypes = {p.dtype for p in self.model.parameters()}
-        return Checked(batches, device, dtypes, self.read_batch, of_targets)
+        of_targets = None if look_at_shapes(self.likelihood) else self.first_parameter.device
+        ignored = getattr(self.likelihood, "ignore_index", None)
+        what = what if ignored is None else f"{what} (ignore_index={ignored})"
+        return Stream(
+            *(data, self.read_batch, self._dtypes, generator, None, of_targets, progress),
+            *(self.likelihood.counts_any, what),
+        )
+
+    @property
+    def _dtypes(self) -> set[torch.dtype]:
+        return {p.dtype for p in self.model.parameters()}
 
 
 def usable(model: nn.Module) -> nn.Module:
@@ -222,10 +244,16 @@ def usable(model: nn.Module) -> nn.Module:
 
 
 _FEW = 4
+_MANY_COLUMNS = 1_000  # of `fisher="exact"`, where a user is told of `"mc"`
 
 
 def look_at(
-    network: nn.Module, likelihood: Likelihood, x: Inputs, y: Tensor, class_dim: int | None
+    network: nn.Module,
+    likelihood: Likelihood,
+    x: Inputs,
+    y: Tensor,
+    class_dim: int | None,
+    is_exact: bool,
 ) -> None:
     """Run a few examples: where are the classes, and are the outputs logits?
 
@@ -235,10 +263,11 @@ def look_at(
         x: Inputs, `[B, ...]`, on the model's device.
         y: Targets.
         class_dim: Which dimension of the outputs has the classes, as the user gave it.
+        is_exact: Whether the exact Fisher is fitted.
 
     Warns:
-        UserWarning: If the outputs look like probabilities, or the noise of a regression is not
-            given.
+        UserWarning: If the outputs look like probabilities, the noise of a regression is not given,
+            or the exact Fisher of a sequence has more than 1,000 columns.
 
     Raises:
         ValueError: If the shapes leave open where the classes are.
@@ -255,3 +284,11 @@ def look_at(
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)
+        if is_exact and outputs.ndim > 2 and outputs[0].numel() > _MANY_COLUMNS:
+            warn(
+                f'fisher="exact" takes {outputs[0].numel():,} backward passes of an example, one '
+                f"for each class at each position of outputs [batch, "
+                f'{", ".join(map(str, outputs.shape[1:]))}]. Laplace(..., fisher="mc") takes one.'
+            )
+    if isinstance(likelihood, Bernoulli | MultiLabel):
+        warn_of_sigmoid(network, outputs)

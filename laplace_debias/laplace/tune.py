@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from jaxtyping import Float
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
-from laplace_debias.curvature.network.batches import Batches, Pairs, with_progress
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import evidence, noise, predictive
 from laplace_debias.laplace.data_size import check_held_out
@@ -28,7 +27,6 @@ from laplace_debias.laplace.subject import Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfile
 from laplace_debias.system.checks import real
-from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current
 
 # Metrics of class probabilities; True where more is better.
@@ -67,7 +65,7 @@ def on_data(
     """
     fitted.check_model()
     check_held_out(loader)
-    batches = seeded(with_progress(loader, progress, "tune"), generator)
+    stream = subject.stream(loader, generator, "tune" if progress else None)
     likelihood, class_dim = fitted.likelihood, fitted.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else list(_OF_PROBABILITIES)
@@ -90,18 +88,11 @@ def on_data(
     ) -> Iterator[tuple[int, Distribution]]:
         return predictive.predictives_by_links(fitted, x, grid, by)
 
-    # The first batch shows how many classes there are; it is part of the first pass.
-    begun = iter(subject.on_device(batches))
-    batch = next(begun, None)
-    default = None if batch is None else predictive.default_link(fitted, batch[0])
-    default = next(filter(None, current().exchange(default)), None)
-    unread = [chain([] if batch is None else [batch], begun)]
-
-    def read() -> Pairs:
-        return unread.pop() if unread else subject.on_device(batches)
-
+    # The first batch shows how many classes there are.
+    defaults = [predictive.default_link(fitted, x) for x, _ in stream.first]
+    default = next(filter(None, current().exchange(next(iter(defaults), None))), None)
     by = links_to_try(default, link)
-    look = Look(predict, read, likelihood, class_dim, scores)
+    look = Look(predict, stream, likelihood, class_dim, scores)
     found = first_look(look, points, by, _OF_PROBABILITIES[metric])
     finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, found)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.intervals import Interval
 from laplace_debias.metrics.statistics import Statistic
+from laplace_debias.system.checks import check_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -42,8 +43,9 @@ class Report(dict[str, Interval]):
         """A pandas table with a row for each metric and the columns `value`, `low`, `high`.
 
         Raises:
-            ImportError: pandas is not installed.
+            ImportError: If pandas is not installed.
         """
+        check_extra("cli", "pandas")
         from pandas import DataFrame, Index
 
         return DataFrame(

@@ -65,7 +65,7 @@ def objective(
     )
     network = Network(model, params, data, batch)
     ranks = current()
-    batches = Data(data, network.device, network.dtypes, network.read, num_data, ranks)
+    batches = Data(network.stream(data), network.device, num_data, ranks)
     value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress, ranks)
     position = network.join([p.clone() for p in network.parameters], batched=False)
     return Objective(value, gradient, matrix, position, decay_mask(network.parameters))

@@ -7,8 +7,9 @@ None. Rows may lack columns.
 import csv
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -102,7 +103,7 @@ def print_table(
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Writes a table as CSV, real numbers in full precision, None and missing values as nothing.
 
-    The file appears at once and whole; missing parent folders are made.
+    The file appears at once and whole; missing parent folders are made. Texts are `not_a_formula`.
 
     Args:
         rows: The rows; the columns are all that appear, in order of appearance.
@@ -118,8 +119,17 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(lines)
+        writer.writerow(map(not_a_formula, columns))
+        writer.writerows([not_a_formula(cell) for cell in line] for line in lines)
+
+
+def not_a_formula(value: Any) -> Any:
+    """A cell of a CSV file; a text that a spreadsheet would compute has an apostrophe before it.
+
+    Such texts begin with `=`, `+`, `-` or `@`; numbers with a sign stay as they are.
+    """
+    computed = isinstance(value, str) and re.match(r"[=+@-](?![\d.]*$)", value)
+    return f"'{value}" if computed else value
 
 
 def _checked_columns(rows: Sequence[Row], columns: Sequence[str] | None) -> list[str]:

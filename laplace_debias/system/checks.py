@@ -2,6 +2,7 @@
 
 import operator
 import reprlib
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -99,3 +100,16 @@ def check_at_least(settings: object, least: int, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def check_extra(extra: str, *packages: str) -> None:
+    """Require the packages that an extra of this one installs.
+
+    Raises:
+        ImportError: If one is missing; it says how to install it.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise ImportError(
+                f"{package} is not installed: run pip install 'laplace-debias[{extra}]'."
+            )

@@ -335,6 +335,18 @@ def test_probabilities_in_other_layouts_and_precisions_are_told_too():
         Laplace(build().append(nn.Softmax(1)), class_dim=1).fit_batches([(inputs(), labels())])
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "y"), [("binary", Y % 2), ("multilabel", (Y % 2)[:, None].float())]
+)
+def test_a_sigmoid_before_a_likelihood_of_logits_is_told(likelihood, y):
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()).eval()
+    with pytest.warns(UserWarning, match=r"last layer is a sigmoid.*Remove the sigmoid"):
+        Laplace(model, likelihood).fit([(X, y)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Laplace(model[:1], likelihood).fit([(X, y)])
+
+
 class Shift(nn.Module):
     """Numbers that sum to 1, one of them negative."""
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from laplace_debias import Laplace, OneArgument, curvature, linalg, metrics, operators
+from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.system.randomness import seeded
 
 ONES = torch.ones(40, dtype=torch.float64)
 N, LABELS = 24, torch.arange(24) % 3
@@ -287,12 +288,16 @@ def test_two_calls_with_one_generator_see_other_orders():
     assert not torch.equal(first, second)
 
 
+def seeded(source, generator):
+    return Stream(source, BatchReader(nn.Identity()), {torch.float32}, generator)
+
+
 def test_passes_differ_as_those_of_a_shuffling_loader_do():
-    loader = seeded(shuffled(), seed(0))
-    first, second = (torch.cat([y for _, y in loader]) for _ in range(2))
+    stream = seeded(shuffled(), seed(0))
+    first, second = (torch.cat([y for _, y in stream.raw()]) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(first.sort().values, second.sort().values)
-    again = torch.cat([y for _, y in seeded(shuffled(), seed(0))])
+    again = torch.cat([y for _, y in seeded(shuffled(), seed(0)).raw()])
     assert torch.equal(first, again)
 
 
@@ -302,7 +307,7 @@ def test_what_the_user_draws_between_batches_is_the_users():
     expected = torch.randn(4)
     torch.manual_seed(3)
     drawn = []
-    for _ in seeded(shuffled(), seed(0)):
+    for _ in seeded(shuffled(), seed(0)).raw():
         drawn.append(torch.randn(()))
         if len(drawn) == 2:
             break
@@ -313,7 +318,7 @@ def test_what_the_user_draws_between_batches_is_the_users():
         torch.randn(5)
         raise OSError("the disk is gone")
 
-    steps = iter(seeded(broken(), seed(0)))
+    steps = seeded(broken(), seed(0)).raw()
     next(steps)
     drawn.append(torch.randn(()))
     with pytest.raises(OSError, match="the disk is gone"):

@@ -115,8 +115,8 @@ class EveryOther(Scheme):
     mode = "every other"
     data: list
 
-    def fit(self, kind, problem, read):
-        batches = list(read(self.data, "data"))
+    def fit(self, kind, problem):
+        batches = list(self.data)
         return kind.fit(problem, batches[::2], batches[1::2])
 
 

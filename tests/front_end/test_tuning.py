@@ -35,6 +35,16 @@ class Passes(list):
         return super().__iter__()
 
 
+class OnceReadable:
+    """Batches without another pass, though not an iterator."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def __iter__(self):
+        return self.batches
+
+
 def problem(scale=1.0, num_data=80, temperature=1.0):
     """A classifier whose logits are too large by 1/temperature for the labels."""
     g = torch.Generator().manual_seed(1)
@@ -67,7 +77,7 @@ def shaped(curve, num_examples=200, noise=0.0, more_is_better=False, start=DEFAU
             logits = torch.stack([log_p, torch.log1p(-log_p.exp())], 1)
             yield number, Categorical(logits=logits.unsqueeze(0), validate_args=False)
 
-    look = Look(predict, lambda: batches, Softmax(), None, MetricOverTerms("nll", Softmax()))
+    look = Look(predict, batches, Softmax(), None, MetricOverTerms("nll", Softmax()))
     grid = torch.as_tensor(start, dtype=torch.float64)
     found = first_look(look, grid, [None], more_is_better)
     return tuning_of(found, refined(look, found), "nll", float), batches, tried
@@ -165,6 +175,7 @@ def test_data_in_another_order_in_the_second_pass_give_the_same_numbers():
     assert found.flat == pytest.approx(expected.flat)
     once = la.tune(iter([(x, y)]), link=PLAIN)
     assert len(once.table) == 31
+    assert la.tune(OnceReadable([(x, y)]), link=PLAIN).table == once.table
 
 
 def test_a_shuffling_loader_takes_the_generator():

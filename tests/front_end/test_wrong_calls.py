@@ -1,5 +1,10 @@
 """Arguments of a wrong type or out of range: one door names the argument and what it takes."""
 
+import re
+import sys
+import warnings
+from importlib import import_module
+
 import pytest
 import torch
 from torch import nn
@@ -90,3 +95,49 @@ def test_what_is_called(la, call, error, named):
 
 def test_the_inverse_of_nothing_is_nothing():
     assert inverse(Dense(torch.zeros(0, 0))).shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("subset_of_weights", "params="), ("hessian_structure", "curvature=")]
+)
+def test_arguments_of_laplace_torch_are_answered_with_ours(name, ours):
+    with pytest.raises(TypeError, match=f"{name} is laplace-torch's name: use {ours}"):
+        Laplace(MODEL, "classification", **{name: "all"})
+
+
+def test_names_that_nobody_has_are_pythons_errors(la):
+    with pytest.raises(AttributeError, match=r"laplace-torch's name: use la.tune\("):
+        la.optimize_prior_precision(method="marglik")
+    with pytest.raises(AttributeError, match="object has no attribute 'no_such'"):
+        _ = la.no_such
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
+        Laplace(MODEL, no_such=1)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "use"),
+    [
+        ("pandas", "cli", lambda la: la.evaluate(DATA).to_frame()),
+        ("pandas", "cli", lambda la: la.plan(DATA).to_frame()),
+        ("matplotlib", "cli", lambda _: import_module("laplace_debias.report")),
+        ("botorch", "botorch", lambda _: import_module("laplace_debias.integrations")),
+    ],
+)
+def test_what_an_extra_installs_is_asked_for_by_its_name(la, monkeypatch, package, extra, use):
+    for room in ("report", "integrations"):
+        monkeypatch.delitem(sys.modules, f"laplace_debias.{room}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    told = f"{package} is not installed: run pip install 'laplace-debias[{extra}]'"
+    with pytest.raises(ImportError, match=re.escape(told)):
+        use(la)
+
+
+def test_the_exact_fisher_of_many_tokens_tells_of_a_cheaper_one():
+    model = nn.Sequential(nn.Embedding(200, 2), nn.Linear(2, 200)).eval()
+    tokens = torch.arange(12).reshape(2, 6)
+    with pytest.warns(UserWarning, match=r"1,200 backward passes .*\[batch, 6, 200\].*\"mc\""):
+        Laplace(model).fit([(tokens, tokens)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Laplace(model, fisher="mc").fit([(tokens, tokens)])
+        Laplace(model).fit([(tokens[:, :5], tokens[:, :5])])

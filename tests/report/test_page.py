@@ -279,6 +279,25 @@ def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, tol
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("sweeps/laplace.json", {"rows": [{}, {}]}, "KeyError"),
+        ("sweeps/laplace.json", {"rows": 3}, "TypeError"),
+        ("spectra/laplace.json", {"blocks": [{"quantiles": []}]}, "KeyError"),
+        ("run.json", {"num_parameters": "many"}, "ValueError"),
+    ],
+)
+def test_files_that_were_edited_are_refused_in_a_sentence(tmp_path, name, changes, told):
+    folder = make_run(tmp_path / "run", n=40, shifts=False, ood=False)
+    change(folder / name, **changes)
+    sentence = f"{folder} do not fit together ({told}: "
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        write_page(folder)
+    assert "undo what was edited, or run the report again" in str(caught.value)
+    assert not (folder / "report.html").exists()
+
+
 def test_a_folder_that_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         write_page(tmp_path / "nowhere")

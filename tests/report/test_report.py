@@ -1,3 +1,4 @@
+import csv
 import io
 import math
 
@@ -70,6 +71,16 @@ def test_csv_round_trip_is_exact(tmp_path):
         bool,
         type(None),
     ]
+
+
+def test_no_text_of_a_csv_is_a_formula(tmp_path):
+    texts = ["=1+1", "@SUM(A1)", "-2+3", "+cmd|x", "-1", "+0.5", "a=b", "", "-"]
+    write_csv([{"x": text, "=y": -1.5} for text in texts], tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == ["x", "'=y"]
+    assert [line[0] for line in lines] == [*(f"'{text}" for text in texts[:4]), *texts[4:]]
+    assert {line[1] for line in lines} == {"-1.5"}
 
 
 def test_csv_has_the_columns_of_all_rows(tmp_path):

@@ -34,9 +34,9 @@ from laplace_debias.curvature.fits.over_ranks import owners_by_cost, shared_base
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.fits.sums import FactorSums, Sums, add_to, eigenbases, factor_sums
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import Pairs, Placed
 from laplace_debias.curvature.network.inputs import join, take
-from laplace_debias.curvature.network.shards import Placed, first_places
+from laplace_debias.curvature.network.shards import first_places
 from laplace_debias.system.ranks import Ranks
 
 

@@ -14,12 +14,11 @@ from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import Pairs, Placed
 from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.system.memory import MOST_GRANTED, granted
 
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they

@@ -1,6 +1,7 @@
 """Data: batches of inputs and targets, from anything that can be iterated over."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -11,131 +12,139 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.reader import BatchReader
-from laplace_debias.system.randomness import SeededBatches
-from laplace_debias.system.ranks import ALONE, Ranks
+from laplace_debias.system.checks import check_generator
+from laplace_debias.system.randomness import Randomness
+from laplace_debias.system.ranks import current
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
 Batches = Iterable[Any]
 # The same, checked, and on the model's device or on their way there.
 Pairs = Iterable[tuple[Inputs, Tensor]]
+# From the number of a batch of this process, and how many examples it has read before, to the place
+# of the batch's first example among those of all processes.
+Place = Callable[[int, int], int]
 
 
-class Checked:
-    """Batches `(x, y)` as tensors that the model takes, re-iterable if the source is.
+class Placed:
+    """Pairs of one process, which know where their examples are among those of all.
 
     Args:
-        batches: The source.
-        device: Where inputs are moved, the model's device; None to leave them where they are.
+        pairs: Pairs `(x, y)`.
+        place: See `Place`; by default the examples are all there are.
+
+    Attributes:
+        are_folds: Whether the pairs were cut from a list, and are not the user's batches.
+    """
+
+    def __init__(self, pairs: Pairs, place: Place = lambda _, seen: seen) -> None:
+        self._pairs = pairs
+        self.place = place
+        self.are_folds = isinstance(pairs, list)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._pairs)
+
+
+class Stream(Placed):
+    """A user's batches, read as checked pairs `(x, y)`: re-iterable if their source is.
+
+    The first pair can be looked at without being lost: the next pass goes on with the iterator that
+    gave it, so that a loader which shuffles is not begun twice. With a generator a pass's order and
+    augmentation are a function of it; passes differ from each other, as those of a shuffling loader
+    do, and torch's global generator is as if nothing had been read.
+
+    Args:
+        source: The user's batches.
+        read: What makes pairs of them.
         dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
-        read: What makes pairs of its batches.
-        of_targets: Where targets are moved; None to leave them where they are.
+        generator: What the source's randomness is seeded by, here and once for all passes; None
+            leaves it to torch's global generator. A list or a tuple draws nothing.
+        device: Where inputs are moved, the model's device; None to leave them where they are.
+        of_targets: Likewise for targets.
+        progress: What a progress bar of each pass is called; None for no bar.
+        counts_any: If given, whether any of some targets counts: some of each pass must.
+        what: What errors call the batches.
     """
 
     def __init__(
         self,
-        batches: Batches,
-        device: torch.device | None,
-        dtypes: Collection[torch.dtype],
+        source: Batches,
         read: BatchReader,
-        of_targets: torch.device | None,
+        dtypes: Collection[torch.dtype],
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+        of_targets: torch.device | None = None,
+        progress: str | None = None,
+        counts_any: Callable[[Tensor], bool] | None = None,
+        what: str = "data",
     ) -> None:
-        self._batches = batches
-        self._read = read
-        self._device = device
-        self._dtypes = dtypes
-        self._of_targets = of_targets
+        check_generator(generator)
+        super().__init__(())
+        self.source, self.read, self.dtypes = source, read, dtypes
+        self.device, self.of_targets = device, of_targets
+        self.progress, self.counts_any, self.what = progress, counts_any, what
+        self._first: list[tuple[Inputs, Tensor]] = []
+        self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
+        is_drawn = generator is not None and not isinstance(source, (list, tuple))
+        self._randomness = Randomness(generator) if generator and is_drawn else nullcontext()
+
+    @property
+    def first(self) -> list[tuple[Inputs, Tensor]]:
+        """The first pair, in a list of it alone; an empty one if there is none."""
+        if self._begun is None and not self._first:
+            self._begun = self._pass()
+            self._first = list(islice(self._begun, 1))
+        return self._first
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        begun, self._begun = self._begun, None
+        return self._pass() if begun is None else chain(self._first, begun)
+
+    def raw(self) -> Iterator[Any]:
+        """A pass over what the source yields."""
+        source = self.source
+        if self.progress is not None:
+            source = tqdm(source, desc=self.progress, unit="batch", leave=False)
+        with self._randomness:
+            steps = iter(source)
+        while True:
+            with self._randomness:
+                try:
+                    batch = next(steps)
+                except StopIteration:
+                    return
+            yield batch
+
+    def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
         """The pairs.
 
         Raises:
-            ValueError: If several workers of a loader read all of a stream each.
+            ValueError: If several workers of a loader read all of a stream each; at the end if no
+                target counts.
         """
-        num_workers, begins = _workers_on_a_stream(self._batches), list[Sequence[Tensor]]()
-        for batch in self._batches:
-            x, y = self._read(batch)
+        num_workers, begins = _workers_on_a_stream(self.source), list[Sequence[Tensor]]()
+        number, counts = 0, False
+        for number, batch in enumerate(self.raw(), start=1):
+            x, y = self.read(batch, f"Batch {number}")
             if len(begins) < num_workers:
                 begins.append([*tensors_of(x), y])
                 _check_shared_out(begins, num_workers)
-            x = move(x, self._device, self._dtypes)
-            yield x, y if self._of_targets is None else y.to(self._of_targets, non_blocking=True)
-
-
-class Counted:
-    """The same batches, of which at least one target must count.
-
-    The check goes with the pass over the data, and raises at its end, before anything is made of
-    the data.
-
-    Args:
-        batches: The source.
-        counts_any: Whether any target of a batch counts.
-        ignored: What targets are called that do not, such as `"ignore_index=-100"`; "" for no name.
-        what: What the error calls the batches.
-        ranks: The processes, of which any may have a target that counts.
-    """
-
-    def __init__(
-        self,
-        batches: Pairs,
-        counts_any: Callable[[Tensor], bool],
-        ignored: str,
-        what: str,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self._ranks = ranks
-        self._batches = batches
-        self._counts_any = counts_any
-        self._ignored = ignored
-        self._what = what
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        num_batches, counts = 0, False
-        for x, y in self._batches:
-            num_batches += 1
-            counts = counts or self._counts_any(y)
+            x = move(x, self.device, self.dtypes)
+            y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
+            counts = counts or (self.counts_any is not None and self.counts_any(y))
             yield x, y
-        of_ranks = self._ranks.exchange([num_batches, counts])
-        if any(some for some, _ in of_ranks) and not any(found for _, found in of_ranks):
-            kind = f" ({self._ignored})" if self._ignored else ""
+        if self.counts_any is None:
+            return
+        of_ranks = current().exchange([number, counts])
+        if any(some for some, _ in of_ranks) and not any(counted for _, counted in of_ranks):
             raise ValueError(
-                f"Every target of the {self._what} is ignored{kind}. They have no curvature: "
-                "pass batches in which at least one target counts."
+                f"Every target of the {self.what} is ignored. They have no curvature: pass batches "
+                "in which at least one target counts."
             )
 
 
-class FirstBatchKnown:
-    """Batches as the source has them, the first of which is fetched at once.
-
-    The first pass goes on with the iterator that gave it: a loader that shuffles is not begun
-    twice, and an iterator loses nothing.
-
-    Args:
-        batches: The source.
-
-    Attributes:
-        source: The source.
-        first: The first batch, a list of it alone; empty if there is none.
-    """
-
-    def __init__(self, batches: Batches) -> None:
-        self.source = self._batches = batches
-        self._begun: Iterator[Any] | None = iter(batches)
-        self.first = list(islice(self._begun, 1))
-
-    def __iter__(self) -> Iterator[Any]:
-        begun, self._begun = self._begun, None
-        return iter(self._batches) if begun is None else chain(self.first, begun)
-
-
-def with_progress(batches: Batches, progress: bool, what: str) -> Batches:
-    """The same batches, with a progress bar on each pass if wanted."""
-    return _Progress(batches, what) if progress else batches
-
-
-def _workers_on_a_stream(batches: Batches) -> int:
+def _workers_on_a_stream(loader: Batches) -> int:
     """How many workers read one stream; 0 of other data, and of a stream that one reads."""
-    loader = source_of(batches)
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return 0
     return loader.num_workers if loader.num_workers > 1 else 0
@@ -152,19 +161,3 @@ def _check_shared_out(begins: Sequence[Sequence[Tensor]], num_workers: int) -> N
             "examples, so that every example would count several times: let each yield a part of "
             "them, by torch.utils.data.get_worker_info(), or set num_workers=1."
         )
-
-
-def source_of(batches: Batches) -> Batches:
-    """The user's own batches, below what is made of them here."""
-    while isinstance(batches, (FirstBatchKnown, SeededBatches, _Progress)):
-        batches = batches.source
-    return batches
-
-
-class _Progress:
-    def __init__(self, batches: Batches, what: str) -> None:
-        self.source = self._batches = batches
-        self._what = what
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(tqdm(self._batches, desc=self._what, unit="batch", leave=False))

@@ -119,3 +119,14 @@ def warn_of_probabilities(outputs: Tensor) -> None:
             'likelihood="classification" takes logits and applies a softmax to them. Remove the '
             "softmax from the model, or return log-probabilities."
         )
+
+
+def warn_of_sigmoid(network: nn.Module, outputs: Tensor) -> None:
+    """Warn if the network's last layer is a sigmoid, and the outputs are between 0 and 1."""
+    is_sigmoid = isinstance(list(network.modules())[-1], nn.Sigmoid)
+    if is_sigmoid and bool(((outputs >= 0) & (outputs <= 1)).all()):
+        warn(
+            "The model's outputs are probabilities: its last layer is a sigmoid. "
+            'likelihood="binary" and "multilabel" take logits and apply a sigmoid to them. Remove '
+            "the sigmoid from the model."
+        )

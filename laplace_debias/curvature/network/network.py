@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.last_layer import needs_example
 from laplace_debias.curvature.network.outputs import check_finite_outputs
@@ -41,7 +41,6 @@ class Network:
 
     Attributes:
         names: The selected parameters, in the model's order.
-        read: What makes pairs of batches.
 
     Raises:
         ValueError: If the model is random, holds NaN, or has no parameter that is selected.
@@ -57,16 +56,16 @@ class Network:
     ) -> None:
         check_usable(model)
         self._given = model
-        self.read = BatchReader(model, batch)
+        self._read = BatchReader(model, batch)
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)
         model = unwrapped(model)
         check_deterministic(model)
         example = None
-        self.dtypes = {p.dtype for p in model.parameters()}
+        self._dtypes = {p.dtype for p in model.parameters()}
         if data is not None and needs_example(model, params):
             like = next(model.parameters())
-            example = move(first_inputs(data, self.read), like.device, self.dtypes)
+            example = move(first_inputs(self.stream(data)), like.device, None)
         self.names = select_parameters(model, params, example)
         check_parameters(model, self.names)
         check_finite(model)
@@ -76,6 +75,10 @@ class Network:
         first = model.get_parameter(self.names[0])
         self.dtype, self.device = wide(first.dtype), first.device
         self.refresh()
+
+    def stream(self, data: Batches, generator: torch.Generator | None = None) -> Stream:
+        """The data as pairs, where they are; arguments as `Stream` takes them."""
+        return Stream(data, self._read, self._dtypes, generator)
 
     @property
     def model(self) -> nn.Module:

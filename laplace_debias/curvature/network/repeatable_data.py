@@ -1,16 +1,15 @@
 """Data that is read again and again: the same batches each time, or an error."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.network.batches import Batches, source_of
+from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, tensors_of
-from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shards import check_shared, first_places, refuse_same
 from laplace_debias.system.ranks import ALONE, Ranks
 
@@ -52,10 +51,8 @@ class Data:
     attention masks are made of.
 
     Args:
-        batches: Any iterable that can be read repeatedly.
+        stream: The data, which can be read repeatedly, and is not moved.
         device: Where the model is.
-        dtypes: Of the model's parameters, one of which floating-point inputs must have.
-        read: What makes pairs of its batches.
         num_data: The number of examples if known: checked.
         ranks: The processes that share the data, of which each has its own batches.
 
@@ -72,28 +69,21 @@ class Data:
 
     def __init__(
         self,
-        batches: Batches,
+        stream: Stream,
         device: torch.device,
-        dtypes: Collection[torch.dtype],
-        read: BatchReader,
         num_data: int | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        _check_repeatable(batches)
-        is_shared = check_shared(ranks, source_of(batches))
-        self._batches = batches
+        check_repeatable(stream.source)
+        is_shared = check_shared(ranks, stream.source)
+        self._stream = stream
         self._device = device
-        self._dtypes = dtypes
-        self._read = read
         self._marks: list[float] = []
         self.sizes: list[int] = []
-        for index, batch in enumerate(batches):
-            inputs, targets = read(batch, f"Batch {index}")
+        for number, (inputs, targets) in enumerate(stream, start=1):
             mark = mark_of(inputs, targets)
             if not math.isfinite(mark):
-                raise ValueError(
-                    f"Batch {len(self.sizes)} holds NaN or Inf: remove these examples."
-                )
+                raise ValueError(f"Batch {number} holds NaN or Inf: remove these examples.")
             self.sizes.append(len(targets))
             self._marks.append(mark)
         if not self.sizes:
@@ -111,16 +101,15 @@ class Data:
 
     def __iter__(self) -> Iterator[Batch]:
         index = -1
-        for index, pair in enumerate(self._batches):
-            inputs, targets = self._read(pair)
+        for index, (inputs, targets) in enumerate(self._stream):
             if index >= len(self.sizes) or not self._is_same(index, inputs, targets):
                 self._refuse(index)
-            inputs = move(inputs, self._device, self._dtypes)
+            inputs = move(inputs, self._device, None)
             targets = targets.to(self._device, non_blocking=True)
             yield Batch(index, self.firsts[index], self.sizes[index], inputs, targets)
         if index == -1:
             raise TypeError(
-                f"{type(self._batches).__name__} gave no batch when it was read again: it "
+                f"{type(self._stream.source).__name__} gave no batch when it was read again: it "
                 "can be read only once, as where `__iter__` returns one iterator every time, and "
                 "every product reads it. Make a new iterator in `__iter__`, or pass a list of "
                 "batches or a DataLoader."
@@ -139,26 +128,31 @@ class Data:
 
     def _refuse(self, index: int) -> None:
         raise ValueError(
-            f"Batch {index} of the data is not what it was in the first pass. Products need the "
-            "same batches every time: use shuffle=False and no random augmentation, or pass "
+            f"Batch {index + 1} of the data is not what it was in the first pass. Products need "
+            "the same batches every time: use shuffle=False and no random augmentation, or pass "
             "`list(loader)`."
         )
 
 
-def first_inputs(batches: Batches, read: BatchReader) -> Inputs:
+def first_inputs(stream: Stream) -> Inputs:
     """The inputs of the first batch.
 
     Raises:
         TypeError: As `Data`.
         ValueError: If there is no batch.
     """
-    _check_repeatable(batches)
-    for batch in batches:
-        return read(batch)[0]
+    check_repeatable(stream.source)
+    for x, _ in stream.first:
+        return x
     raise ValueError(_EMPTY)
 
 
-def _check_repeatable(batches: Any) -> None:
+def check_repeatable(batches: Any) -> None:
+    """Require data that can be read again.
+
+    Raises:
+        TypeError: For an iterator, or what cannot be iterated over.
+    """
     if isinstance(batches, Iterator):
         raise TypeError(
             f"The data is an iterator ({type(batches).__name__}), which can be read only once, "

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +19,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import RandomSampler
 
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import Place, Stream
 from laplace_debias.system.ranks import Ranks, check_joined
-
-# From the number of a batch of this process, and how many examples it has read before, to the place
-# of the batch's first example among those of all processes.
-Place = Callable[[int, int], int]
 
 # Examples of a data set that are read to tell it from another.
 _FEW = 4
@@ -132,27 +128,7 @@ class ShardedBatches(Sampler[list[int]]):
         return range(first, first + each + (self.rank < left))
 
 
-class Placed:
-    """Pairs of one process, which know where their examples are among those of all.
-
-    Args:
-        pairs: Pairs `(x, y)`.
-        place: See `Place`; by default the examples are all there are.
-
-    Attributes:
-        are_folds: Whether the pairs were cut from a list, and are not the user's batches.
-    """
-
-    def __init__(self, pairs: Pairs, place: Place = lambda _, seen: seen) -> None:
-        self._pairs = pairs
-        self.place = place
-        self.are_folds = isinstance(pairs, list)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._pairs)
-
-
-def place_of(ranks: Ranks, data: Any, sizes: Callable[[], list[int]]) -> Place:
+def place_of(ranks: Ranks, stream: Stream) -> Place:
     """The places of examples in data that several processes share.
 
     The order of all examples is that of the batches, and within the union of the processes' k-th
@@ -160,14 +136,14 @@ def place_of(ranks: Ranks, data: Any, sizes: Callable[[], list[int]]) -> Place:
 
     Args:
         ranks: The processes.
-        data: A loader or a list of batches.
-        sizes: Reads how many examples each batch of a list has.
+        stream: This one's data.
     """
+    data = stream.source
     sampler = getattr(data, "batch_sampler", None)
     if isinstance(sampler, ShardedBatches):
         return lambda batch, _: sampler.place(batch)
     if isinstance(data, (list, tuple)):
-        firsts = first_places(ranks, sizes())
+        firsts = first_places(ranks, [len(stream.read(batch)[1]) for batch in data])
         return lambda batch, _: firsts[batch]
     return lambda _, seen: _FAR * ranks.rank + seen
 

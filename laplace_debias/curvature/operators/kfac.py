@@ -13,18 +13,16 @@ from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_ord
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Placed, Stream
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.shards import Placed
 from laplace_debias.curvature.operators.network_operator import loss_scale
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.memory import check_memory_bound
-from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import current, together
 
 
@@ -143,10 +141,11 @@ class KFAC(Permuted):
         check_memory_bound(memory_bound)
         network = Network(model, "all" if params is None else params, data, batch)
         model = network.model
-        of_loss = LossData(seeded(data, generator), network, loss, reduction, num_data)
+        of_loss = LossData(network.stream(data, generator), network, loss, reduction, num_data)
         measured = of_loss
         if magnitudes is not None:
-            measured = LossData(seeded(magnitudes, generator), network, loss, reduction, None)
+            others = network.stream(magnitudes, generator)
+            measured = LossData(others, network, loss, reduction, None)
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
         with torch.inference_mode(False):
             blocks = verified_blocks(network.names, model, of_loss, joint, sharing)
@@ -193,7 +192,7 @@ class LossData:
 
     def __init__(
         self,
-        batches: Batches,
+        stream: Stream,
         network: Network,
         loss: Loss,
         reduction: str | None,
@@ -201,7 +200,7 @@ class LossData:
     ) -> None:
         ranks = current()
         ranks.require_same(model=lambda: checksum(network.model))
-        self._data = Data(batches, network.device, network.dtypes, network.read, num_data, ranks)
+        self._data = Data(stream, network.device, num_data, ranks)
         self.num_examples = self._data.num_examples
         self.loss = output_loss(loss, reduction)
         first = self._data.batch(0)

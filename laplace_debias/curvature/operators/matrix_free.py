@@ -21,7 +21,6 @@ from laplace_debias.curvature.operators.network_operator import (
 )
 from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.system.checks import whole
-from laplace_debias.system.randomness import seeded
 from laplace_debias.system.ranks import together
 
 
@@ -239,10 +238,11 @@ class Fisher(CurvatureOperator):
             raise ValueError('mc_samples and generator belong to fisher="mc": nothing is drawn.')
         if mc_samples is not None:
             whole(mc_samples, "mc_samples")
+        self._generator = generator
         super().__init__(
             model,
             loss,
-            seeded(data, generator),
+            data,
             params,
             num_data,
             reduction=reduction,

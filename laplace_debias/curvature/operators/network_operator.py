@@ -84,6 +84,9 @@ class NetworkOperator(LinearOperator):
         num_bytes_kept: What the linearised batches kept between products take, in bytes.
     """
 
+    # What the data draws from: of an operator with labels of its own what these are drawn from.
+    _generator: torch.Generator | None = None
+
     # Under inference mode nothing could be differentiated.
     @together("a curvature operator's construction")
     @torch.inference_mode(False)
@@ -104,7 +107,8 @@ class NetworkOperator(LinearOperator):
         network = self._network
         self._ranks = current()
         self._ranks.require_same(model=lambda: checksum(network.model))
-        self._data = Data(data, network.device, network.dtypes, network.read, num_data, self._ranks)
+        stream = network.stream(data, self._generator)
+        self._data = Data(stream, network.device, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
         self._kept = Kept(self._data, self._make, memory_bound)

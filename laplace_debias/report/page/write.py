@@ -42,6 +42,12 @@ _MARKERS = {
 }
 """Outlines of matplotlib's markers."""
 
+_DO_NOT_FIT = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    jinja2.TemplateError,
+)
+"""Errors of drawing from files that were edited."""
+
 _DROPPED = re.compile(r"<metadata>.*?</metadata>|<!--.*?-->", re.DOTALL)
 _METHOD = re.compile(r'\bid="method:([\w.-]+):\d+"')
 _ID = re.compile(r'\s\bid="([^"]+)"')
@@ -72,8 +78,16 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
     with drawing(), warnings.catch_warnings():
         # Only the widths of such letters are guessed: the browser has fonts of its own.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        shown = sections(run, by_key)
-    text = _page(run, by_key, shown)
+        try:
+            shown = sections(run, by_key)
+            text = _page(run, by_key, shown)
+        except _DO_NOT_FIT as error:
+            if str(run.folder) in str(error):  # it names the file
+                raise
+            raise ValueError(
+                f"The files in {run.folder} do not fit together ({type(error).__name__}: {error}): "
+                "undo what was edited, or run the report again with another --output."
+            ) from error
     for picture in (p for part in shown for group in part.groups for p in group.pictures):
         with written_atomically(run.folder / "pictures" / f"{picture.name}.svg") as temporary:
             temporary.write_text(picture.svg, encoding="utf-8")
