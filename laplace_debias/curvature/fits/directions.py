@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.jacobians import rotate_rows, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 from laplace_debias.operators import eigh as decomposition
+from laplace_debias.operators.structures.eigen_kronecker import coordinates
 
 # Eigenvalues nearer than this share of the largest one belong to directions that rounding mixes:
 # the angle between two such is off by rounding over their distance.
@@ -204,8 +205,8 @@ def ekfac_magnitudes(
     if block.role == "weight" and _has_one_position(layer, uses):
         # One position: the square of the outer product is the outer product of the squares.
         x, g = uses[0]  # type: ignore[index]
-        a = rotate_rows(activations(layer, block, x)[:, 0], U_A)
-        rows = rotate_rows(output_gradients(layer, block, g)[..., 0], U_G)
+        a = coordinates(activations(layer, block, x)[:, 0], U_A)
+        rows = coordinates(output_gradients(layer, block, g)[..., 0], U_G)
         return rows.square().sum(0).T @ a.square()
     total: Tensor | None = None
     for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
