@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: What stands behind `laplace-debias`; that of the process if None.
+        arguments: Words after `laplace-debias`; those of the process if None.
 
     Returns:
         The exit status: 0, 2 after an error that is told in one line, or 130 after Ctrl-C.
@@ -167,7 +167,7 @@ def _execute(
         settings: The dataclass of its settings.
         run: Runs with an instance of these.
         arguments: The options.
-        as_json: What `--json` prints, from the settings and what `run` returns.
+        as_json: Object that `--json` prints, from the settings and what `run` returns.
     """
     from jsonargparse import ArgumentParser
 
@@ -216,13 +216,13 @@ def _execute(
 def _how_to_go_on(options: Any) -> str:
     """Advice after Ctrl-C."""
     if getattr(options, "goes_on", False):
-        return "give the same command again, and it goes on from what is stored"
+        return "give the same command again, and it goes on from what was saved"
     if not hasattr(options, "resume"):
-        return "nothing is kept of it; give the same command again"
+        return "nothing was saved; give the same command again"
     if options.resume is None:
-        return "nothing is kept of it; give the same command again, with --resume FOLDER"
+        return "nothing was saved; give the same command again, with --resume FOLDER"
     resume = "" if options.resume else " with --resume"
-    return f"give the same command again{resume}, and it goes on from what is stored"
+    return f"give the same command again{resume}, and it goes on from what was saved"
 
 
 def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:

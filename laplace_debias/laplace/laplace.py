@@ -587,7 +587,7 @@ class Laplace:
                 whose entry `labels` (or another of the names of targets that the forward pass does
                 not take) is left out.
             method: `"glm"`: linearised network with exact functional covariance, averaged in closed
-                form (probit) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
+                form (`link`) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.

@@ -28,8 +28,8 @@ def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
 
     Args:
         targets: Numbers, `[N]` or `[N, K]`.
-        task: What they mean.
-        where: What they are called in messages.
+        task: Task.
+        where: Name in messages.
 
     Returns:
         Classes int64 `[N]`; for `binary` 0 or 1, int64 `[N]`; else float32 `[N, K]`.

@@ -108,7 +108,7 @@ class Ranks:
         """Gives what each owner has, on all ranks; raises as `exchange`.
 
         Args:
-            parts: What this rank owns.
+            parts: Parts of this rank.
             owners: Which rank owns what; the same keys in the same order on all ranks.
         """
         return {key: tuple(parts[key]) for key in owners}
@@ -268,7 +268,7 @@ def together(what: str) -> Iterator[None]:
     """All ranks do this: an error of one is raised on all. Within another one it is part of that.
 
     Args:
-        what: What messages call it.
+        what: Name in error messages.
 
     Raises:
         RankError: If the ranks are in different calls.
@@ -309,8 +309,8 @@ def refuse_ranks(what: str, instead: str) -> None:
     """Refuse what is not there for several processes.
 
     Args:
-        what: What it is.
-        instead: What to do.
+        what: Name in error messages.
+        instead: Advice.
 
     Raises:
         NotImplementedError: If several processes share the work.

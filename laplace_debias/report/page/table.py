@@ -23,7 +23,7 @@ class Column:
     """A metric on a set.
 
     Attributes:
-        name: What is known of the metric.
+        name: The metric's definition.
         arrow: To where it is better, may be empty.
         where: The set if it is not the test set, and the score of an out-of-distribution metric.
     """
@@ -40,8 +40,8 @@ class Cell:
     Attributes:
         value: The figure as text, a dash where there is none.
         interval: `low … high`, empty where it is not known.
-        verdict: Of a difference beyond chance `better` or `worse` (`higher` or `lower` where
-            neither is better), `not told apart` of others, empty where nothing is compared.
+        verdict: Of a significant difference `better` or `worse` (`higher` or `lower` where
+            neither is better), `no clear difference` of others, empty where nothing is compared.
     """
 
     value: str
@@ -54,7 +54,7 @@ class Table:
     """Rows are methods.
 
     Attributes:
-        columns: What is measured.
+        columns: Metrics of the columns.
         rows: Methods with their cells.
         reference: Label of the method that verdicts compare with.
     """
@@ -169,7 +169,7 @@ def _verdict(differences: pd.DataFrame, method: str, name: Metric) -> str:
     if not high >= low:  # the interval is not known
         return ""
     if low <= 0 <= high:
-        return "not told apart"
+        return "no clear difference"
     way = "higher" if low > 0 else "lower"
     if name.better not in ("higher", "lower", "ideal"):
         return way
