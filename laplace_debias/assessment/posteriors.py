@@ -184,7 +184,8 @@ def spectrum_of(la: Laplace) -> dict[str, Any]:
     blocks = []
     for (name, block), delta in zip(posterior.curvature.blocks.items(), deltas, strict=True):
         assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
-        magnitudes = block.magnitudes.double().flatten() * posterior.data_weight
+        eigenvalues = block.eigenvalues if isinstance(block, EigenKronecker) else block.magnitudes
+        magnitudes = eigenvalues.double().flatten() * posterior.data_weight
         size = block.shape[0]
         values = torch.cat([magnitudes, magnitudes.new_zeros(size - magnitudes.numel())])
         values = values.sort().values

@@ -20,9 +20,8 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.posterior import GaussianPosterior, counted
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
-from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 PER = ("kind", "block")
 
@@ -147,11 +146,13 @@ class GroupEvidence:
 
     Attributes:
         precisions: h = N Λ along the directions that have curvature, float64.
+        counts: How many directions each is that of.
         num_parameters: D; along those without a precision h is zero.
         square: S, the squared distance of the parameters from the prior's mean.
     """
 
     precisions: Float[Tensor, " directions"]
+    counts: Float[Tensor, " directions"]
     num_parameters: int
     square: float
 
@@ -159,18 +160,20 @@ class GroupEvidence:
     def of(cls, posterior: GaussianPosterior, group: Group) -> "GroupEvidence":
         """The evidence of a posterior's blocks, at its σ."""
         blocks = list(posterior.curvature.blocks.values())
-        found, size = [posterior.mean.new_zeros(0, dtype=torch.float64)], 0
+        nothing = posterior.mean.new_zeros(0, dtype=torch.float64)
+        found, counts, size = [nothing], [nothing], 0
         for index in group.blocks:
             block = blocks[index]
             size += block.shape[0]
-            assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
-            found.append(posterior.data_weight * block.magnitudes.double().flatten())
+            magnitudes, of_block = counted(block)
+            found.append(posterior.data_weight * magnitudes.flatten())
+            counts.append(of_block.flatten())
         squares = posterior.squared_distances()[list(group.blocks)]
-        return cls(torch.cat(found), size, float(squares.sum()))
+        return cls(torch.cat(found), torch.cat(counts), size, float(squares.sum()))
 
     def num_determined(self, delta: float) -> float:
         """γ = Σ h / (h + δ), how many parameters the data determine."""
-        return float((self.precisions / (self.precisions + delta)).sum())
+        return float((self.counts * (self.precisions / (self.precisions + delta))).sum())
 
     def best(self, low: float, high: float) -> float:
         """The root of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""

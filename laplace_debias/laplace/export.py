@@ -39,6 +39,7 @@ from laplace_debias.laplace.links import Link, link_from, variances_suffice
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.sampling import SAMPLES_AT_ONCE
 from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import frame
 from laplace_debias.system.atomic import check_target, written_atomically
 from laplace_debias.system.checks import whole
 from laplace_debias.system.memory import is_out_of_memory
@@ -156,8 +157,10 @@ class _LastLayerPredictive(_Predictive):
                     "The closed form is exported of curvature kfac, ekfac and diag alone: export "
                     'samples of this posterior, method="nn".'
                 )
-            variances = 1 / (posterior.data_weight * operator.magnitudes + delta)
-            held = {"U_G": operator.U_G, "U_A": operator.U_A, "variances": variances}
+            variances = 1 / (posterior.data_weight * operator.in_frame + delta)
+            bases = {"U_G": operator.U_G, "U_A": operator.U_A}
+            held = {name: None if U is None else frame(U) for name, U in bases.items()}
+            held["variances"] = variances
             for name, value in held.items():
                 if value is not None:
                     # A copy: of a view the file would hold what it is a view of.

@@ -343,14 +343,18 @@ def _shapes(
             rank = math.prod(tensors["0.magnitudes"].shape) if "0.magnitudes" in tensors else 0
             return {"0.U": (size, rank), "0.magnitudes": (rank,)}
         return {"0.U_G": (size, size), "0.magnitudes": (size, 1)}
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for index, block in enumerate(blocks):
-        (d_out, d_in), has_factors = block.shape, curvature != "diag"
-        found[f"{index}.magnitudes"] = (*block.groups, d_out, d_in)
-        if has_factors and not block.has_diagonal_G:
-            found[f"{index}.U_G"] = (*block.groups, d_out, d_out)
-        if has_factors and not block.has_diagonal_A:
-            found[f"{index}.U_A"] = (*block.groups, d_in, d_in)
+        magnitudes = list(block.groups)
+        axes = (block.has_diagonal_G, block.has_diagonal_A)
+        for name, d, is_axes in zip(("U_G", "U_A"), block.shape, axes, strict=True):
+            rank, U = d, tensors.get(f"{index}.{name}")
+            if curvature != "diag" and not is_axes:
+                # Thin directions are fewer, and what they leave has a magnitude, too.
+                rank = d if U is None or not U.ndim else min(d, U.shape[-1])
+                found[f"{index}.{name}"] = (*block.groups, d, rank)
+            magnitudes.append(rank + (rank < d))
+        found[f"{index}.magnitudes"] = tuple(magnitudes)
     return found
 
 

@@ -23,6 +23,7 @@ from laplace_debias.operators import (
     Permutation,
     Spectrum,
 )
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.checks import check_generator, whole
 
 
@@ -184,7 +185,8 @@ class GaussianPosterior:
         ):
             # One block after the other: they may lie on disk.
             block = self._spectral_block(curvature, delta, torch.rsqrt)
-            if not isinstance(block, EigenKronecker):
+            # Of a thin one the symmetric root alone is known.
+            if not isinstance(block, EigenKronecker) or is_thin(block.U_G) or is_thin(block.U_A):
                 draws.append((block @ part.T).T)
                 continue
             # Noise looks the same in every orthonormal basis: it is drawn in the eigenbasis.
@@ -205,10 +207,10 @@ class GaussianPosterior:
         deltas = deltas.double().expand(len(self.curvature.blocks))
         terms = []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
-            assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
-            magnitudes = block.magnitudes.double()
-            without_curvature = block.shape[0] - magnitudes.numel()
-            terms.append((self.data_weight * magnitudes + delta).log().sum())
+            magnitudes, counts = counted(block)
+            is_low_rank = isinstance(block, LowRankPlusDiagonal)
+            without_curvature = block.shape[0] - len(magnitudes) if is_low_rank else 0
+            terms.append((counts * (self.data_weight * magnitudes + delta).log()).sum())
             terms.append(without_curvature * delta.log())
         return torch.stack(terms).sum()
 
@@ -230,6 +232,18 @@ class GaussianPosterior:
         mean = mean if self.order is None else mean[self.order]
         parts = mean.split(self.curvature.sizes)
         return torch.stack([part.double().square().sum() for part in parts])
+
+
+def counted(block: LinearOperator) -> tuple[Tensor, Tensor]:
+    """A curvature block's magnitudes, and how many directions each stands for, float64.
+
+    Of a low-rank one the directions that have curvature.
+    """
+    assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
+    magnitudes = block.magnitudes.double()
+    if isinstance(block, LowRankPlusDiagonal):
+        return magnitudes, torch.ones_like(magnitudes)
+    return magnitudes, block.multiplicities.double().expand_as(magnitudes)
 
 
 def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.jacobians import rotate_rows, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 from laplace_debias.operators import eigh as decomposition
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
@@ -222,7 +222,7 @@ def pooled(
     is_one_space = largest.squeeze(-1) <= resolution(precision) ** 2 * measured.amax(over)
     mean = measured.mean(values.ndim - 1, keepdim=True).expand_as(measured)
     if left > 1:
-        of_all = (counts.unsqueeze(-1) * measured.to(values)).sum(0, keepdim=True) / counts.sum()
+        of_all = torch.tensordot(counts / counts.sum(), measured.to(values), 1)
         mean = of_all.to(measured).expand_as(measured)
     if bool(is_one_space.all()):
         return mean
@@ -287,19 +287,23 @@ def ekfac_magnitudes(
     if block.role == "weight" and _has_one_position(layer, uses):
         # One position: the square of the outer product is the outer product of the squares.
         x, g = uses[0]  # type: ignore[index]
-        a = rotate_rows(activations(layer, block, x)[:, 0], U_A)
-        rows = rotate_rows(output_gradients(layer, block, g)[..., 0], U_G)
-        return rows.square().sum(0).T @ a.square()
+        a = coordinates(activations(layer, block, x)[:, 0], U_A)
+        rows = coordinates(output_gradients(layer, block, g)[..., 0], U_G)
+        return _folded(rows.square().sum(0).T @ a.square(), U_G, U_A)
     total: Tensor | None = None
     for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
         squares = J.square().sum((0, 1))
-        total = squares.new_zeros(*block.groups, *block.shape) if total is None else total
         if columns is None:
-            total += squares
+            total = squares if total is None else total.add_(squares)
         else:
+            total = squares.new_zeros(len(squares), block.shape[1]) if total is None else total
             total.index_add_(1, columns, squares)
     assert total is not None
-    return total
+    return _folded(total, U_G, U_A)
+
+
+def _folded(squares: Tensor, U_G: Tensor | None, U_A: Tensor | None) -> Tensor:
+    return folded(folded(squares, U_A).mT, U_G).mT
 
 
 def _has_one_position(layer: nn.Module, uses: Uses) -> bool:

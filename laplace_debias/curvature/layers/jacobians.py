@@ -21,6 +21,7 @@ from laplace_debias.curvature.layers.uses import (
     token_gradients,
     tokens,
 )
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
 
 # Numbers that a slice of an embedding's Jacobian holds.
 _SLICE = 2**22
@@ -31,7 +32,8 @@ class Rotated(NamedTuple):
 
     Attributes:
         examples: Which examples of the batch.
-        J: `[b, K, *groups, d_out, d_in]`; of an embedding only the columns that are not zero.
+        J: `[b, K, *groups, d_out, d_in]`, of thin directions in their frame; of an embedding only
+            the columns that are not zero.
         columns: Which columns these are; None for all. A column that is named twice is zero in all
             places but one.
     """
@@ -57,12 +59,12 @@ def rotated_jacobians(
         layer: The layer.
         block: One of its blocks.
         uses: Inputs `[B, ...]` and output gradients `[K, B, ...]` of the layer's uses.
-        U_G: `[*groups, d_out, d_out]`; None for the coordinate axes.
-        U_A: `[*groups, d_in, d_in]`; None for the coordinate axes.
+        U_G: `[*groups, d_out, r_G]`; None for the coordinate axes.
+        U_A: `[*groups, d_in, r_A]`; None for the coordinate axes.
     """
     if block.is_exact:
         for part, rows in exact_rows(layer, block, uses):
-            yield Rotated(part, rotate_rows(rows, U_G).movedim(0, 1).unsqueeze(-1))
+            yield Rotated(part, coordinates(rows, U_G).movedim(0, 1).unsqueeze(-1))
         return
     assert not isinstance(uses, CallUses)
     if block.role == "table":
@@ -72,15 +74,14 @@ def rotated_jacobians(
     for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
         total: Tensor | None = None
         for x, g in uses:
-            a = rotate_rows(activations(layer, block, x[part]), U_A)
-            rows = output_gradients(layer, block, g[:, part])
-            rows = rows if U_G is None else U_G.mT @ rows
+            a = coordinates(activations(layer, block, x[part]), U_A)
+            rows = _along(U_G, output_gradients(layer, block, g[:, part]))
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
             # every column.
             product = rows.movedim(0, -3).flatten(-3, -2) @ a.movedim(1, -2)
             total = product if total is None else total.add_(product)
         assert total is not None
-        J = total.unflatten(-2, (num_columns, block.shape[0]))
+        J = total.unflatten(-2, (num_columns, -1))
         yield Rotated(part, J.movedim(-3, 1))
 
 
@@ -115,7 +116,7 @@ def _looked_up(
         part = slice(start, min(start + step, batch))
         ids = torch.cat([tokens(x[part]) for x, _ in uses], dim=1)
         g = torch.cat([token_gradients(layer, block, x[part], g[:, part]) for x, g in uses], dim=3)
-        g = g if U_G is None else U_G.T @ g
+        g = _along(U_G, g)
         columns, places = _distinct(ids, block.shape[1])
         J = g.new_zeros(*g.shape[:3], len(columns))
         J.scatter_add_(3, places[None, :, None, :].expand_as(g), g)
@@ -144,13 +145,8 @@ def _distinct(
     return columns.scatter_(0, among, ordered), places
 
 
-def rotate_rows(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, "*n d"]:
-    """Rows in coordinates of the basis U, whose vectors are its columns; None leaves them.
-
-    Args:
-        rows: `[..., *groups, d]`.
-        U: `[*groups, d, d]`.
-    """
-    if U is None:
-        return rows
-    return rows @ U if U.ndim == 2 else torch.einsum("...gd,gde->...ge", rows, U)
+def _along(U: Tensor | None, columns: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n rows k"]:
+    """As `coordinates`, of columns `[..., *groups, d, k]`."""
+    if is_thin(U):
+        return coordinates(columns.movedim(-1, 0), U).movedim(0, -1)
+    return columns if U is None else U.mT @ columns

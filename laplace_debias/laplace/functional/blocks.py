@@ -12,6 +12,7 @@ from laplace_debias.curvature.layers.tap import Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 
 # From so many prior precisions on, products of pairs of outputs are formed once for all of them.
 _PAIRS_FROM = 3
@@ -81,7 +82,7 @@ class BlockMoments:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
         operator, curvature = self._operator(index)
         precisions = curvature + self._prior_precisions[:, index, None, None]
-        rotated = phi if operator.U_A is None else phi @ operator.U_A
+        rotated = coordinates(phi, operator.U_A)
         along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
         if operator.U_G is None:
             if chosen is not None:
@@ -95,7 +96,8 @@ class BlockMoments:
                 total += along.unsqueeze(-1) * (chosen.unsqueeze(-1) == chosen.unsqueeze(-2))
             return
         # [C, d_out] for every example alike, or its own choice of rows [B, k, d_out].
-        rows = operator.U_G if chosen is None else operator.U_G[chosen]
+        rows = frame(operator.U_G)
+        rows = rows if chosen is None else rows[chosen]
         if self._diagonal:
             total += (rows.square() @ along.unsqueeze(-1)).squeeze(-1)
             return
@@ -129,10 +131,10 @@ class BlockMoments:
         self._add_parts(index, self._operator(index)[1].view(shape).mT, parts)
 
     def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
-        """A block's curvature, and N·Λ of it, `[*groups, d_out, d_in]`."""
+        """A block's curvature, and N·Λ of every coordinate of it, `[*groups, d_out, d_in]`."""
         operator = self._posterior.curvature.blocks[self._blocks[index].name]
         assert isinstance(operator, EigenKronecker)
-        return operator, self._posterior.data_weight * operator.magnitudes
+        return operator, self._posterior.data_weight * operator.in_frame
 
     def _add_parts(self, index: int, curvature: Tensor, parts: Iterable[Rotated]) -> None:
         """Add products of a block's Jacobian rows along its directions.

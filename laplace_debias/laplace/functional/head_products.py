@@ -8,9 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.jacobians import Rotated, rotate_rows
+from laplace_debias.curvature.layers.jacobians import Rotated
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 
 # Numbers in the rows of a weight that are looked at together.
 _SLICE = 2**22
@@ -113,7 +114,7 @@ class OfHead:
         self, wanted: Wanted, classes: Int[Tensor, " some"] | slice
     ) -> Float[Tensor, "some d"]:
         """1/P of some rows of the magnitudes."""
-        magnitudes = self.operator.magnitudes
+        magnitudes = self.operator.in_frame
         if self.block.calls:
             magnitudes = magnitudes.view(wanted.weight.shape)
         return (self.data_weight * magnitudes[classes] + self.delta).reciprocal()
@@ -125,7 +126,7 @@ class OfHead:
             h = h.new_ones(len(h), 1)
         if self.block.is_joint:
             h = torch.nn.functional.pad(h, (0, 1), value=1.0)
-        a = h if self.block.calls else rotate_rows(h, self.operator.U_A)
+        a = h if self.block.calls else coordinates(h, self.operator.U_A)
         U_G = None if self.block.calls else self.operator.U_G
         if U_G is None and not diagonal:
             rows = a[at]
@@ -137,12 +138,11 @@ class OfHead:
                 for s in wanted.slices()
             ]
             return torch.cat(parts)
-        variances = self.variances(wanted, slice(None))
+        variances, rows = self.variances(wanted, slice(None)), frame(U_G)[classes]
         if diagonal:
             along = a.square() @ variances.mT
-            return (U_G[classes].square() * along[at]).sum(-1)
+            return (rows.square() * along[at]).sum(-1)
         total = a.new_zeros(len(at), len(at))
-        rows = U_G[classes]
         for t, s in torch.cartesian_prod(*[torch.arange(len(a), device=a.device)] * 2):
             along = (a[t] * a[s]) @ variances.mT
             total += ((rows * along) @ rows.mT) * ((at == t)[:, None] & (at == s))

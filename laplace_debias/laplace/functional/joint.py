@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block, Site
-from laplace_debias.curvature.layers.jacobians import joint_jacobians, rotate_rows
+from laplace_debias.curvature.layers.jacobians import joint_jacobians
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
@@ -24,6 +24,7 @@ from laplace_debias.laplace.functional.moments import (
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 from laplace_debias.system.memory import MEMORY_BOUND, granted
 
 
@@ -169,11 +170,12 @@ def _add_linear(
         phi = phi.new_ones(len(phi), 1)
     if block.is_joint:
         phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
-    variances = (posterior.data_weight * operator.magnitudes + delta).reciprocal()
-    rotated, U_G = rotate_rows(phi, operator.U_A), operator.U_G
-    if U_G is None:
+    variances = (posterior.data_weight * operator.in_frame + delta).reciprocal()
+    rotated = coordinates(phi, operator.U_A)
+    if operator.U_G is None:
         _add_axes(covariance, rotated, variances, chosen)
         return
+    U_G = frame(operator.U_G)
     # Every example has the same rows [C, d_out], or a choice of its own [k, d_out].
     rows = U_G.expand(len(phi), -1, -1) if chosen is None else U_G[chosen]
     for row, own, into in zip(rotated, rows, covariance, strict=True):

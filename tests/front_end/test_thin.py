@@ -1,0 +1,319 @@
+"""Posteriors of thin directions, against the dense matrices that they stand for."""
+
+import oracle
+import pytest
+import torch
+from cases import one_axis_at_a_time
+from language import GPT
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.laplace.functional import linearised
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
+
+DELTA, NUM_DATA = 0.7, 30
+
+
+class Words(nn.Module):
+    """A table that is looked up, positions, and a linear layer that gives the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.mix(self.table(tokens)).tanh().mean(1))
+
+
+def words():
+    return Words(), torch.randint(6, (6, 3)), torch.randint(3, (6,))
+
+
+def tagger():
+    """Outputs at positions, [B, T, C]."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    return model, torch.randn(6, 3, 4), torch.randint(2, (6, 3))
+
+
+def grouped():
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=4), nn.Flatten(),
+        nn.Linear(4, 3),
+    )  # fmt: skip
+    return model, torch.randn(6, 2, 4, 4), torch.randint(3, (6,))
+
+
+def convolution():
+    return oracle.SMALL_MODELS["conv2d_all"]()[:3]
+
+
+def mlp():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    return model, torch.randn(6, 5), torch.randint(3, (6,))
+
+
+MODELS = {build.__name__: build for build in (convolution, mlp, words, tagger, grouped)}
+KEPT = {
+    "both": (1 / 2, 1 / 2),
+    "G": (1 / 2, 1),
+    "A": (1, 1 / 2),
+    "none": (0, 0),
+    "all but one": (0.99, 0.99),
+}
+
+
+def fitted(name, **options):
+    torch.manual_seed(0)
+    model, x, y = MODELS[name]()
+    model, x = model.double().eval(), x.double() if x.is_floating_point() else x
+    la = Laplace(model, prior_precision=DELTA, **options)
+    la.fit([(x[:3], y[:3]), (x[3:], y[3:])], mode="debiased", num_data=NUM_DATA)
+    return la, x
+
+
+def pooled(values, dim, rank):
+    """The first magnitudes along a dimension, and the mean of the others."""
+    first, rest = values.narrow(dim, 0, rank), values.narrow(dim, rank, values.shape[dim] - rank)
+    return torch.cat([first, rest.mean(dim, keepdim=True)], dim)
+
+
+def thin_block(block, shares):
+    """A block that keeps the first directions of each side that is not of axes."""
+    bases, magnitudes = [], block.magnitudes
+    for dim, U, share in zip((-2, -1), (block.U_G, block.U_A), shares, strict=True):
+        if U is None or share == 1:
+            bases.append(U)
+            continue
+        rank = int(share * U.shape[-1])
+        bases.append(U[..., :rank])
+        magnitudes = pooled(magnitudes, dim, rank)
+    return EigenKronecker(*bases, magnitudes)
+
+
+def with_blocks(la, change):
+    """`la` with other curvature blocks."""
+    posterior = la.posterior
+    blocks = {name: change(block) for name, block in posterior.curvature.blocks.items()}
+    curvature = BlockDiagonal(blocks)
+    la._adopt(la._state.with_posterior(posterior._with(curvature=curvature)))
+    return la
+
+
+def thin(name, kept, **options):
+    la, x = fitted(name, **options)
+    return with_blocks(la, lambda block: thin_block(block, KEPT[kept])), x
+
+
+def jacobian(la, x):
+    """[B, M, D]."""
+    flat = nn.Sequential(la.model, nn.Flatten(1))
+    return oracle.flat_jacobian(flat, x, [f"0.{name}" for name in la.param_names])
+
+
+def close(actual, expected, tolerance=1e-10):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+EACH = pytest.mark.parametrize(
+    ("name", "kept", "options"),
+    one_axis_at_a_time(
+        MODELS,
+        KEPT,
+        [
+            pytest.param({}, id="kfac"),
+            pytest.param({"curvature": "ekfac"}, id="ekfac"),
+            pytest.param({"joint": True}, id="joint"),
+            pytest.param({"params": "weights"}, id="weights"),
+        ],
+    ),
+)
+
+
+@EACH
+def test_functional_covariances_are_those_of_the_dense_matrix(name, kept, options):
+    la, x = thin(name, kept, **options)
+    covariance = torch.linalg.inv(la.posterior.precision.to_dense())
+    J = jacobian(la, x)
+    expected = J @ covariance @ J.mT
+    _, actual = la.functional(x)
+    close(actual, expected)
+    variances = expected.diagonal(dim1=1, dim2=2)
+    close(la.functional(x, diagonal=True)[1].flatten(1), variances)
+    between = torch.einsum("nid,de,mje->nimj", J, covariance, J)
+    close(la.functional(x, joint=True)[1], between)
+    some = torch.tensor([[1, 0]]).expand(len(x), -1)
+    close(la.functional(x, outputs=some)[1], expected[:, [1, 0]][:, :, [1, 0]])
+    close(la.functional(x, True, some)[1], variances[:, [1, 0]])
+    close(la.functional(x, outputs=some, joint=True)[1], between[:, [1, 0]][:, :, :, [1, 0]])
+    grid = torch.logspace(-2, 2, 5).double()
+    for diagonal in (False, True):
+        _, of_grid = linearised.moments(la._state, x, grid, diagonal)
+        for delta, found in zip(grid, of_grid, strict=True):
+            la.prior_precision = delta
+            close(found, la.functional(x, diagonal)[1])
+
+
+@EACH
+def test_the_posterior_is_that_of_its_dense_precision(name, kept, options):
+    la, _ = thin(name, kept, **options)
+    posterior = la.posterior
+    size = len(la.mean)
+    C = posterior._in_order(posterior.curvature).to_dense()
+    dense = NUM_DATA * C + DELTA * torch.eye(size).double()
+    inverse = torch.linalg.inv(dense)
+    close(posterior.precision.to_dense(), dense)
+    close(posterior.covariance.to_dense(), inverse)
+    root = posterior.scale.to_dense()
+    close(root @ root.mT, inverse)
+    delta = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    value = posterior.log_det_precision(delta)
+    at = NUM_DATA * C + 2 * torch.eye(size).double()
+    close(value, torch.logdet(at))
+    close(torch.autograd.grad(value, delta)[0], torch.linalg.inv(at).trace())
+    # A sample is the symmetric root times the noise.
+    generator = torch.Generator().manual_seed(1)
+    draws = la.sample(4, generator) - la.mean
+    noise = torch.randn(4, size, generator=generator.manual_seed(1), dtype=torch.float64)
+    if posterior.order is not None:
+        noise = torch.empty_like(noise).index_copy_(1, posterior.order, noise)
+    whole, _ = fitted(name, **options)
+    is_thin = {
+        block: of_thin.magnitudes.shape != whole.posterior.curvature.blocks[block].magnitudes.shape
+        for block, of_thin in posterior.curvature.blocks.items()
+    }
+    lengths = torch.einsum("sd,de,se->s", draws, dense, draws)
+    close(lengths, noise.square().sum(1))
+    if all(is_thin.values()):
+        close(draws, noise @ root)
+
+
+def test_samples_have_the_posterior_covariance():
+    la, _ = thin("mlp", "both")
+    dense = la.posterior.covariance.to_dense()
+    draws = la.sample(200_000, torch.Generator().manual_seed(0))
+    deviation = ((dense**2 + torch.outer(dense.diag(), dense.diag())) / len(draws)).sqrt()
+    assert ((torch.cov(draws.T) - dense).abs() / deviation).max() < 5.5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_thin_is_whole_where_the_remaining_magnitudes_are_equal(name):
+    def levelled(block):
+        """The whole block with each remainder's magnitudes replaced by their mean."""
+        magnitudes = block.magnitudes
+        for dim, U in ((-2, block.U_G), (-1, block.U_A)):
+            if U is not None:
+                size = U.shape[-1]
+                rank = size // 2
+                first = pooled(magnitudes, dim, rank)
+                rest = first.narrow(dim, rank, 1).repeat_interleave(size - rank, dim)
+                magnitudes = torch.cat([first.narrow(dim, 0, rank), rest], dim)
+        return EigenKronecker(block.U_G, block.U_A, magnitudes)
+
+    (whole, x), (la, _) = fitted(name), thin(name, "both")
+    with_blocks(whole, levelled)
+    for one, two in zip(la.functional(x), whole.functional(x), strict=True):
+        close(one, two)
+    close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    close(la.posterior.covariance.to_dense(), whole.posterior.covariance.to_dense())
+    trace = la.posterior.curvature.to_dense().trace()
+    close(trace, fitted(name)[0].posterior.curvature.to_dense().trace())
+    for per in (None, "block", "kind"):
+        one, two = (each.tune_evidence(per=per) for each in (la, whole))
+        assert one.value == pytest.approx(two.value, rel=1e-10)
+        if per is not None:
+            for row, other in zip(one.table, two.table, strict=True):
+                assert row["num_determined"] == pytest.approx(other["num_determined"], abs=1e-6)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("power", range(-6, 7, 3))
+def test_small_remainders_are_not_lost_beside_large_precisions(power, diagonal):
+    """Activations a millionth off the kept directions, whose precision is up to 1e12 δ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Flatten(), nn.Linear(12, 3)).double()
+    la = Laplace(model.eval(), params=["0.weight"])
+    x = torch.randn(6, 3, 8).double()
+    la.fit([(x, torch.randint(3, (6,)))])
+    U = la.posterior.curvature.blocks["0.weight"].U_A
+    kept, others = U[:, :3], U[:, 3:]
+    magnitudes = torch.tensor([1e6 / la.num_data] * 3 + [0.0]).double().expand(4, -1).contiguous()
+    with_blocks(la, lambda _: EigenKronecker(None, kept, magnitudes))
+    delta = 10.0**power
+    la.prior_precision = delta
+    along, off = torch.randn(6, 3, 3).double(), 1e-6 * torch.randn(6, 3, 5).double()
+    x = along @ kept.T + off @ others.T
+    J = jacobian(la, x).unflatten(2, (4, 8))
+    on, rest = (J @ kept).flatten(2), (J @ others).flatten(2)
+    # The remainder is not computed by a difference here either, but of what x was made of.
+    W = model[2].weight.unflatten(1, (3, 4))
+    of_rest = torch.einsum("cto,nti->ncoi", W, off).flatten(2)
+    assert (of_rest - rest).abs().max() < 1e-8 * rest.abs().max()
+    expected = on @ on.mT / (1e6 + delta) + of_rest @ of_rest.mT / delta
+    actual = la.functional(x, diagonal)[1]
+    # A difference of squares would be off by some 1e-3.
+    close(actual, expected.diagonal(dim1=1, dim2=2) if diagonal else expected, 1e-7)
+
+
+def test_positions_of_a_language_model_go_through_its_head():
+    torch.manual_seed(0)
+    model = GPT(11, 6, 1, 8, 2).double().eval()
+    x = torch.randint(11, (4, 6))
+    la = Laplace(model, params="supported", prior_precision=DELTA)
+    la.fit([(x, torch.randint(11, (4, 6)))])
+    with_blocks(la, lambda block: thin_block(block, KEPT["both"]))
+    expected = la.functional(x)[1].unflatten(1, (6, 11)).unflatten(3, (6, 11))
+    close(la.functional(x, positions=-1)[1], expected[:, -1, :, -1])
+    variances = la.functional(x, True, positions=[1, 3])[1]
+    wanted = torch.stack([expected[:, p, :, p].diagonal(dim1=1, dim2=2) for p in (1, 3)], 1)
+    close(variances, wanted)
+
+
+@EACH
+def test_a_file_gives_the_same_posterior_again(name, kept, options, tmp_path):
+    la, x = thin(name, kept, **options)
+    whole, _ = fitted(name, **options)
+    for each, path in ((la, tmp_path / "thin"), (whole, tmp_path / "whole")):
+        each.save(path)
+        loaded = Laplace.load(path, each.model)
+        for one, two in zip(each.functional(x), loaded.functional(x), strict=True):
+            assert torch.equal(one, two)
+        assert torch.equal(each.log_marginal_likelihood(), loaded.log_marginal_likelihood())
+
+
+def test_a_file_with_magnitudes_for_other_ranks_is_refused(tmp_path):
+    la, _ = thin("mlp", "both")
+    block = la.posterior.curvature.blocks["0.weight"]
+    object.__setattr__(block, "magnitudes", block.magnitudes[:, :-1])
+    la.save(tmp_path / "wrong")
+    with pytest.raises(ValueError, match=r"do not fit the model: .*\.magnitudes"):
+        Laplace.load(tmp_path / "wrong", la.model)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_an_exported_last_layer_answers_as_predict_does(likelihood, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().eval()
+    x = torch.randn(6, 5).double()
+    y = torch.randint(3, (6,)) if likelihood == "classification" else torch.randn(6, 3).double()
+    options = {"sigma": 0.5} if likelihood == "regression" else {}
+    la = Laplace(model, likelihood, params="last_layer", **options).fit([(x, y)])
+    with_blocks(la, lambda block: thin_block(block, KEPT["both"]))
+    la.export(tmp_path / "model.pt2", x)
+    answers = torch.export.load(tmp_path / "model.pt2").module()(x)
+    found = la.functional(x)[1].diagonal(dim1=1, dim2=2)
+    variance = answers["variance"]
+    close(variance, found + 0.25 if likelihood == "regression" else found)
+
+
+def test_single_precision_gives_the_same_to_rounding():
+    la, x = thin("convolution", "both")
+    expected = la.functional(x)[1]
+    model = oracle.SMALL_MODELS["conv2d_all"]()[0].float().eval()
+    posterior = la.posterior
+    other = Laplace(model, prior_precision=DELTA).fit([(x.float(), torch.randint(3, (len(x),)))])
+    narrow = posterior.curvature.to(torch.float32)
+    posterior = other.posterior._with(curvature=narrow, num_data=posterior.num_data)
+    other._adopt(other._state.with_posterior(posterior))
+    found = other.functional(x.float())[1].double()
+    close(found, expected, 1e-4)
