@@ -216,13 +216,13 @@ def _execute(
 def _how_to_go_on(options: Any) -> str:
     """Advice after Ctrl-C."""
     if getattr(options, "goes_on", False):
-        return "give the same command again, and it goes on from what is stored"
+        return "give the same command again, and it goes on from what was saved"
     if not hasattr(options, "resume"):
-        return "nothing is kept of it; give the same command again"
+        return "nothing was saved; give the same command again"
     if options.resume is None:
-        return "nothing is kept of it; give the same command again, with --resume FOLDER"
+        return "nothing was saved; give the same command again, with --resume FOLDER"
     resume = "" if options.resume else " with --resume"
-    return f"give the same command again{resume}, and it goes on from what is stored"
+    return f"give the same command again{resume}, and it goes on from what was saved"
 
 
 def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:

@@ -45,8 +45,8 @@ def assess(
     Args:
         loaded: The network and its data.
         output: The folder, a new one or that of the same run.
-        methods: What is compared, the network first; `default_methods` if None.
-        title: What the page is called.
+        methods: Methods to compare, the network first; `default_methods` if None.
+        title: Title of the page.
         settings: What else makes two runs the same, as plain data: where the network and its data
             come from, say.
         config: The text of `config.yaml`; the settings in YAML if None.

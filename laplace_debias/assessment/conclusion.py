@@ -2,9 +2,9 @@
 
 Methods are judged by three things together: two proper scores, and how far the network's confidence
 (of a regression its standard deviation) is off. A method is better than another where it is better
-in one of them by more than chance explains and worse in none, on the examples that both predicted:
-where the 95 % interval of the paired difference leaves out zero. A difference that would make none
-to anybody does not count, however sure it is.
+in one of them significantly and worse in none, on the examples that both predicted: where the 95 %
+interval of the paired difference excludes zero. Differences that are too small to matter do not
+count, however certain they are.
 """
 
 import math
@@ -24,7 +24,7 @@ _SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error":
 """Differences below are too small to matter."""
 _SCORES = {
     "entropy": "entropy",
-    "max_probability": "greatest probability",
+    "max_probability": "largest probability",
     "mutual_information": "mutual information",
     "variance": "variance",
 }
@@ -99,7 +99,7 @@ class _Verdict:
         return {**row, "value": -row["value"], "low": -row["high"], "high": -row["low"]}
 
     def _changes(self, method: str, other: str) -> tuple[dict[str, Row], dict[str, Row]]:
-        """The criteria in which a method is better, and in which it is worse, beyond chance."""
+        """The criteria in which a method is better, and in which it is worse, significantly."""
         rows = {metric: self._change(method, other, metric) for metric in self._criteria}
         known = {
             metric: row
@@ -139,8 +139,8 @@ class _Verdict:
             for row, where in ((rows["nll"], own), (of_test, "the test set")):
                 if row and row["low"] is not None and row["low"] > training["uniform_nll"]:
                     yield (
-                        f"its NLL on {where} is {number(row['value'])} nats, and a guess has "
-                        f"{number(training['uniform_nll'])}"
+                        f"its NLL on {where} is {number(row['value'])} nats, worse than the "
+                        f"{number(training['uniform_nll'])} of a uniform guess"
                     )
                     break
         for method in self._run["methods"]:
@@ -148,8 +148,8 @@ class _Verdict:
                 yield f"the temperature of “{method['label']}” is {method['temperature']:.3g}"
             if method.get("prior_precision_at_limit"):
                 yield (
-                    f"the prior precision of “{method['label']}” is at the end of the range that "
-                    "is searched"
+                    f"the prior precision of “{method['label']}” is at the end of the range of the "
+                    "search"
                 )
 
     def doubted(self, doubts: Sequence[str]) -> str:
@@ -161,7 +161,8 @@ class _Verdict:
         )
         return (
             f"First check {causes}: the network does not fit these data as a trained one does. "
-            f"{_joined(doubts)[:1].upper()}{_joined(doubts)[1:]}. Nothing below counts before that."
+            f"{_joined(doubts)[:1].upper()}{_joined(doubts)[1:]}. The results below mean little "
+            "until then."
         )
 
     # ----------------------------------------------------------------------- the network
@@ -170,18 +171,18 @@ class _Verdict:
         """How sure the network is, and how right."""
         on = f"On {self._inputs(self._test['num_examples'])} of the test set"
         nll = self._row(self._network, "nll")
-        scores = [] if nll is None else [f"NLL {_ends(nll)} nats"]
+        scores = [] if nll is None else [f"an NLL of {_ends(nll)} nats"]
         if self._is_regression:
             rmse = self._row(self._network, "rmse")
-            scores = [f"RMSE {_ends(rmse)}", *scores] if rmse else scores
+            scores = [f"an RMSE of {_ends(rmse)}", *scores] if rmse else scores
             return f"{on} the network has {_joined(scores)}. {self._bias()} {self._width()}"
         accuracy, gap = (self._row(self._network, name) for name in ("accuracy", "overconfidence"))
         assert accuracy is not None
         assert gap is not None
         sure = 100 * (accuracy["value"] + gap["value"])
         return (
-            f"{on} the network is right in {100 * accuracy['value']:.1f} % and {sure:.1f} % sure: "
-            f"{self._confidence(gap)}. It has {_joined(scores)}."
+            f"{on} the network has an accuracy of {100 * accuracy['value']:.1f} % and a mean "
+            f"confidence of {sure:.1f} %: it is {self._confidence(gap)}. It has {_joined(scores)}."
         )
 
     def _confidence(self, gap: Row) -> str:
@@ -190,7 +191,7 @@ class _Verdict:
             return f"a gap of {points(gap['value'])} points"
         if gap["low"] <= 0 <= gap["high"]:
             interval = f"{points(gap['low'])} to {points(gap['high'])} points"
-            return f"neither over- nor under-confident beyond chance (95 % interval {interval})"
+            return f"not significantly over- or under-confident (95 % interval {interval})"
         ends = sorted([abs(gap["low"]), abs(gap["high"])])
         way = "over" if gap["low"] > 0 else "under"
         return f"{way}-confident by {amount} (95 % interval {points(ends[0])} to {points(ends[1])})"
@@ -200,26 +201,27 @@ class _Verdict:
         if bias is None or bias["low"] is None:
             return ""
         if bias["low"] <= 0 <= bias["high"]:
-            return f"It has no bias beyond chance ({_ends(bias)})."
+            return f"It has no significant bias ({_ends(bias)})."
         way = "low" if bias["high"] < 0 else "high"
         ends = sorted([abs(bias["low"]), abs(bias["high"])])
         return (
             f"It is biased: its predictions are too {way} by {number(abs(bias['value']))} on "
-            f"average (95 % interval {number(ends[0])} to {number(ends[1])}), which no "
-            "uncertainty mends. Take it away, or look for what differs from the training data."
+            f"average (95 % interval {number(ends[0])} to {number(ends[1])}), which no posterior "
+            "corrects. Subtract it, or find out what differs from the training data."
         )
 
     def _width(self) -> str:
         scaled, coverage = (self._row(self._network, name) for name in ("scaled_error", "coverage"))
         if scaled is None or coverage is None or scaled["low"] is None:
             return ""
-        held = f"the 95 % intervals hold {100 * coverage['value']:.1f} % of the targets"
+        held = f"the 95 % intervals contain {100 * coverage['value']:.1f} % of the targets"
         if scaled["low"] <= 1 <= scaled["high"]:
-            return f"Its standard deviations are right within chance: {held}."
+            return f"Its standard deviations fit its errors: {held}."
         way = "small" if scaled["low"] > 1 else "large"
         return (
-            f"Its standard deviations are too {way}, errors are {number(scaled['value'])} of them "
-            f"({number(scaled['low'])} to {number(scaled['high'])}) and should be 1: {held}."
+            f"Its standard deviations are too {way}: errors measure {number(scaled['value'])} of "
+            f"them ({number(scaled['low'])} to {number(scaled['high'])}) where 1 is right, and "
+            f"{held}."
         )
 
     # ------------------------------------------------------------------ what mends it
@@ -228,7 +230,7 @@ class _Verdict:
         """The method that mends it, and the others beside it."""
         judged = _joined([_CRITERIA[metric][0] for metric in self._criteria])
         if not self._others:
-            return ["Nothing else was tried: name a method beside the network."]
+            return ["Nothing else was compared: add a method to compare with the network."]
         remedies = [key for key in self._others if self._is_better(key, self._network)]
         # The first of those that none of the others betters: simple methods come first.
         unbeaten = [
@@ -239,15 +241,15 @@ class _Verdict:
         self._chosen = next(iter(unbeaten or remedies), None)
         if self._chosen is None:
             first = (
-                f"Nothing that was tried mends it beyond chance, judged by {judged} together: keep "
-                "the network as it is, or judge on more examples."
+                f"No method improves it significantly, judged by {judged} together: keep the "
+                "network as it is, or use more test examples."
             )
             return [first, *self._the_others(self._network)]
         better, _ = self._changes(self._chosen, self._network)
         count = next(iter(better.values()))["num_examples"]
         amounts = _joined([self._amount(metric, row) for metric, row in better.items()])
         left = [_CRITERIA[metric][0] for metric in self._criteria if metric not in better]
-        rest = f" (no change beyond chance: {_joined(left)})" if left else ""
+        rest = f" (no significant change: {_joined(left)})" if left else ""
         gap = self._row(self._chosen, "overconfidence")
         after = f" It is {self._confidence(gap)}." if gap else ""
         first = (
@@ -285,14 +287,13 @@ class _Verdict:
         if worse or mixed:
             told.append(f"Compared with {of}, {'; '.join([*worse, *mixed])}.")
         if same and (self._chosen or worse or mixed):
-            told.append(f"Not told apart from {of}: {_joined(same)}.")
+            told.append(f"No clear difference from {of}: {_joined(same)}.")
         is_open = not self._is_regression and not any(
             method["temperature"] is not None for method in self._run["methods"]
         )
         if is_open:
             told.append(
-                "Temperature scaling was left out: with validation examples the report tells "
-                "whether one number does as well."
+                "Temperature scaling was left out: compare it too, which needs validation examples."
             )
         return [" ".join(told)] if told else []
 
@@ -319,14 +320,15 @@ class _Verdict:
         if self._is_regression:
             scaled = self._row(self._network, "scaled_error", of)
             assert scaled is not None
-            told = f"{start}'s errors are {_ends(scaled)} of its standard deviations"
+            told = f"{start}'s errors measure {_ends(scaled)} of its standard deviations"
         else:
             accuracy = self._row(self._network, "accuracy", of)
             gap = self._row(self._network, "overconfidence", of)
             assert accuracy is not None
             assert gap is not None
             told = (
-                f"{start} is right in {100 * accuracy['value']:.1f} % and {self._confidence(gap)}"
+                f"{start} has an accuracy of {100 * accuracy['value']:.1f} % and is "
+                f"{self._confidence(gap)}"
             )
         row = None
         if self._chosen is not None:
@@ -335,7 +337,7 @@ class _Verdict:
             return [f"{told}."]
         name = f"“{self._labels[self._chosen]}”"
         if row["low"] <= 0 <= row["high"]:
-            return [f"{told}; {name} changes that by no more than chance explains."]
+            return [f"{told}; {name} makes no significant difference."]
         verb = "lowers" if row["high"] < 0 else "raises"
         return [f"{told}; {name} {verb} {self._amount(calibration, row)}."]
 
@@ -363,10 +365,11 @@ class _Verdict:
             "the network's entropy" if owner == "network" else f"the {_SCORES[score]} of {owner}"
         )
         kind = f" ({part['kind']})" if part.get("kind") else ""
+        inside = f"test {self._run['input_name']}s"
         if row["low"] is not None and row["low"] <= 0.5:
-            text = f"“{of}”{kind} is not noticed by {whose}, AUROC {_ends(row)}"
+            text = f"“{of}”{kind} is not separated from {inside} by {whose}, AUROC {_ends(row)}"
         else:
-            text = f"“{of}”{kind} is noticed by {whose}, AUROC {_ends(row)}"
+            text = f"“{of}”{kind} is separated from {inside} by {whose}, AUROC {_ends(row)}"
         better = [
             other
             for other in self._found["differences"]

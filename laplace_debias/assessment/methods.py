@@ -14,20 +14,23 @@ class PosteriorChoice:
     """A posterior to fit and tune, or one that is in a file.
 
     Attributes:
-        curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
-        params: Which parameters are Bayesian: `all`, `weights`, `supported`, `last_layer`, or names
-            with commas between them.
-        fisher: How the curvature's columns are found.
-        joint: Whether a layer's weight and bias make one block.
-        sharing: How the positions of a convolution or a sequence share a weight.
-        rank: Directions of `lowrank`.
-        mode: What data it is fitted to, as `Laplace.fit` takes it.
-        fit_examples: How many training examples it is fitted to; with `mode="full"` chosen at
-            random to stand for all, otherwise the size of a batch. None for all, or for the
-            loader's batches.
-        or_fewer: Whether all training examples are taken where there are not as many.
-        path: A file of `Laplace.save`, which is used as it is: neither fitted nor tuned. The others
-            are left at their defaults then.
+        curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
+            five.
+        params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or names with
+            commas between them.
+        fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
+            the true ones (`empirical`).
+        joint: Put a layer's weight and bias into one block.
+        sharing: Approximation for weights that several positions share, in convolutions and
+            sequences.
+        rank: Number of directions of `lowrank`.
+        mode: Training data of the fit, as `Laplace.fit` takes it.
+        fit_examples: Number of training examples to fit on: with `mode="full"` a random subset, and
+            the likelihood is rescaled to the full size; otherwise the size of a batch. All, or the
+            loader's batches, by default.
+        or_fewer: Take all training examples where there are not as many.
+        path: File of `Laplace.save`, which is used as it is: neither fitted nor tuned. Leave the
+            others at their defaults then.
 
     Raises:
         ValueError: For fewer than two `fit_examples`, or settings of a fit beside a file.
@@ -79,9 +82,9 @@ class Method:
     """One way to get predictions from a trained network.
 
     Attributes:
-        key: What its files are called: lower-case letters, digits, `.`, `_` and `-`.
-        label: What people read.
-        describes: What it does, in one sentence.
+        key: Name of its files: lower-case letters, digits, `.`, `_` and `-`.
+        label: Name on the page.
+        describes: Description in one sentence.
         posterior: The posterior that it predicts with; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
             logarithms of the predicted probabilities.
@@ -239,7 +242,9 @@ def chosen_methods(
     ]
     for key, choice in posteriors.items():
         if key in BUILT_IN:
-            raise ValueError(f"posteriors has {key}, which is a built-in method: call it otherwise")
+            raise ValueError(
+                f"posteriors has {key}, which is a built-in method: choose another name"
+            )
         limit = None if choice.params == "last_layer" else examples
         found += methods_of(key, f"Laplace, {key}", choice, with_temperature, limit)
     return tuple(found)

@@ -86,7 +86,7 @@ def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:
             break
     if missing and not choice.or_fewer:
         raise ValueError(
-            f"the fit is to see {wanted} training examples, and the training data holds "
+            f"fit_examples asks for {wanted} training examples, the training data has "
             f"{wanted - missing}: lower fit_examples"
         )
     if times is None:

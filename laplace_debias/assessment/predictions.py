@@ -57,7 +57,7 @@ class Chosen:
     Several processes have every n-th batch each.
 
     Args:
-        model: What takes the inputs.
+        model: The network.
         batches: The source, which can be read again.
         chosen: Positions among the examples in the order of the batches, ascending; None for all.
     """

@@ -64,8 +64,8 @@ def sets_of(loaded: Loaded) -> list[DataSet]:
     for name, data in loaded.ood.items():
         if name in taken or not _NAME.fullmatch(name):
             raise ValueError(
-                f"an OOD set is called {name!r}; its name names files: give it one of letters, "
-                "digits, '.', '_' and '-' that is neither test nor shift-1 …"
+                f"the OOD set {name!r} cannot be a file's name: rename it with letters, digits, "
+                "'.', '_' and '-', and not test or shift-1 …"
             )
         sets.append(DataSet(name, "ood", data.batches, kind=data.kind))
     return sets
@@ -77,9 +77,9 @@ class Run:
     Args:
         loaded: The network and its data.
         folder: Where the run is written.
-        methods: What is compared, the network first.
+        methods: Methods to compare, the network first.
         sets: The sets that are predicted.
-        identity: What makes two runs the same.
+        identity: Settings that identify a run.
         seed: Of everything that is drawn.
         console: Where the stages print what they do; nowhere if None.
 

@@ -71,7 +71,7 @@ class RunFolder:
         """Look at what is in the folder before work begins.
 
         Args:
-            identity: What makes two runs the same.
+            identity: Settings that identify a run.
             overwrite: Whether an earlier run is removed.
 
         Returns:

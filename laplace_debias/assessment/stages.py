@@ -89,7 +89,7 @@ class Fits:
         sigma = math.sqrt(residuals.square().mean().item())
         if sigma == 0:
             raise ValueError(
-                "the network meets every target exactly, so that there is no noise to estimate: "
+                "the network predicts every target exactly, so there is no noise to estimate: "
                 "check that the targets are not among the inputs"
             )
         return sigma
@@ -167,7 +167,7 @@ class Fits:
         if number is not None and each * number >= SHORT:
             run.say(
                 f"{family.methods[0].label}: tuning and predicting ({number:,} predictions) will "
-                f"take about {in_words(each * number)}; fewer examples make it shorter."
+                f"take about {in_words(each * number)}; fewer --examples take less time."
             )
 
     def _temperatures(self, family: Family) -> None:
@@ -191,8 +191,8 @@ class Fits:
             entry["seconds"]["tune"] = took
             if best.is_at_limit:
                 run.note(
-                    f"The temperature of {method.label} is {best.value:g}, the end of the range "
-                    "that is searched: its validation examples are too few or too easy, or the "
+                    f"The temperature of {method.label} is {best.value:g}, the end of the search "
+                    "range: its validation examples are too few or too easy, or the "
                     "network is no better than chance."
                 )
 

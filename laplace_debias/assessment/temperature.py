@@ -55,7 +55,7 @@ def fit_temperature(
             constant of each example. Of `binary` `[n, 1]`.
         labels: Class indices `[n]`; for `binary` `[n]` and for `multilabel` `[n, outputs]` zeros
             and ones.
-        kind: What the logits mean.
+        kind: Task of the logits.
 
     Raises:
         ValueError: If there is no example, or a logit is not finite.
@@ -107,7 +107,7 @@ def tempered(
     Args:
         log_probs: As `fit_temperature` takes them.
         temperature: T.
-        kind: What they mean.
+        kind: Task of the logits.
     """
     scaled = log_probs.double() / temperature
     return scaled.log_softmax(1) if kind == "classification" else scaled

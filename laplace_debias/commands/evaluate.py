@@ -23,14 +23,14 @@ from laplace_debias.system.ranks import current
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SourceSettings):
-    """What is compared.
+    """Options of `laplace-debias evaluate`.
 
     Attributes:
-        posterior: A file or a folder of `laplace-debias fit` or `tune`, as often as wanted, each
-            of which is used as it is; methods are called as these.
-        with_temperature: Whether each of these is there a second time with a temperature on top.
-        examples: How many examples of each set, chosen at random, the posteriors predict where all
-            would take more than a minute. All if None.
+        posterior: A file or folder that `laplace-debias fit` or `tune` wrote, as often as wanted.
+            Each is used as it is and gives its name to a method.
+        with_temperature: Compare each posterior a second time with a temperature on top.
+        examples: Number of examples of each set, chosen at random, that the posteriors predict
+            where all would take more than a minute; all by default.
         spelled: An option that is given again adds to what was given.
 
     Raises:

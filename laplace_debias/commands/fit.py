@@ -22,26 +22,29 @@ from laplace_debias.system.console import Lines, Printer
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SourceSettings):
-    """What is fitted.
+    """Options of `laplace-debias fit`.
 
     Attributes:
         output: The posterior, a `.safetensors` file.
-        mode: What data it is fitted to, as in `Laplace.fit`: `full`, all training examples; `mini`,
-            one batch of them; `debiased`, two; `crossfit`, one in folds.
-        curvature: The posterior's structure, as `Laplace` takes it; so are the next five.
-        params: Which parameters are Bayesian.
-        fisher: How the curvature's columns are found.
-        joint: Whether a layer's weight and bias make one block; not of `lowrank` and `full`.
-        sharing: How the positions of a convolution or a sequence share a weight.
-        prior_precision: δ, before it is tuned.
-        sigma: Standard deviation of a regression's noise, in the target's unit; 1 if None.
-        scale: Whether the curvature of few examples is scaled by forward passes over all of them;
-            not with `mode=full`.
-        folds: How many folds `mode=crossfit` cuts its batch into, 2 if None.
-        overwrite: Whether an existing file is replaced.
-        resume: A folder in which the fit saves what it has summed, once a minute; the same command
-            goes on from there. It is emptied when the fit ends.
-        plan: Print what the fit would take of memory and time, and fit nothing.
+        mode: Training data of the fit, as in `Laplace.fit`: `full`, all examples; `mini`, one
+            batch; `debiased`, two batches; `crossfit`, one batch in folds.
+        curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
+            five.
+        params: Bayesian parameters.
+        fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
+            the true ones (`empirical`).
+        joint: Put a layer's weight and bias into one block; not for `lowrank` and `full`.
+        sharing: Approximation for weights that several positions share, in convolutions and
+            sequences.
+        prior_precision: Prior precision δ, before it is tuned.
+        sigma: Standard deviation of a regression's noise, in the target's unit; 1 by default.
+        scale: Scale the curvature of few examples by forward passes over all training examples; not
+            with `mode=full`.
+        folds: Number of folds of `mode=crossfit`; 2 by default.
+        overwrite: Replace an existing file.
+        resume: Folder in which the fit saves its sums, once a minute; the same command goes on from
+            there. It is emptied when the fit ends.
+        plan: Print the memory and time that the fit would take, and fit nothing.
 
     Raises:
         ValueError: As `SourceSettings`; if an option does not belong to the mode.

@@ -36,17 +36,18 @@ _SUFFIXES = (".parquet", ".csv")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SourceSettings):
-    """What is predicted.
+    """Options of `laplace-debias predict`.
 
     Attributes:
-        posterior: The file of `laplace-debias fit` or `tune`.
-        inputs: What to predict: a folder of images, a `.npz` file with `x`, a table or an import
-            path; the test data if None.
-        output: The predictions, a `.parquet` or `.csv` file with a row for each input, in the order
-            of `inputs`.
-        overwrite: Whether an existing file is replaced.
-        method: How they are made, as in `Laplace.predict`; `map` is the trained network alone.
-        samples: Draws; the closed form of `glm`, and 100 of `glm-mc` and `nn`, if None.
+        posterior: The file that `laplace-debias fit` or `tune` wrote.
+        inputs: Inputs to predict: a folder of images, a `.npz` file with `x`, a table or an import
+            path; the test data by default.
+        output: File of the predictions, `.parquet` or `.csv`, with a row for each input, in the
+            order of `inputs`.
+        overwrite: Replace an existing file.
+        method: Predictive, as in `Laplace.predict`; `map` is the trained network alone.
+        samples: Number of draws; by default the closed form of `glm`, and 100 for `glm-mc` and
+            `nn`.
 
     Raises:
         ValueError: As `SourceSettings`; if the output has another ending, or a number is out of

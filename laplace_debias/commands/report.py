@@ -19,22 +19,22 @@ from laplace_debias.system.ranks import current
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SourceSettings):
-    """What is compared, and where the page goes.
+    """Options of `laplace-debias report`.
 
     Attributes:
-        output: The run folder: predictions, metrics, posteriors, pictures and `report.html`.
-        from_run: A run folder whose page is drawn again, without computing: `--from RUN`.
-        title: What the page is called; as the network was named if empty.
-        methods: What is compared: `network`, `temperature`, `last-layer`,
-            `last-layer-temperature`, `laplace`; all that the data allows if None.
-        posteriors: More posteriors, by the name that they get: `--posteriors.NAME '{"curvature":
-            "ekfac", "mode": "debiased", "fit_examples": 256}'`, or in a YAML file. They take the
-            place of `laplace` where `methods` is not given.
-        with_temperature: Whether each of these is there a second time with a temperature on top.
-        examples: How many examples of each set, chosen at random, posteriors over more than the
-            last layer predict where all would take more than a minute. All if None.
-        overwrite: Whether an earlier run in the folder is replaced.
-        spelled: How options are written that Python has other words for.
+        output: Run folder: predictions, metrics, posteriors, pictures and `report.html`.
+        from_run: Run folder whose page is drawn again, without computing: `--from RUN`.
+        title: Title of the page; the network's name by default.
+        methods: Methods to compare: `network`, `temperature`, `last-layer`,
+            `last-layer-temperature`, `laplace`; all that the data allows by default.
+        posteriors: More posteriors by name: `--posteriors.NAME '{"curvature": "ekfac", "mode":
+            "debiased", "fit_examples": 256}'`, or in a YAML file. They replace `laplace` where
+            `methods` is not given.
+        with_temperature: Compare each posterior a second time with a temperature on top.
+        examples: Number of examples of each set, chosen at random, that posteriors over more than
+            the last layer predict where all would take more than a minute; `null` for all.
+        overwrite: Replace an earlier run in the folder.
+        spelled: Other names of options, where Python reserves the word.
         goes_on: The same command goes on with a run that was broken off.
 
     Raises:

@@ -42,24 +42,25 @@ _LOSSES: dict[Task, tuple[str, nn.Module]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SourceSettings):
-    """Which spectrum is measured, and how many products each part of it may cost.
+    """Options of `laplace-debias spectrum`.
 
     Attributes:
         matrix: `ggn` or `hessian`, of the mean loss: cross-entropy, binary cross-entropy or squared
             error, by the task.
-        examples: How many of the training examples the loss is taken over, chosen by the seed.
+        examples: Number of training examples that the loss is taken over, chosen by the seed.
         batch_size: Examples per batch. Results do not depend on it.
-        eigenpairs: How many eigenpairs, the largest.
-        tolerance: Greatest residual norm of a pair, relative to the largest eigenvalue.
-        max_matvecs: Greatest number of products for the eigenpairs.
-        trace_matvecs: Products for the rest of the trace, which the eigenpairs do not explain.
-        density_probes: Probes of the spectral density of that rest.
-        density_steps: Lanczos steps, and products, per probe.
+        eigenpairs: Number of leading eigenpairs.
+        tolerance: Largest residual norm of a pair, relative to the largest eigenvalue.
+        max_matvecs: Largest number of products for the eigenpairs.
+        trace_matvecs: Number of products for the rest of the trace, which the eigenpairs do not
+            explain.
+        density_probes: Number of probes of the spectral density of that rest.
+        density_steps: Number of Lanczos steps, and products, per probe.
         density_width: Width of the density's smoothing, in decades.
-        density_floor: Eigenvalues count as zero up to this multiple of the largest one. A few
-            Lanczos steps do not tell smaller ones apart.
-        memory_bound: Bytes that linearised batches may take. What does not fit is computed
-            again.
+        density_floor: Eigenvalues up to this multiple of the largest one count as zero: a few
+            Lanczos steps do not separate smaller ones.
+        memory_bound: Bytes for linearised batches. Batches beyond it are linearised again in each
+            product.
         output: Folder of the tables and the picture.
 
     Raises:
@@ -97,14 +98,14 @@ class Settings(SourceSettings):
 
 @dataclass(frozen=True, eq=False)
 class SpectrumResult:
-    """What was measured.
+    """Eigenpairs, trace and density that were measured.
 
     Attributes:
         eigenpairs: The leading eigenpairs.
         rest: The trace that the eigenpairs leave.
         density: Density of the spectrum that is left without the eigenpairs.
         num_parameters: D.
-        seconds: What it took.
+        seconds: Seconds that it took.
     """
 
     eigenpairs: EigenPairs
@@ -241,7 +242,7 @@ def draw(result: SpectrumResult, matrix: str) -> Figure:
     """The eigenvalues one by one, and the density of all.
 
     Args:
-        result: What was measured.
+        result: The measurements.
         matrix: Name of the matrix.
     """
     figure, ((by_rank, by_value),) = new_panels(1, 2, (9.6, 3.8))

@@ -23,19 +23,20 @@ from laplace_debias.sources.shares import share
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SourceSettings):
-    """How a posterior's prior precision is tuned.
+    """Options of `laplace-debias tune`.
 
     Attributes:
-        posterior: The file of `laplace-debias fit`.
-        output: Where the tuned posterior goes; back to its place if None.
-        overwrite: Whether something else that exists there is replaced.
-        method: `grid`, the best on validation examples; `marglik`, the largest marginal likelihood.
-        metric: What is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
-        prior_precisions: The grid; if None, 31 values from 1e-4 to 1e8, and finer ones around the
+        posterior: The file that `laplace-debias fit` wrote.
+        output: File of the tuned posterior; the same file by default.
+        overwrite: Replace another existing file.
+        method: Criterion: `grid`, the best on validation examples; `marglik`, the largest marginal
+            likelihood.
+        metric: Metric that is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
+        prior_precisions: The grid; 31 values from 1e-4 to 1e8 by default, and finer ones around the
             best.
-        sigma: Whether the noise of a regression is tuned, too; if None, where it was never given.
-        per: With `method=marglik` one prior precision for each `kind` of layer or each `block`; one
-            for all if None.
+        sigma: Tune the noise of a regression too; by default if it was never given.
+        per: With `method=marglik`, one prior precision for each `kind` of layer or each `block`;
+            one for all by default.
 
     Raises:
         ValueError: As `SourceSettings`; if an option does not belong to the method.

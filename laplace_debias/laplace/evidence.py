@@ -235,13 +235,13 @@ def notes_of(groups: Sequence[Group], deltas: Sequence[float], together: float) 
     notes = []
     if low := [g.name for g, delta in zip(groups, deltas, strict=True) if delta == BOUNDS[0]]:
         notes.append(
-            f"{', '.join(low)}: next to no curvature, so the data do not tell the prior precision, "
-            f"and the marginal likelihood rises towards 0. Taken is what is best for all "
-            f"parameters together, {together:.3g}."
+            f"{', '.join(low)}: almost no curvature, so the data do not determine the prior "
+            f"precision, and the marginal likelihood rises towards 0. It is set to the best value "
+            f"for all parameters together, {together:.3g}."
         )
     if high := [g.name for g, delta in zip(groups, deltas, strict=True) if delta == BOUNDS[1]]:
         notes.append(
-            f"{', '.join(high)}: next to no distance from the prior's mean, so the marginal "
-            f"likelihood rises up to the limit of the search, {BOUNDS[1]:g}."
+            f"{', '.join(high)}: almost no distance from the prior's mean, so the marginal "
+            f"likelihood rises up to the end of the search range, {BOUNDS[1]:g}."
         )
     return tuple(notes)

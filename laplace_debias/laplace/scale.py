@@ -110,6 +110,6 @@ def scale_of(problem: Problem, measured: Pairs, data: Pairs) -> float:
     if of_measured == 0:
         raise ValueError(
             "The loss of the examples at hand has no curvature in the outputs, all of which are "
-            "certain. There is nothing to scale: take more examples."
+            "certain. There is nothing to scale: use more examples."
         )
     return of_all / of_measured

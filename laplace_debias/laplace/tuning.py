@@ -84,22 +84,22 @@ class Tuning:
             within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
             low, high = self.flat
             said.append(
-                f"Flat between {low:.3g} and {high:.3g}: the {name} there is within {within} of "
-                "the best."
+                f"Values from {low:.3g} to {high:.3g} score the same: the {name} there is within "
+                f"{within} of the best."
                 if low < high
                 else f"Every other value tried is worse by more than {within}."
             )
             if low < high == max(row["prior_precision"] for row in self.table):
                 said.append(
-                    "That is up to the largest value tried: the data hardly tell the best from the "
-                    "network without uncertainty of its parameters."
+                    "That is up to the largest value tried: the data show hardly any difference "
+                    "between the best and the network without parameter uncertainty."
                 )
         if self.compared:
             rows = [
                 f"{row['name']} {row['difference']:+.2g} ± {row['half_width']:.2g}"
                 for row in self.compared
             ]
-            said.append(f"Differences to it on these data: {', '.join(rows)}.")
+            said.append(f"Differences from it on these data: {', '.join(rows)}.")
         return " ".join([*said, *self.notes])
 
     def __repr__(self) -> str:

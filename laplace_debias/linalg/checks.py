@@ -34,7 +34,7 @@ def check_operator(A: object) -> None:
     """Checks that the first argument is an operator.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: If it is something else.
     """
     if not isinstance(A, LinearOperator):
         raise TypeError(
@@ -47,8 +47,8 @@ def check_square(A: LinearOperator, what: str) -> int:
     """Checks that an operator is square, and gives its size.
 
     Raises:
-        TypeError: It is not an operator.
-        ValueError: It is not square.
+        TypeError: If it is not an operator.
+        ValueError: If it is not square.
     """
     check_operator(A)
     base.check_square(A, f"the {what}")
@@ -59,7 +59,7 @@ def check_generator(generator: torch.Generator | None, A: LinearOperator) -> Non
     """Checks that random numbers can be drawn where the operator is.
 
     Raises:
-        TypeError: It is no generator.
+        TypeError: If it is no generator.
         ValueError: The generator is on another type of device.
     """
     checks.check_generator(generator)
@@ -74,7 +74,7 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
     """Checks the name of a method or another choice.
 
     Raises:
-        ValueError: It is not among the choices; the nearest is suggested.
+        ValueError: If it is not among the choices; the nearest is suggested.
     """
     if value in choices:
         return
@@ -89,7 +89,7 @@ def check_at_least(value: int, least: int, name: str, why: str = "") -> None:
     """Checks a count.
 
     Raises:
-        ValueError: It is below `least`.
+        ValueError: If it is below `least`.
     """
     if value < least:
         raise ValueError(f"`{name}` is {value}; expected at least {least}{why and f': {why}'}.")
@@ -104,7 +104,7 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
         scale: The norm of the longest product with a unit vector.
 
     Raises:
-        ValueError: They differ by more than rounding.
+        ValueError: If they differ by more than rounding.
     """
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
@@ -120,8 +120,8 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
     """Checks a right-hand side against an operator: its shape, dtype, device and entries.
 
     Raises:
-        TypeError: It is not a tensor.
-        ValueError: It does not fit, has fewer than `least_columns` columns, or is not finite.
+        TypeError: If it is not a tensor.
+        ValueError: If it does not fit, has fewer than `least_columns` columns, or is not finite.
     """
     if not isinstance(b, Tensor):
         raise TypeError(

@@ -23,7 +23,7 @@ class Products:
         A: The operator.
         progress: Whether to show a progress bar.
         total: The number of products expected, for the progress bar.
-        label: What the progress bar calls them.
+        label: Text of the progress bar.
 
     Raises:
         ValueError: The operator is empty or neither float32 nor float64.

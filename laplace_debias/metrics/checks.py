@@ -22,7 +22,7 @@ def check_probs(
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` probabilities of class 1 of a binary problem.
-        name: What the error messages call `probs`.
+        name: Name of `probs` in error messages.
 
     Returns:
         Probabilities `[n, classes]`, with two columns if `probs` had one dimension; half precision
@@ -114,7 +114,7 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
 
     Args:
         scores: One score per example, `[n]`.
-        name: What the error messages call `scores`.
+        name: Name of `scores` in error messages.
 
     Raises:
         TypeError: `scores` is not a tensor.
@@ -139,8 +139,8 @@ def check_same_length(
     Args:
         first: `[n, ...]`.
         second: `[m, ...]`.
-        name: What the error messages call `first`.
-        other: What the error messages call `second`.
+        name: Name of `first` in error messages.
+        other: Name of `second` in error messages.
 
     Raises:
         ValueError: `n` and `m` differ.
@@ -160,8 +160,8 @@ def check_same_device(
     Args:
         first: Any tensor.
         second: Any tensor.
-        name: What the error messages call `first`.
-        other: What the error messages call `second`.
+        name: Name of `first` in error messages.
+        other: Name of `second` in error messages.
 
     Raises:
         ValueError: The devices differ.

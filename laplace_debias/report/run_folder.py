@@ -33,7 +33,7 @@ class Method:
         num_bytes: Memory of what it keeps, None where it is not known.
         prior_precision: The tuned one, None if there is none, or one a block.
         temperature: Of the predictive, None if there is none.
-        link: What makes probabilities of its logits, None if none was tuned.
+        link: Formula from logits to probabilities, None if none was tuned.
     """
 
     key: str

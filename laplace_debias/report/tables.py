@@ -74,7 +74,7 @@ def print_table(
 
     Args:
         rows: The rows.
-        title: What stands above.
+        title: Line above the table.
         columns: Which columns, in which order; all in order of appearance if None.
         digits: Decimal places of real numbers, as in `markdown_table`.
         console: Where to print; the standard output if None.

@@ -75,7 +75,7 @@ def find_data(settings: SourceSettings) -> Found:
             return *folder.open(settings, model), None
 
         return Found(len(folder.classes), opened)
-    raise ValueError(f"--data {path} is of no known kind; expected {_KINDS}")
+    raise ValueError(f"--data {path} has an unknown format; expected {_KINDS}")
 
 
 def _read(parts: Parts, columns: Columns | None = None) -> Found:

@@ -23,7 +23,7 @@ class Further:
     Attributes:
         part: Examples with labels that mean nothing, or batches of a user's own.
         names: What each input is called: a path in the folder; None for the number of the row.
-        notes: What a reader should know of them.
+        notes: Notes on them.
     """
 
     part: Part
@@ -82,7 +82,7 @@ class Reader:
         if path.is_dir():
             return self._of_folder(path, what)
         raise ValueError(
-            f"{what}: {path} is of no known kind; expected a folder of images, a .npz file, a "
+            f"{what}: {path} has an unknown format; expected a folder of images, a .npz file, a "
             ".csv or .parquet table, or an import path my_pkg.data:make"
         )
 

@@ -36,7 +36,7 @@ class Loaded:
 
     Attributes:
         model: The network, in evaluation mode, on its device.
-        task: What its outputs mean, as `Laplace` takes it for `likelihood`.
+        task: Task, as `Laplace` takes it for `likelihood`.
         train: The training examples, batches `(x, y)` in an order that mixes the classes.
         num_train: N, how many there are in all; `train` has fewer of them where `train_examples`
             says so, which then stand for all.
@@ -48,8 +48,8 @@ class Loaded:
         classes: Names of the classes, in the order of the outputs; None if they have none.
         picture: From one input `[C, H, W]` as the network takes it to what a person sees, `[H, W,
             3]`; None where inputs are not images.
-        input_name: What an input is called, in the singular: `image`, `row` or `example`.
-        notes: What a reader should know of network and data, sentences.
+        input_name: Name of an input, in the singular: `image`, `row` or `example`.
+        notes: Notes on network and data, sentences.
     """
 
     model: nn.Module

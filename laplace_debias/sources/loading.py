@@ -214,7 +214,7 @@ def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | No
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
         # Dicts of a collator: `Laplace` reads and checks them.
         if task is None:
-            raise ValueError("what the outputs mean is not known: give --task")
+            raise ValueError("the task is not known: give --task")
         return task
     x, y = batch
     outputs = _outputs(model, x[:2])
@@ -259,6 +259,6 @@ def _task_of_labels(y: Tensor, outputs: Tensor | None) -> Task:
     if y.ndim == 2 and outputs is not None and y.shape == outputs.shape:
         return "multilabel"
     raise ValueError(
-        f"what the outputs mean is not known from targets of shape {list(y.shape)} and dtype "
+        f"the task cannot be inferred from targets of shape {list(y.shape)} and dtype "
         f"{y.dtype}: give --task"
     )

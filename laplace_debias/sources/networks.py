@@ -91,8 +91,8 @@ def _made(
     except Exception as error:
         if pretrained and not isinstance(error, TypeError):
             raise ConnectionError(
-                f"the published weights of {name} could not be had ({described(error)}); check the "
-                "network and the name, or give --checkpoint"
+                f"the published weights of {name} could not be downloaded ({described(error)}); "
+                "check the network and the name, or give --checkpoint"
             ) from error
         raise ValueError(
             f"{library} could not make {name} with {arguments}: {described(error)}; check "

@@ -29,13 +29,13 @@ class Parts:
         validation: Examples to tune on; None if there are none.
         test: Examples to judge on.
         ood: Out-of-distribution examples that came with them; more may be added by name.
-        task: What the labels mean; None where they do not say.
+        task: Task; None where they do not say.
         num_outputs: How many outputs a network of them has; None if it is not known.
         classes: Names of the classes; None if they have none.
-        input_name: What an input is called.
+        input_name: Name of an input.
         pixels: How inputs are made of pixels; None where they are no images.
         was_whole: Whether validation and test examples were chosen here, by the seed.
-        notes: What a reader should know of them, sentences.
+        notes: Notes on them, sentences.
     """
 
     train: Part

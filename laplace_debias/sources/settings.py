@@ -27,13 +27,13 @@ class SourceSettings:
 
     Attributes:
         model: The network as an import path, `my_pkg.models:build`: a callable that makes it or an
-            `nn.Module`. The working directory is on the import path. One of model, timm,
-            and torchvision is needed.
+            `nn.Module`. The working directory is on the import path. Give one of model, timm and
+            torchvision.
         model_args: Arguments of that callable, of `timm.create_model` or of
             `torchvision.models.get_model`: `--model_args.KEY=VALUE`.
         timm: A timm architecture, with the number of classes of the data.
         torchvision: A torchvision architecture, with the number of classes of the data.
-        pretrained: Whether timm or torchvision downloads its published weights.
+        pretrained: Download the published weights of timm or torchvision.
         checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
             with `weights_only=True`.
         data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or class folders
@@ -42,32 +42,34 @@ class SourceSettings:
             `val.csv` and `test.csv`), or an import path `my_pkg.data:make` of a callable that
             returns loaders.
         target: The column that a table's network predicts.
-        features: The columns that it takes, in this order; all but the target if None.
-        standardise: Whether a table's features are standardised by the mean and the standard
-            deviation of its training rows.
-        task: What the outputs mean; found from the data if None.
-        held_out: Share of the examples, 0 … 0.5, that is chosen by the seed for validation, and as
-            many for the test, where the data comes without parts.
+        features: The table's columns that the network takes, in this order; all but the target by
+            default.
+        standardise: Standardise a table's features by the mean and standard deviation of its
+            training rows.
+        task: Task; inferred from the data by default.
+        held_out: Share of the examples, 0 … 0.5, held out for validation, and the same again for
+            the test, where the data has no parts. The seed chooses them.
         ood: Out-of-distribution data by name: `--ood NAME=PATH` as often as wanted, a path as
-            `data` takes it, or `builtin:digits` or `builtin:patches`. `near:NAME` says that it
-            looks like the training data; `far:` is assumed.
-        corruptions: Severities, 1 … 5, at which the test images are corrupted in addition.
-        image_size: Height and width to which images are resized and cropped, pixels; as they are
-            if None. A timm network says its own.
-        mean: Mean of each channel, of pixel / 255, which is subtracted; 0 if None. One number for
-            grey images. A timm network says its own.
-        std: Standard deviation of each channel, of pixel / 255, by which is divided; 1 if None.
-        train_examples: How many training examples, chosen by the seed, stand for all of them; N
-            stays the number of all of them.
-        validation_examples: How many validation examples, chosen by the seed; all if None.
-        test_examples: How many test examples, chosen by the seed; all if None.
-        ood_examples: How many examples of each out-of-distribution set at most; all if None.
-        batch_size: Examples per batch; 64 if None, and for loaders of your own theirs.
-        workers: Processes that read the data beside this one.
+            `data` takes it, or `builtin:digits` or `builtin:patches`. `near:NAME` marks data that
+            looks like the training data; `far:` is the default.
+        corruptions: Severities, 1 … 5, of corrupted test images that are evaluated too.
+        image_size: Height and width to which images are resized and cropped, in pixels; not resized
+            by default. A timm network has its own.
+        mean: Mean of each channel after scaling to 0–1, which is subtracted; 0 by default. One
+            number for grey images. A timm network has its own.
+        std: Standard deviation of each channel; each channel is divided by this after scaling to
+            0–1. 1 by default.
+        train_examples: Number of training examples to fit on, chosen by the seed; the likelihood is
+            rescaled to the full size. All by default.
+        validation_examples: Number of validation examples, chosen by the seed; all by default.
+        test_examples: Number of test examples, chosen by the seed; all by default.
+        ood_examples: Largest number of examples of each out-of-distribution set; all by default.
+        batch_size: Examples per batch; 64 by default. Loaders of your own keep theirs.
+        workers: Number of processes that read the data, besides the main one.
         seed: Seed of all random choices.
-        device: Where to run, for example `cpu` or `cuda`; `auto` takes a GPU where there is one.
-        progress: Whether to show progress bars.
-        json: Whether the standard output is one JSON object and nothing else.
+        device: Device, for example `cpu` or `cuda`; `auto` takes a GPU if there is one.
+        progress: Show progress bars.
+        json: Print one JSON object on the standard output, and nothing else there.
 
     Raises:
         ValueError: If there is no network, or more than one; if a setting is out of range or does

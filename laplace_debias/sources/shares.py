@@ -22,7 +22,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
 
     Args:
         batches: Batches that every process has.
-        model: What takes them.
+        model: The network.
 
     Returns:
         The batches themselves where there is one process.
@@ -48,7 +48,7 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
 
     Args:
         batches: Batches that every process has.
-        read: What makes pairs of them.
+        read: Function that makes pairs of batches.
 
     Yields:
         The number of the batch among all, that of its first example, inputs and targets.
@@ -105,7 +105,7 @@ class _Cut:
 
     Args:
         batches: The batches.
-        read: What makes pairs of them.
+        read: Function that makes pairs of batches.
         rank: Which part.
         size: How many there are.
     """

@@ -28,7 +28,7 @@ def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
 
     Args:
         targets: Numbers, `[N]` or `[N, K]`.
-        task: What they mean.
+        task: Task.
         where: What they are called in messages.
 
     Returns:

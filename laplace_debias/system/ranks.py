@@ -268,7 +268,7 @@ def together(what: str) -> Iterator[None]:
     """All ranks do this: an error of one is raised on all. Within another one it is part of that.
 
     Args:
-        what: What messages call it.
+        what: Name in error messages.
 
     Raises:
         RankError: If the ranks are in different calls.
@@ -309,7 +309,7 @@ def refuse_ranks(what: str, instead: str) -> None:
     """Refuse what is not there for several processes.
 
     Args:
-        what: What it is.
+        what: Name in error messages.
         instead: What to do.
 
     Raises:

@@ -12,7 +12,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of a line of the user's code: the nearest one that is not within this package.
 
     Args:
-        message: What is said.
+        message: The text.
         category: The kind of warning.
     """
     frame: FrameType | None = sys._getframe(1)

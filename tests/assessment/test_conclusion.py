@@ -94,12 +94,12 @@ def test_an_overconfident_network_and_what_mends_it():
     }
     told = verdict(tables, 2.5, training=trained())
     assert 2 <= len(told) <= 5
-    assert told[0].startswith("On 1,500 images of the test set the network is right in")
+    assert told[0].startswith("On 1,500 images of the test set the network has an accuracy of")
     assert "over-confident by" in told[0]
     assert told[1].startswith("Use “Temperature”: on the same 1,500 images it lowers the NLL by")
     assert "Brier score by" in told[1]
     assert "gap of confidence and accuracy by" in told[1]
-    assert "It is neither over- nor under-confident beyond chance" in told[1]
+    assert "It is not significantly over- or under-confident" in told[1]
     assert told[2].startswith("Compared with “Temperature”, “Laplace” raises the NLL by")
 
 
@@ -136,11 +136,11 @@ def test_a_calibrated_network_is_left_as_it_is():
         ("laplace", "test"): table_of(0.6 * logits, labels),
     }
     told = verdict(tables, 0.99, training=trained())
-    assert "neither over- nor under-confident beyond chance" in told[0]
-    assert told[1].startswith("Nothing that was tried mends it beyond chance")
+    assert "not significantly over- or under-confident" in told[0]
+    assert told[1].startswith("No method improves it significantly")
     assert "NLL, Brier score and gap of confidence and accuracy together" in told[1]
     assert "Compared with the network, “Laplace” raises" in told[2]
-    assert "Not told apart from the network: “Temperature”." in told[2]
+    assert "No clear difference from the network: “Temperature”." in told[2]
 
 
 def test_classes_in_another_order_are_named_first():
@@ -153,7 +153,10 @@ def test_classes_in_another_order_are_named_first():
     told = verdict(tables, 577.0, training=trained(accuracy=0.05, gap=0.9, nll=22.3))
     assert told[0].startswith(CHECKS)
     assert "Its accuracy on its own training images is 0.050, near chance" in told[0]
-    assert "NLL on its own training images is 22.300 nats, and a guess has 2.303" in told[0]
+    assert (
+        "NLL on its own training images is 22.300 nats, worse than the 2.303 of a uniform guess"
+        in told[0]
+    )
     assert "the temperature of “Temperature” is 577" in told[0]
     assert not any(sentence.startswith("Use") for sentence in told)
 
@@ -208,7 +211,7 @@ def test_methods_are_compared_on_the_examples_of_both():
     }
     told = verdict(tables, training=trained())
     assert told[1].startswith("Use “Laplace head”: on the same 1,500 images")
-    assert "Not told apart from “Laplace head”: “Laplace”" in told[2]
+    assert "No clear difference from “Laplace head”: “Laplace”" in told[2]
     found = Comparison(tables, {"test": "test"}, "classification").differences()
     between = [r for r in found if (r["method"], r["reference"]) == ("laplace", "laplace-head")]
     assert {row["num_examples"] for row in between} == {300}
@@ -229,9 +232,9 @@ def test_foreign_inputs_are_noticed_by_a_score_or_not():
         ("laplace", "ood-odd"): table_of(0.3 * far) | {"variance": variance["variance"] - 2},
     }
     last = verdict(tables, training=trained())[-1]
-    assert "“ood-sure” is not noticed by the network's entropy, AUROC 0" in last
+    assert "“ood-sure” is not separated from test images by the network's entropy, AUROC 0" in last
     assert "on the same 200 images the variance of “Laplace” is better by" in last
-    assert "“ood-odd” is noticed by the network's entropy, AUROC 1.000" in last
+    assert "“ood-odd” is separated from test images by the network's entropy, AUROC 1.000" in last
     assert last.count("is better by") == 1
 
 
@@ -245,14 +248,14 @@ def test_the_hardest_shift_is_told():
         ("laplace", "shift-5"): table_of(0.3 * hard, hard_labels),
     }
     told = verdict(tables, training=trained())[-1]
-    assert told.startswith("Shifted inputs: at severity 5 the network is right in")
+    assert told.startswith("Shifted inputs: at severity 5 the network has an accuracy of")
     assert "“Laplace” lowers the gap of confidence and accuracy by" in told
 
 
 def test_without_validation_it_says_what_is_open():
     logits, labels = exact()
     tables = {("network", "test"): table_of(logits, labels)}
-    assert "name a method beside the network" in verdict(tables)[1]
+    assert "add a method to compare with the network" in verdict(tables)[1]
     tables["laplace", "test"] = table_of(logits, labels)
     assert "Temperature scaling was left out" in verdict(tables)[2]
 

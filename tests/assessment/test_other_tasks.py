@@ -155,7 +155,7 @@ def test_a_fit_to_more_examples_than_there_are_is_refused(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
     choice = PosteriorChoice(mode="debiased", fit_examples=150)
     method = Method(key="mine", label="", describes="", posterior=choice)
-    with pytest.raises(ValueError, match=r"to see 300 training examples, and .* holds 200"):
+    with pytest.raises(ValueError, match=r"asks for 300 training examples, .* has 200"):
         assess(loaded, tmp_path / "run", (NETWORK, method))
 
 
@@ -185,7 +185,7 @@ def test_names_of_ood_sets_must_name_files(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
     data = OodData(loaded.test)
     for name in ("test", "../x", ""):
-        with pytest.raises(ValueError, match="its name names files"):
+        with pytest.raises(ValueError, match="cannot be a file's name"):
             assess(replace(loaded, ood={name: data}), tmp_path / "run", (NETWORK,))
     assert not (tmp_path / "run").exists()
 

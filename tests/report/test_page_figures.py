@@ -247,7 +247,7 @@ def test_the_table_marks_what_is_beyond_chance(tmp_path):
     )
     table = main_table(run)
     accuracy, nll = cells(table, "Accuracy"), cells(table, "NLL")
-    assert [c.verdict for c in accuracy.values()] == ["", "not told apart", "", "better"]
+    assert [c.verdict for c in accuracy.values()] == ["", "no clear difference", "", "better"]
     assert accuracy["last-layer"].value == "–"
     assert [c.verdict for c in nll.values()] == ["", "better", "", "worse"]
     assert nll["temperature"].interval == "0.230 … 0.270"
@@ -269,7 +269,7 @@ def test_scores_of_ood_sets_are_kept_apart(run):
     by_score = full_tables(run, "digits")
     assert [t.columns[0].where for t in by_score] == [
         "digits, entropy",
-        "digits, greatest probability",
+        "digits, largest probability",
     ]
     assert [cell.value for _, (cell, *_) in by_score[1].rows] == ["0.500"] * 4
 

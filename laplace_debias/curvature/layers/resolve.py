@@ -110,7 +110,7 @@ def resolve(
                 calls[name] = tuple(paths)
         if lost:
             raise NotImplementedError(
-                f"The gradients of single examples cannot be had for {list(lost)} "
+                f"The gradients of single examples cannot be computed for {list(lost)} "
                 f"({next(iter(lost.values()))}) Leave these parameters out with "
                 f"{leaving_out(list(lost), names)}, or freeze them with requires_grad_(False)."
             )

@@ -297,6 +297,6 @@ def _positions_read(
 def _unknown(model: nn.Module, why: str) -> str:
     return (
         f"{type(model).__name__} takes labels, and it cannot be found out which of its outputs a "
-        f"label belongs to: {why}. Say it with batch=, a function from a batch to (inputs, "
+        f"label belongs to: {why}. Say so with batch=, a function from a batch to (inputs, "
         "targets) with the target of a position at that position."
     )

@@ -93,7 +93,7 @@ def lanczos_quadrature(
             give their spread.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
-        label: What the progress bar says.
+        label: Text of the progress bar.
 
     Returns:
         Nodes and weights; all eigenvalues where they have a closed form (no products) or where
@@ -145,7 +145,7 @@ def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tenso
     """A function at the nodes that count; 0 at the others.
 
     Raises:
-        ValueError: It is not finite at one of them.
+        ValueError: If it is not finite at one of them.
     """
     # Nodes without weight belong to steps after a Krylov space was exhausted.
     counts = weights > 0

@@ -108,7 +108,7 @@ class Inverse(Wrapper):
     """An inverse whose products are solves; made by `inverse`.
 
     Args:
-        operator: What is inverted.
+        operator: Operator to invert.
         method: `"cg"`, `"lsmr"` or `"neumann"`.
         options: Of the solver.
     """

@@ -29,7 +29,7 @@ class Wrapper(Composed):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the operator."""
+        """Shape of the operator."""
         return self.operator.shape
 
     @property
@@ -44,7 +44,7 @@ class Wrapper(Composed):
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """That of the operator."""
+        """Layout of the operator."""
         return self.operator.layout
 
 

@@ -113,7 +113,7 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
         run: The run.
         methods: Looks by key.
         data: Name of the set.
-        title: What the picture is called.
+        title: Title of the picture.
     """
     panel = Panel(f"risk-coverage-{data}")
     ax = panel.axes[0]
@@ -192,7 +192,7 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
         observed = (level[:, None] <= _LEVELS).mean(0)
         panel.of(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
         texts = [
-            f"{look.label}\n{100 * q:.0f} % interval holds {100 * o:.1f} % of the targets"
+            f"{look.label}\n{100 * q:.0f} % interval contains {100 * o:.1f} % of the targets"
             for q, o in zip(_LEVELS, observed, strict=True)
         ]
         panel.note(ax, key, _LEVELS, observed, texts)

@@ -7,7 +7,7 @@ from laplace_debias.metrics import METRICS
 
 SCORES = {
     "entropy": "entropy",
-    "max_probability": "greatest probability",
+    "max_probability": "largest probability",
     "mutual_information": "mutual information",
     "variance": "variance",
 }

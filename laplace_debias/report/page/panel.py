@@ -80,8 +80,8 @@ class Picture:
 
     Attributes:
         name: Of its file in `pictures/`.
-        title: What it shows.
-        alt: What it shows, for those who do not see it.
+        title: Title of the picture.
+        alt: Description for readers who do not see it.
         svg: The file's text.
         points: Places that tell their values.
         method: The method that it belongs to as a whole, None where it shows several.
@@ -162,8 +162,8 @@ class Panel:
         """Draws it.
 
         Args:
-            title: What it shows.
-            alt: What it shows, for those who do not see it.
+            title: Title of the picture.
+            alt: Description for readers who do not see it.
             method: The method that it belongs to as a whole.
             note: A line below its title.
         """

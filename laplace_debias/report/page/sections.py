@@ -93,17 +93,17 @@ def _regression(run: Run, looks: dict[str, Look]) -> list[Section]:
             "Are the predicted distributions right?",
             "Of all targets, 10 % should lie below the predicted 10 % quantile, and so on.",
             "On the dashed line, quantiles are right; the grey band is where a calibrated "
-            "method lies in 95 % of test sets. An S-shape says too wide or too narrow.",
+            "method lies in 95 % of test sets. An S-shape: too wide or too narrow.",
             [calibration.quantiles(run, look) for look in looks.values()],
         ),
         _section(
             "intervals",
-            "Do the intervals hold what they promise?",
+            "Do the intervals contain as many targets as they should?",
             "",
-            "Coverage: above the dashed line, intervals hold more targets than they "
-            "promise. Residuals, in groups by predicted standard deviation: above the "
+            "Coverage: above the dashed line, intervals contain more targets than "
+            "they promise. Residuals, in groups by predicted standard deviation: above the "
             "line, errors are larger than predicted; points far apart from left to right "
-            "tell easy from hard examples.",
+            "separate easy from hard examples.",
             [calibration.coverage(run, looks), calibration.residuals(run, looks)],
         ),
     ]
@@ -148,8 +148,8 @@ def _severity(run: Run, looks: dict[str, Look]) -> Section:
         "shift",
         "What remains when the data get worse?",
         "The test examples, corrupted more and more.",
-        "From left to right the corruption grows. Bars are 95 % intervals; methods stand "
-        "beside each other so that they can be told apart.",
+        "From left to right the corruption grows. Bars are 95 % intervals; methods are drawn side "
+        "by side.",
         [severity(run, looks, name) for name in chosen[:_MOST_METRICS]],
     )
 
@@ -162,7 +162,7 @@ def _posterior(run: Run, looks: dict[str, Look]) -> list[Section]:
             "How was the prior precision chosen?",
             "On validation examples, which the network was not trained on.",
             "The line marks the tuned value, the grey range all values within one standard "
-            "error of the best: a wide range says that the choice hardly matters.",
+            "error of the best: a wide range means that the choice hardly matters.",
             [posterior.sweep(run, look) for look in looks.values()],
         ),
         _section(

@@ -40,8 +40,8 @@ class Cell:
     Attributes:
         value: The figure as text, a dash where there is none.
         interval: `low … high`, empty where it is not known.
-        verdict: Of a difference beyond chance `better` or `worse` (`higher` or `lower` where
-            neither is better), `not told apart` of others, empty where nothing is compared.
+        verdict: Of a significant difference `better` or `worse` (`higher` or `lower` where
+            neither is better), `no clear difference` of others, empty where nothing is compared.
     """
 
     value: str
@@ -169,7 +169,7 @@ def _verdict(differences: pd.DataFrame, method: str, name: Metric) -> str:
     if not high >= low:  # the interval is not known
         return ""
     if low <= 0 <= high:
-        return "not told apart"
+        return "no clear difference"
     way = "higher" if low > 0 else "lower"
     if name.better not in ("higher", "lower", "ideal"):
         return way
