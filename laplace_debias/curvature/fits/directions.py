@@ -296,7 +296,10 @@ def ekfac_magnitudes(
         if columns is None:
             total = squares if total is None else total.add_(squares)
         else:
-            total = squares.new_zeros(len(squares), block.shape[1]) if total is None else total
+            if total is None:
+                # Of thin directions a frame has as many columns more.
+                width = block.shape[1] + (U_A.shape[-1] if is_thin(U_A) else 0)
+                total = squares.new_zeros(len(squares), width)
             total.index_add_(1, columns, squares)
     assert total is not None
     return _folded(total, U_G, U_A)

@@ -36,6 +36,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 
 def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -157,8 +158,12 @@ def exact_sums(
 
     seen = Sweep(problem, measure, collect, sums={"table": sums}).over(batches, first)
     check_finite_sums({block: [squares] for block, squares in sums.items()})
-    shapes = {block: tuple(basis.magnitudes.shape) for block, basis in bases.items()}
-    return to_all(problem, sums, lambda block: shapes[block]), seen
+
+    def shape(block: Block) -> tuple[int, ...]:
+        bases_of_block = zip(block.shape, (bases[block].U_G, bases[block].U_A), strict=True)
+        return (*block.groups, *(U.shape[-1] + 1 if is_thin(U) else d for d, U in bases_of_block))
+
+    return to_all(problem, sums, shape), seen
 
 
 def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
