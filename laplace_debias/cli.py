@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: What stands behind `laplace-debias`; that of the process if None.
+        arguments: Words after `laplace-debias`; those of the process if None.
 
     Returns:
         The exit status: 0, 2 after an error that is told in one line, or 130 after Ctrl-C.
@@ -167,7 +167,7 @@ def _execute(
         settings: The dataclass of its settings.
         run: Runs with an instance of these.
         arguments: The options.
-        as_json: What `--json` prints, from the settings and what `run` returns.
+        as_json: Object that `--json` prints, from the settings and what `run` returns.
     """
     from jsonargparse import ArgumentParser
 

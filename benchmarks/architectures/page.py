@@ -13,23 +13,20 @@ from laplace_debias.report.tables import markdown_table
 _TUPLES = ("fit", "further", "predict")
 _ABOUT = f"""\
 `Laplace(model).fit(loader)` with no other argument, on networks of torchvision, timm and Hugging
-Face with random weights, reduced in width and depth by their constructors' arguments or with all
-channels divided by a number. Batches of {EXAMPLES} examples, three classes (thirteen tokens for
-language models).
+Face with random weights, reduced in width and depth. Batches of {EXAMPLES} examples, three classes
+(thirteen tokens for language models). Every trainable parameter has a block, and all probabilities
+are finite, unless a line below the table says otherwise.
 
-- **covered**: the share of the trainable parameters in the posterior. What is left out, or why
-  something failed, is said below the table. The probabilities of all others are finite.
-- **blocks**: of layers, from a layer's inputs and output gradients + of calls, from gradients of
-  each example (class tokens, position tables, tied weights, layers of a library's own).
-- **fit**: of one batch with Monte-Carlo labels (`fisher="mc"`), over the same batch's gradient,
-  with all that comes once: the check of every block and the eigendecompositions.
-  **Each further batch** is a quarter of what a fit of five batches takes longer. The
-  [benchmarks](benchmarks.md) measure larger networks.
-- **predict**: of the batch, with exact functional variances, over the same gradient. Medians of
+- **blocks**: of layers + of calls, from gradients of each example (class tokens, position tables,
+  tied weights, layers of a library's own).
+- **fit**: one batch with `fisher="mc"`, over the same batch's gradient, with what is done once: the
+  check of every block and the eigendecompositions. **Each further batch** is a quarter of the extra
+  time of a fit of five. [Benchmarks](benchmarks.md) measure larger networks.
+- **predict**: the batch, with exact functional variances, over the same gradient. Medians of
   three rounds, one thread.
 - **error**: the largest relative difference of the functional variances with `curvature="diag"`
   from Σ_d J_cd² / (N·C_dd + δ) by automatic differentiation, in double precision, two examples.
-  Llama and its relatives compute their normalisations in single precision, hence 1e-8."""
+  Llama and its relatives normalise in single precision, hence 1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:
@@ -79,8 +76,7 @@ def _cells(row: Row) -> dict[str, object]:
     return {
         "architecture": row.name,
         "parameters": f"{row.parameters:,}",
-        "covered": f"{100 * row.covered:.4g} %" if row.works else "fails",
-        "blocks": f"{row.of_layers} + {row.of_calls}" if row.works else None,
+        "blocks": f"{row.of_layers} + {row.of_calls}" if row.works else "fails",
         "fit ÷ gradient": _median(row.fit),
         "each further batch": _median(row.further),
         "predict ÷ gradient": _median(row.predict),
@@ -95,4 +91,6 @@ def _median(values: Sequence[float]) -> str | None:
 def _remarks(row: Row) -> list[str]:
     # What to do about parameters that are left out is for the user whom a fit warns.
     left_out = row.left_out.replace(" by differentiable", ".\n").partition("\n")[0]
+    if left_out:
+        left_out = f"{100 * row.covered:.4g} % of the parameters. {left_out}"
     return [" ".join(text.split()) for text in (left_out, row.message) if text]

@@ -47,11 +47,11 @@ def assess(
         output: The folder, a new one or that of the same run.
         methods: Methods to compare, the network first; `default_methods` if None.
         title: Title of the page.
-        settings: What else makes two runs the same, as plain data: where the network and its data
+        settings: Further settings that identify a run, plain data: where the network and its data
             come from, say.
         config: The text of `config.yaml`; the settings in YAML if None.
         seed: Of everything that is drawn.
-        seconds: What was done before and how long it took, for `seconds` of `run.json`.
+        seconds: Seconds of earlier stages by name, for `seconds` of `run.json`.
         overwrite: Whether an earlier run in the folder is removed first.
         console: Where it prints what it does; nowhere if None.
 

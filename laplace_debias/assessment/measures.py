@@ -52,7 +52,7 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
     """Scores of how unlike the training data an example is, higher where it is more so.
 
     Args:
-        table: What a method predicts.
+        table: Predictions of a method.
         task: As in `Loaded`. Of labels that apply or not there is no largest probability; of a
             regression there is the variance without the noise alone.
     """

@@ -125,7 +125,7 @@ class Family:
     Attributes:
         posterior: The posterior; None for the network itself.
         examples: How many examples of each set they predict where all would take long.
-        methods: They; the first one names the posterior's files.
+        methods: Its methods; the first one names the posterior's files.
     """
 
     posterior: PosteriorChoice | None

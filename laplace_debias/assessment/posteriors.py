@@ -107,7 +107,7 @@ def tuned(
 
     Args:
         la: The posterior, which is changed.
-        choice: What it is.
+        choice: The posterior's settings.
         validation: Batches; None if there are none.
 
     Returns:

@@ -84,7 +84,7 @@ class Run:
         console: Where the stages print what they do; nowhere if None.
 
     Attributes:
-        said: What `run.json` says, as plain data.
+        said: Content of `run.json`, as plain data.
         families: The methods by the posterior that they share.
         digest: Of the identity.
     """

@@ -161,7 +161,7 @@ def write_table(path: Path, columns: Mapping[str, Tensor | None], told: Mapping[
         path: The file.
         columns: Each `[n]`, or `[n, k]` for lists of k numbers; None for a column of nulls. NaN is
             written as null.
-        told: What the file says of itself.
+        told: Metadata of the file.
     """
     import pyarrow as pa
     from pyarrow import parquet

@@ -167,11 +167,11 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     if ranks.rank == 0:
         check_target(path)
         with written_atomically(path, make_folders=False) as temporary:
-            write_sealed(temporary, texts, _tensors_of(posterior))
+            write_sealed(temporary, texts, tensors_of(posterior))
     ranks.exchange(None)
 
 
-def _tensors_of(posterior: GaussianPosterior) -> dict[str, Tensor]:
+def tensors_of(posterior: GaussianPosterior) -> dict[str, Tensor]:
     """The tensors of a file; directions that are the axes are not in it."""
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:

@@ -47,6 +47,7 @@ from laplace_debias.laplace.prior import (
 from laplace_debias.laplace.schemes import Scheme, scheme_of
 from laplace_debias.laplace.settings import OURS, FitSettings, knowing_laplace_torch
 from laplace_debias.laplace.subject import Subject, usable
+from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.ranks import current, together
@@ -586,7 +587,7 @@ class Laplace:
                 whose entry `labels` (or another of the names of targets that the forward pass does
                 not take) is left out.
             method: `"glm"`: linearised network with exact functional covariance, averaged in closed
-                form (probit) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
+                form (`link`) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
@@ -865,6 +866,37 @@ class Laplace:
         how = Prediction(method, samples, generator, positions)
         how.check_uncertain()
         return predictive.uncertainty(self._unchanged_state, x, how)
+
+    def thin(
+        self, x: Inputs | Record, error: float = 1e-3, *, positions: Positions | None = None
+    ) -> Thinning:
+        r"""Keep only the directions that matter for predictions at the current prior precision.
+
+        Where $\tfrac NT\Lambda$ is small beside δ all directions have nearly the variance 1/δ, and
+        no basis of them is needed: they share the mean of their curvature, so that its trace stays.
+        The posterior becomes a small part of what it was, in memory and in its file. Tune first: at
+        a smaller prior precision the error is larger. The whole posterior is lost: save it first if
+        you want it again. In a process group give every process the same inputs.
+
+        On half of the inputs the fewest directions are found with which no standard deviation of an
+        output is off by more than `error`; on the other half the error is measured.
+
+        Args:
+            x: Inputs like those to come, `[B, ...]` as `predict` takes them: some dozens.
+            error: The largest relative error of a standard deviation.
+            positions: As `predict`, for outputs `[B, T, C]`.
+
+        Returns:
+            The part that is kept, and the error with its interval; `.message` says it in words.
+
+        Raises:
+            ValueError: For a curvature other than `"kfac"` and `"ekfac"`, a posterior that is thin
+                already, fewer than two inputs, or an error that is not positive; as `functional`.
+            RuntimeError: As `predict`.
+        """
+        fitted, found = thinned(self._unchanged_state, x, error, positions)
+        self._adopt(fitted)
+        return found
 
     # -------------------------------------------------------------- on disk
 

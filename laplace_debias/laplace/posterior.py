@@ -101,6 +101,10 @@ class GaussianPosterior:
         """
         return self._with(prior_precision=prior_precision)
 
+    def with_curvature(self, curvature: BlockDiagonal) -> "GaussianPosterior":
+        """The same with other blocks, whose magnitudes are no larger."""
+        return self._with(curvature=curvature)
+
     def with_prior_mean(self, prior_mean: Tensor | None) -> "GaussianPosterior":
         """The same with another mean of the prior, of which the posterior's mean stays.
 

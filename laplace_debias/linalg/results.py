@@ -99,7 +99,7 @@ class LinearSolution:
             its history.
         num_matvecs: Products of the operator or its adjoint with one vector, all right-hand sides
             together.
-        advice: What the solver has to say about a status, in place of its general remedy.
+        advice: The solver's advice on a status, in place of its general remedy.
     """
 
     x: Float[Tensor, "n *k"]
@@ -181,7 +181,7 @@ class DebiasedSolution:
     Attributes:
         debiased: Directions from the first quadratic, step sizes from the second (Eq. 8); its
             slopes, curvatures, values and residuals are those of the second quadratic.
-        single: What conjugate gradients on the first quadratic alone did.
+        single: Conjugate gradients on the first quadratic alone.
     """
 
     debiased: Solution
@@ -327,7 +327,7 @@ class SpectralDensity:
             scale evenly spaced in log₁₀ |λ|.
         density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
             `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
-        standard_error: That of the density, `[points]`; it joins, in squares, that of the mean over
+        standard_error: Standard error, `[points]`; it joins, in squares, that of the mean over
             probes and `quadrature_error`. Infinite from a single probe.
         quadrature_error: How far the density of Lanczos' few nodes is from that of all eigenvalues,
             both smoothed by `width`, `[points]`; an estimate, 0 if all are known.
@@ -340,7 +340,7 @@ class SpectralDensity:
             the density leaves out; 0 on a linear one.
         negative_fraction: Fraction of eigenvalues below −`floor`, which a logarithmic scale shows
             by their absolute values.
-        floor: What counts as zero.
+        floor: Largest modulus that counts as zero.
         num_matvecs: How many products it took.
     """
 

@@ -37,7 +37,7 @@ class Metric:
 
     Attributes:
         name: As reports have it.
-        label: What a table or an axis calls it.
+        label: Name in tables and on axes.
         meaning: One sentence on what it measures.
         statistic: Makes it of probabilities and labels, of scores of ID and OOD examples, or of
             mean, standard deviation, targets and the level of the interval.
@@ -211,7 +211,7 @@ def over_labels(statistic: Statistic, shape: torch.Size, times: int = 1) -> Mean
     Args:
         statistic: A proportion or a mean over all of them.
         shape: `[n, labels]`.
-        times: What it is multiplied by: 1 for the mean over an example's labels.
+        times: Factor: 1 for the mean over an example's labels.
     """
     if isinstance(statistic, Proportion):
         values, ideal = statistic.holds, None

@@ -96,7 +96,7 @@ def report_of(
 
     Args:
         statistics: By the name of the metric.
-        targets: What the predictions were held against: the same for those that are compared.
+        targets: Targets of the predictions: the same for reports that are compared.
         level: Coverage that intervals aim at.
         intervals: Whether there are any.
 
@@ -121,7 +121,7 @@ def compare(a: Report, b: Report) -> Report:
 
     Args:
         a: The report of one method.
-        b: That of another one, on the same examples in the same order.
+        b: Report of another predictive, on the same examples in the same order.
 
     Returns:
         The differences with their intervals, as far as the metrics have any.

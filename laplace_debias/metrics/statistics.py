@@ -80,7 +80,7 @@ class Mean(Statistic):
         influence: How much each example contributes, `[n]`: for a mean its value.
         lowest: A bound of the metric from below.
         squared: Whether `influence` is that of the metric's square, as of a root mean square.
-        ideal: What the metric should be, where neither lower nor higher is better: differences are
+        ideal: Best value of the metric, where neither lower nor higher is better: differences are
             then of the distances from it.
     """
 

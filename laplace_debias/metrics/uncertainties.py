@@ -20,7 +20,7 @@ class Uncertainty(NamedTuple):
 
     Attributes:
         total: Of the predictive: the entropy, or the variance.
-        aleatoric: What would remain if the parameters were known.
+        aleatoric: Uncertainty that would remain if the parameters were known.
         epistemic: The rest, which more training data would take away: the mutual information of
             label and parameters (BALD), or the variance of the mean.
     """

@@ -30,7 +30,7 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
 
     Args:
         matrix: A symmetric matrix or a batch of them, of which the lower triangle is read.
-        what: What the matrix is, for messages, such as `"factor A of conv1.weight"`.
+        what: Name of the matrix in messages, such as `"factor A of conv1.weight"`.
 
     Returns:
         Values `[..., d]` and vectors `[..., d, d]`; differentiable where `torch.linalg.eigh` is.

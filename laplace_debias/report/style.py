@@ -118,7 +118,7 @@ def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
 
     Args:
         figure: The picture.
-        handles: What the legend explains, with labels.
+        handles: Artists of the legend, with labels.
         columns: Entries beside each other.
     """
     figure.legend(

@@ -137,7 +137,7 @@ class Cast:
 
     Args:
         batches: Batches `(x, y)`; others stay as they are.
-        dtype: That dtype.
+        dtype: The dtype.
 
     Attributes:
         source: The batches.

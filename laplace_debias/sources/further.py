@@ -22,7 +22,7 @@ class Further:
 
     Attributes:
         part: Examples with labels that mean nothing, or batches of a user's own.
-        names: What each input is called: a path in the folder; None for the number of the row.
+        names: Name of each input: a path in the folder; None for the number of the row.
         notes: Notes on them.
     """
 
@@ -57,8 +57,8 @@ class Reader:
         """Inputs of a folder of images, a `.npz` file, a table or an import path.
 
         Args:
-            source: What the user named.
-            what: What it is called in messages, for example `ood digits`.
+            source: Path or name that the user gave.
+            what: Name in messages, for example `ood digits`.
 
         Raises:
             ValueError: If there is nothing, it is of another kind than the network takes, or of

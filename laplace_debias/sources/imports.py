@@ -24,7 +24,7 @@ def imported(path: str, option: str) -> Any:
 
     Args:
         path: `module:attribute`.
-        option: What the setting is called.
+        option: Name of the setting.
 
     Raises:
         ValueError: If the path is no import path, the module does not exist or cannot be imported,

@@ -203,8 +203,8 @@ def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | No
     Args:
         model: The network, in evaluation mode.
         batch: The first batch of training examples, on the CPU.
-        parts: What the data says.
-        given: What the user says; None to find it.
+        parts: The data's parts.
+        given: The user's choice; None to infer it.
 
     Raises:
         ValueError: If the network cannot take the inputs, its outputs do not fit the targets, or

@@ -117,8 +117,8 @@ def parted(
     Args:
         number: How many examples there are.
         settings: The seed, and the share that is held out.
-        where: What has no parts.
-        what: What its examples are called.
+        where: Name of the data that has no parts.
+        what: Name of its examples.
 
     Raises:
         ValueError: As `split_by_seed`.

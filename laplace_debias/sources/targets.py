@@ -29,7 +29,7 @@ def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
     Args:
         targets: Numbers, `[N]` or `[N, K]`.
         task: Task.
-        where: What they are called in messages.
+        where: Name in messages.
 
     Returns:
         Classes int64 `[N]`; for `binary` 0 or 1, int64 `[N]`; else float32 `[N, K]`.

@@ -29,11 +29,11 @@ def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
     """The bytes that may be used.
 
     Args:
-        bound: What a user said. None for 128 MiB, and for more where one example needs it, up to
+        bound: The user's bound. None for 128 MiB, and for more where one example needs it, up to
             4 GiB.
         needed: Bytes without which nothing can be done.
-        what: What needs them, for the message.
-        remedy: What else could be done, for the message.
+        what: Name of the work, for the message.
+        remedy: Another remedy, for the message.
 
     Raises:
         ValueError: If `needed` is more than may be used.

@@ -19,7 +19,7 @@ class Randomness:
     it meanwhile is not its own sequence. Untouched are `random` and NumPy's generators.
 
     Args:
-        generator: What the seed is drawn from, once.
+        generator: Source of the seed, drawn once.
     """
 
     def __init__(self, generator: torch.Generator) -> None:

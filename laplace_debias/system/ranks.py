@@ -108,7 +108,7 @@ class Ranks:
         """Gives what each owner has, on all ranks; raises as `exchange`.
 
         Args:
-            parts: What this rank owns.
+            parts: Parts of this rank.
             owners: Which rank owns what; the same keys in the same order on all ranks.
         """
         return {key: tuple(parts[key]) for key in owners}
@@ -310,7 +310,7 @@ def refuse_ranks(what: str, instead: str) -> None:
 
     Args:
         what: Name in error messages.
-        instead: What to do.
+        instead: Advice.
 
     Raises:
         NotImplementedError: If several processes share the work.

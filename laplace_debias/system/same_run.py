@@ -10,8 +10,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Settings that differ, as `seed was 0, is 1; ...`; empty if none does.
 
     Args:
-        before: What the work was begun with, as JSON gives it back.
-        now: What it is asked for with, likewise.
+        before: Settings that the work was begun with, as JSON gives it back.
+        now: Settings of the new call, likewise.
     """
     there, here = _leaves(before), _leaves(now)
     differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]

@@ -1,5 +1,7 @@
 """Posteriors of thin directions, against the dense matrices that they stand for."""
 
+import math
+
 import oracle
 import pytest
 import torch
@@ -317,3 +319,156 @@ def test_single_precision_gives_the_same_to_rounding():
     other._adopt(other._state.with_posterior(posterior))
     found = other.functional(x.float())[1].double()
     close(found, expected, 1e-4)
+
+
+def wide(likelihood="classification", **options):
+    """A network of two wide layers, fitted to few examples, and inputs like them."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh()).append(
+        nn.Linear(30, 3)
+    )
+    decay = torch.logspace(0, -3, 30).double()
+    x = decay * torch.randn(200, 30, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (200,), generator=generator)
+    la = Laplace(model.double().eval(), likelihood, prior_precision=30.0, **options)
+    return la.fit([(x[:100], y[:100])], mode="full"), x[100:]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("error", [1e-2, 1e-3])
+def test_thin_finds_few_directions_and_tells_their_error(curvature, error, tmp_path):
+    la, x = wide(curvature=curvature)
+    la.save(tmp_path / "whole")
+    whole = Laplace.load(tmp_path / "whole", la.model)
+    found = la.thin(x[:40], error)
+    la.save(tmp_path / "thin")
+
+    def errors(some):
+        of_thin, of_whole = (each.functional(some, True)[1].sqrt() for each in (la, whole))
+        return (of_thin / of_whole - 1).abs().amax(1)
+
+    assert errors(x[0:40:2]).max() <= error
+    on_others = errors(x[1:40:2])
+    assert found.num_inputs == 20
+    assert found.error == pytest.approx(on_others.mean().item())
+    assert found.largest == pytest.approx(on_others.max().item())
+    half_width = 2.093 * on_others.std().item() / 20**0.5  # Student's, 19 degrees of freedom
+    assert found.half_width == pytest.approx(half_width, rel=1e-3)
+    of_new = errors(x[40:]).mean().item()
+    assert found.error / 2 < of_new < 2 * found.error
+    sizes = [(tmp_path / name).stat().st_size for name in ("thin", "whole")]
+    assert found.share == pytest.approx(sizes[0] / sizes[1], abs=0.02)
+    assert found.share < 0.5
+    assert f"{found.share:.1%}" in found.message
+    # Not much fewer would do, and the trace of the curvature is what it was.
+    assert errors(x[0:40:2]).max() > error / 4
+    traces = [each.posterior.curvature.to_dense().trace() for each in (la, whole)]
+    close(traces[0], traces[1])
+    again, _ = wide(curvature=curvature)
+    assert again.thin(x[:40], error) == found
+
+
+def test_less_error_keeps_more():
+    shares = []
+    for error in (1e-1, 1e-2, 1e-3, 1e-4):
+        la, x = wide()
+        shares.append(la.thin(x[:10], error).share)
+    assert shares == sorted(shares)
+    assert shares[0] < 0.8 * shares[-1]
+
+
+def test_thin_looks_at_the_prior_precision_and_the_temperature_at_hand():
+    shares = []
+    for delta, temperature in ((30.0, 1.0), (3.0, 1.0), (3.0, 10.0)):
+        la, x = wide()
+        la.prior_precision, la.temperature = delta, temperature
+        found = la.thin(x[:10], 1e-2)
+        shares.append((found.share, found.threshold))
+    assert shares[0][0] < shares[1][0]
+    assert shares[2] == pytest.approx(shares[0])
+
+
+def test_directions_are_chosen_by_their_magnitudes_not_their_places():
+    """Debiased magnitudes are not sorted."""
+    la, x = wide()
+
+    def reversed_(block):
+        U_G, U_A = (None if U is None else U.flip(-1) for U in (block.U_G, block.U_A))
+        dims = [dim for dim, U in ((-2, U_G), (-1, U_A)) if U is not None]
+        return EigenKronecker(U_G, U_A, block.magnitudes.flip(dims))
+
+    other, _ = wide()
+    with_blocks(other, reversed_)
+    one, two = la.thin(x[:10], 1e-2), other.thin(x[:10], 1e-2)
+    assert one.share == two.share
+    close(la.functional(x)[1], other.functional(x)[1])
+
+
+def test_groups_keep_as_many_directions_each():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+    x, y = torch.randn(40, 16, 4, 4).double(), torch.randint(3, (40,))
+    decay = torch.logspace(0, -1.5, 8).double()
+    x *= torch.cat([decay, decay / 3])[:, None, None]
+    la = Laplace(model.double().eval(), prior_precision=0.1).fit([(x, y)])
+    whole, magnitudes = (
+        la.functional(x, True)[1],
+        la.posterior.curvature.blocks["0.weight"].magnitudes,
+    )
+    found = la.thin(x, 1e-2)
+    above = (400 * magnitudes.amax(1) > found.threshold).sum(1)
+    assert above[0] > above[1] > 0
+    U_A = la.posterior.curvature.blocks["0.weight"].U_A
+    assert U_A.shape == (2, 72, above[0])
+    assert ((la.functional(x, True)[1] / whole).sqrt() - 1).abs().max() < 2e-2
+    assert found.share < 1
+
+
+def test_thin_takes_positions_of_sequences():
+    torch.manual_seed(0)
+    model = GPT(11, 6, 1, 16, 2).double().eval()
+    x = torch.randint(11, (8, 6))
+    of_each = torch.arange(8)[:, None] % 6
+    found = []
+    for positions in (-1, [1, 3], of_each):
+        la = Laplace(model, params="weights", prior_precision=1e3)
+        la.fit([(x, torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(0)))])
+        before = la.functional(x, True, positions=positions)[1]
+        found.append(la.thin(x, 1e-2, positions=positions))
+        after = la.functional(x, True, positions=positions)[1]
+        assert ((after / before).sqrt() - 1).abs()[::2].max() <= 1e-2
+        assert found[-1].num_inputs == 4
+
+
+def test_thin_again_or_without_need_is_refused():
+    la, x = wide()
+    with pytest.raises(RuntimeError, match="Not fitted"):
+        Laplace(la.model).thin(x)
+    for error in (0.0, -1e-3, float("nan"), float("inf"), torch.ones(2)):
+        with pytest.raises(ValueError, match="error must be one positive finite number"):
+            la.thin(x, error)
+    with pytest.raises(TypeError, match="error must be a real number"):
+        la.thin(x, "small")
+    with pytest.raises(ValueError, match="pass two inputs or more"):
+        la.thin(x[:1])
+    for curvature in ("diag", "full", "lowrank"):
+        other, _ = wide(curvature=curvature, params=["4.weight"])
+        with pytest.raises(ValueError, match=f"'kfac' and 'ekfac'.*'{curvature}'"):
+            other.thin(x)
+    assert la.thin(x[:2], 1e-2).half_width == float("inf")
+    with pytest.raises(ValueError, match="thin already"):
+        la.thin(x)
+
+
+def test_a_thin_posterior_is_tuned_set_and_evaluated_as_any():
+    la, x = wide()
+    la.thin(x[:10], 1e-2)
+    y = torch.randint(3, (len(x),), generator=torch.Generator().manual_seed(2))
+    tuned = la.tune([(x, y)])
+    assert la.prior_precision == tuned.prior_precision
+    assert math.isfinite(la.evaluate([(x, y)])["nll"])
+    assert la.predict(x, "nn", 5).probs.shape == (100, 3)
+    assert la.predict(x, "glm-mc", 5).probs.isfinite().all()
+    la.tune_evidence()
+    assert math.isfinite(la.log_marginal_likelihood())

@@ -98,8 +98,10 @@ def test_commands_on_a_page_exist(line, capsys):
         pytest.fail(f"no test knows the program {program}")
 
 
-def test_the_readme_is_short():
+def test_readme_and_docs_are_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    words = (page.read_text(encoding="utf-8").split() for page in (ROOT / "docs").rglob("*.md"))
+    assert sum(map(len, words)) <= 20_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -48,14 +48,13 @@ ROOMS = [room for floor in FLOORS for room in floor] + list(ASIDE)
 
 
 def picture():
-    """The floors as text, as CONTRIBUTING.md shows them."""
+    """The floors as text, as CONTRIBUTING.md shows them: a line for each room."""
     lines = []
-    for floor in FLOORS:
-        lines += ["  ↓"] if lines else []
-        lines += [f"{room:26}{purpose}" for room, purpose in floor.items()]
+    for number, floor in enumerate(reversed(FLOORS)):
+        rooms = [f"{number:4}  {room:22}{purpose}" for room, purpose in floor.items()]
+        lines = rooms + lines
     for room, (users, used) in ASIDE.items():
-        lines += ["", f"beside them: {room}", f"  imported by {', '.join(users)}"]
-        lines += [f"  imports {', '.join(used)}"]
+        lines += [f"   –  {room:22}used by {', '.join(users)}; uses {', '.join(used)}"]
     return "\n".join(lines) + "\n"
 
 

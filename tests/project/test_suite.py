@@ -64,7 +64,19 @@ def test_every_name_is_defined():
     assert found == []
 
 
-MOST_STATEMENTS, MOST_FILES = 16_350, 244
+def test_docstrings_begin_with_a_verb_or_the_thing():
+    vague = ("What ", "Those ", "They ", "It ", "These ", "That ")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.name}: {text.splitlines()[0]}"
+        for path in (Path(__file__).parents[2] / "laplace_debias").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node) or "").startswith(vague)
+    ]
+    assert found == []
+
+
+MOST_STATEMENTS, MOST_FILES = 16_600, 245
 """What the package may have at most. A change that makes it smaller lowers these."""
 
 

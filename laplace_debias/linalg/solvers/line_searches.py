@@ -44,7 +44,7 @@ class LineSearches:
         b: `[n]` or `[n, k]`.
         x0: Where to start, zero for None.
         tol: A right-hand side is done when its residual is so small, relative to b.
-        keep: What to store.
+        keep: Parts to store.
 
     Raises:
         ValueError: If the arguments do not fit each other, or are not finite.

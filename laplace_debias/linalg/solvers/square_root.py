@@ -151,7 +151,7 @@ class InverseRoot(Wrapper):
     """The inverse root of an operator; its products are Lanczos runs. Made by `inverse_sqrt`.
 
     Args:
-        operator: What it is the inverse root of.
+        operator: Operator whose inverse root it is.
         least: A lower bound of the eigenvalues; None for the least Ritz value in its place.
         tol: Where a product stops: its error, relative to its norm.
         max_iter: Lanczos steps a column.

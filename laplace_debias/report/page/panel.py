@@ -117,7 +117,7 @@ class Panel:
         name: Of its file; also what makes its inner names the same at each drawing.
         height: In inches.
         heights: Ratios of the heights of its axes, from top to bottom; they share the x-axis.
-        margins: What matplotlib's `subplots_adjust` takes. If None its constrained layout chooses
+        margins: Margins, as `subplots_adjust` takes them. If None its constrained layout chooses
             them, which lets low axes collapse, depending on the labels of their ticks.
     """
 

@@ -23,7 +23,7 @@ class Column:
     """A metric on a set.
 
     Attributes:
-        name: What is known of the metric.
+        name: The metric's definition.
         arrow: To where it is better, may be empty.
         where: The set if it is not the test set, and the score of an out-of-distribution metric.
     """
@@ -54,7 +54,7 @@ class Table:
     """Rows are methods.
 
     Attributes:
-        columns: What is measured.
+        columns: Metrics of the columns.
         rows: Methods with their cells.
         reference: Label of the method that verdicts compare with.
     """

@@ -1,0 +1,182 @@
+"""A posterior made thin: kept are the directions by which outputs differ from those of the prior.
+
+Where N Λ / T is small beside δ all directions have the same variance 1/δ, and a basis of them is
+stored for nothing.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.fits.kinds import WITH_FACTORS
+from laplace_debias.curvature.network.chosen_positions import Positions
+from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
+from laplace_debias.laplace.file import tensors_of
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.linalg.results import half_width
+from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.system.checks import real
+
+# The search ends when the threshold is known to this factor.
+_FACTOR = 1.1
+
+
+@dataclass(frozen=True)
+class Thinning:
+    """A posterior made thin, and what that costs.
+
+    The error of an input is the largest relative error of a standard deviation of its outputs.
+
+    Attributes:
+        share: Bytes of the thin posterior over those of the whole one.
+        threshold: Kept are directions along which N Λ / T is somewhere above so many δ.
+        error: Mean error of the inputs that the threshold was not chosen by.
+        half_width: Half of the 95 % interval of that mean; infinite for one input.
+        largest: The largest error of these inputs.
+        num_inputs: How many these are.
+    """
+
+    share: float
+    threshold: float
+    error: float
+    half_width: float
+    largest: float
+    num_inputs: int
+
+    @property
+    def message(self) -> str:
+        """The same in words."""
+        return (
+            f"Kept is {self.share:.1%} of the posterior: directions whose curvature is above "
+            f"{self.threshold:.2g} prior precisions. Relative error of standard deviations on "
+            f"{self.num_inputs} further input(s): {self.error:.2g} ± {self.half_width:.1g}, "
+            f"at most {self.largest:.2g}."
+        )
+
+
+def thinned(
+    fitted: Fitted, x: Inputs | Record, error: float, positions: Positions | None
+) -> tuple[Fitted, Thinning]:
+    """The fit with as few directions as an error allows, as `Laplace.thin` describes it."""
+    bound = real(error, "error")
+    if bound.ndim or not 0 < float(bound) < math.inf:
+        raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
+    _check_whole(fitted)
+    inputs = fitted.moved(x)
+    if num_examples(inputs) < 2:
+        raise ValueError(
+            "Directions are chosen on half of the inputs and the error is measured on the others: "
+            "pass two inputs or more."
+        )
+    of_each = positions is not None and torch.as_tensor(positions).ndim == 2
+
+    def variances(of: Fitted, half: slice) -> Tensor:
+        here = torch.as_tensor(positions)[half] if of_each else positions
+        return moments(of, take(inputs, half), None, True, None, here)[1][0].double()
+
+    def errors(of: Fitted, half: slice, of_whole: Tensor) -> Float[Tensor, " half"]:
+        # An output that no parameter changes has no variance in either.
+        ratios = (variances(of, half) / of_whole).nan_to_num(nan=1.0)
+        return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
+
+    # Every other one: inputs may be sorted.
+    first, second = slice(0, None, 2), slice(1, None, 2)
+    of_first, of_second = (variances(fitted, half) for half in (first, second))
+    # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
+    low, high = 2 * float(bound), max(float(s.max()) for s in _in_deltas(fitted).values())
+    while high > _FACTOR * low:
+        middle = math.sqrt(low * high)
+        if bool((errors(at_threshold(fitted, middle), first, of_first) <= bound).all()):
+            low = middle
+        else:
+            high = middle
+    thin = at_threshold(fitted, low)
+    found = errors(thin, second, of_second)
+    standard_error = found.std() / math.sqrt(len(found)) if len(found) > 1 else found[0] + math.inf
+    return thin, Thinning(
+        _size(thin) / _size(fitted),
+        low,
+        float(found.mean()),
+        float(half_width(standard_error, max(1, len(found) - 1), 0.95)),
+        float(found.max()),
+        len(found),
+    )
+
+
+def at_threshold(fitted: Fitted, threshold: float) -> Fitted:
+    """The fit with the directions along which N Λ / T is somewhere above so many δ."""
+    posterior, ratios = fitted.posterior, _in_deltas(fitted)
+    blocks: dict[str, LinearOperator] = {
+        name: _thin_block(block, ratios[name], threshold)
+        for name, block in posterior.curvature.blocks.items()
+    }
+    return fitted.with_posterior(posterior.with_curvature(BlockDiagonal(blocks)))
+
+
+def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
+    """A block of fewer directions; of a side that would keep half of them or more, all.
+
+    Args:
+        block: A whole block.
+        ratios: Its N Λ / (T δ), `[*groups, d_out, d_in]`. Groups keep the same number.
+        threshold: As `at_threshold`.
+    """
+    assert isinstance(block, EigenKronecker)
+    magnitudes = block.magnitudes
+    bases = [block.U_G, block.U_A]
+    for side, (dim, other) in enumerate(((-2, -1), (-1, -2))):
+        U = bases[side]
+        if U is None:
+            continue
+        # Debiased magnitudes are not sorted.
+        scores = ratios.amax(other)
+        rank = int((scores > threshold).sum(-1).amax())
+        if 2 * rank >= U.shape[-1]:
+            continue
+        order = scores.argsort(-1, descending=True)
+        bases[side] = torch.take_along_dim(U, order[..., None, :rank], -1).mT.contiguous().mT
+        sorted_ = torch.take_along_dim(magnitudes, order.unsqueeze(other), dim)
+        kept, rest = sorted_.split([rank, U.shape[-1] - rank], dim)
+        magnitudes = torch.cat([kept, rest.mean(dim, keepdim=True)], dim)
+    U_G, U_A = bases
+    return EigenKronecker(U_G, U_A, magnitudes)
+
+
+def _in_deltas(fitted: Fitted) -> dict[str, Tensor]:
+    """N Λ / (T δ) of every block."""
+    posterior = fitted.posterior
+    blocks = posterior.curvature.blocks
+    deltas = posterior.prior_precision.to(posterior.mean).expand(len(blocks))
+    return {
+        name: posterior.data_weight / delta * block.magnitudes
+        for (name, block), delta in zip(blocks.items(), deltas, strict=True)
+    }
+
+
+def _check_whole(fitted: Fitted) -> None:
+    """Require directions of Kronecker factors, all of them.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if (name := fitted.settings.kind.name) not in WITH_FACTORS:
+        raise ValueError(
+            f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
+            f"{name!r}: fit one of these."
+        )
+    for block in fitted.posterior.curvature.blocks.values():
+        assert isinstance(block, EigenKronecker)
+        if is_thin(block.U_G) or is_thin(block.U_A):
+            raise ValueError(
+                "The posterior is thin already: make the whole one thin, of another fit or its "
+                "file."
+            )
+
+
+def _size(fitted: Fitted) -> int:
+    return sum(part.numel() * part.element_size() for part in tensors_of(fitted.posterior).values())
