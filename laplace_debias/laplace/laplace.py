@@ -890,8 +890,8 @@ class Laplace:
             The part that is kept, and the error with its interval; `.message` says it in words.
 
         Raises:
-            ValueError: For a curvature other than `"kfac"` and `"ekfac"`, a posterior that is thin
-                already, fewer than two inputs, or an error that is not positive; as `functional`.
+            ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or
+                an error that is not positive; as `functional`.
             RuntimeError: As `predict`.
         """
         fitted, found = thinned(self._unchanged_state, x, error, positions)

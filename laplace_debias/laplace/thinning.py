@@ -66,7 +66,7 @@ def thinned(
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
         raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
-    _check_whole(fitted)
+    _check_factors(fitted)
     inputs = fitted.moved(x)
     if num_examples(inputs) < 2:
         raise ValueError(
@@ -122,7 +122,7 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
     """A block of fewer directions; of a side that would keep half of them or more, all.
 
     Args:
-        block: A whole block.
+        block: A block.
         ratios: Its N Λ / (T δ), `[*groups, d_out, d_in]`. Groups keep the same number.
         threshold: As `at_threshold`.
     """
@@ -133,16 +133,20 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
         U = bases[side]
         if U is None:
             continue
-        # Debiased magnitudes are not sorted.
-        scores = ratios.amax(other)
+        # Debiased magnitudes are not sorted; the last one of a thin side is not one direction's.
+        scores = ratios.amax(other)[..., : U.shape[-1]]
         rank = int((scores > threshold).sum(-1).amax())
-        if 2 * rank >= U.shape[-1]:
+        if rank == U.shape[-1] or 2 * rank >= U.shape[-2]:
             continue
         order = scores.argsort(-1, descending=True)
+        of_directions = magnitudes.narrow(dim, 0, U.shape[-1])
+        sorted_ = torch.take_along_dim(of_directions, order.unsqueeze(other), dim)
+        kept, left_out = sorted_.split([rank, U.shape[-1] - rank], dim)
+        rest = left_out.sum(dim, keepdim=True)
+        if is_thin(U):
+            rest = rest + (U.shape[-2] - U.shape[-1]) * magnitudes.narrow(dim, -1, 1)
+        magnitudes = torch.cat([kept, rest / (U.shape[-2] - rank)], dim)
         bases[side] = torch.take_along_dim(U, order[..., None, :rank], -1).mT.contiguous().mT
-        sorted_ = torch.take_along_dim(magnitudes, order.unsqueeze(other), dim)
-        kept, rest = sorted_.split([rank, U.shape[-1] - rank], dim)
-        magnitudes = torch.cat([kept, rest.mean(dim, keepdim=True)], dim)
     U_G, U_A = bases
     return EigenKronecker(U_G, U_A, magnitudes)
 
@@ -158,8 +162,8 @@ def _in_deltas(fitted: Fitted) -> dict[str, Tensor]:
     }
 
 
-def _check_whole(fitted: Fitted) -> None:
-    """Require directions of Kronecker factors, all of them.
+def _check_factors(fitted: Fitted) -> None:
+    """Require directions of Kronecker factors.
 
     Raises:
         ValueError: Otherwise.
@@ -169,13 +173,6 @@ def _check_whole(fitted: Fitted) -> None:
             f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
             f"{name!r}: fit one of these."
         )
-    for block in fitted.posterior.curvature.blocks.values():
-        assert isinstance(block, EigenKronecker)
-        if is_thin(block.U_G) or is_thin(block.U_A):
-            raise ValueError(
-                "The posterior is thin already: make the whole one thin, of another fit or its "
-                "file."
-            )
 
 
 def _size(fitted: Fitted) -> int:

@@ -84,7 +84,8 @@ def rotated_jacobians(
         columns = None
         for x, g in uses:
             a = coordinates(activations(layer, block, x[part]), U_A)
-            if apart and len(uses) == 1 and is_thin(U_A) and a.shape[1] < block.shape[1]:
+            is_alone = apart and len(uses) == 1 and not block.groups
+            if is_alone and is_thin(U_A) and a.shape[1] < block.shape[1]:
                 a, columns = _few_columns(a, U_A.shape[-1])
             rows = _along(U_G, output_gradients(layer, block, g[:, part]))
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
@@ -178,6 +179,7 @@ def _distinct(
 
 def _along(U: Tensor | None, columns: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n rows k"]:
     """As `coordinates`, of columns `[..., *groups, d, k]`."""
-    if is_thin(U):
-        return coordinates(columns.movedim(-1, 0), U).movedim(0, -1)
-    return columns if U is None else U.mT @ columns
+    if U is None:
+        return columns
+    along = U.mT @ columns
+    return torch.cat([along, columns - U @ along], -2) if is_thin(U) else along
