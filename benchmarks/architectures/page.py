@@ -72,11 +72,11 @@ def page(rows: Sequence[Row], set_ups: Sequence[str]) -> str:
 
 
 def _cells(row: Row) -> dict[str, object]:
-    error = row.disagreement
+    error, further = row.disagreement, f" + {row.of_calls}" if row.of_calls else ""
     return {
         "architecture": row.name,
         "parameters": f"{row.parameters:,}",
-        "blocks": f"{row.of_layers} + {row.of_calls}" if row.works else "fails",
+        "blocks": f"{row.of_layers}{further}" if row.works else "fails",
         "fit ÷ gradient": _median(row.fit),
         "each further batch": _median(row.further),
         "predict ÷ gradient": _median(row.predict),

@@ -17,9 +17,6 @@ from torch import Tensor
 # largest eigenvalue. Right decompositions stay below 3 for d up to 2,000.
 _SLACK = 16
 _PROBES = 2
-# From what size on, and up to what share of it, a low rank is looked for.
-_LARGE = 256
-_LOW = 1 / 8
 
 Decomposition = tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]
 
@@ -89,74 +86,6 @@ def eigvalsh(
         & ((values.detach().square().sum(-1) - norm).abs() <= _tolerance(scaled) * size * norm)
     )
     return _ldexp(values, exponent.squeeze(-1)) if bool(is_right.all()) else eigh(matrix, what)[0]
-
-
-def may_be_low_rank(rank: int, size: int) -> bool:
-    """Whether `low_rank_eigh` takes a matrix `[size, size]` of this rank."""
-    return size >= _LARGE and rank <= int(_LOW * size)
-
-
-def low_rank_eigh(matrix: Float[Tensor, "d d"], what: str = "the matrix") -> Decomposition | None:
-    r"""As `eigh`, of a positive semi-definite matrix with far fewer rows behind it than columns.
-
-    A product with a random matrix Ω spans the range, and the eigenpairs are those of a small
-    matrix in its coordinates, $Q^\top A Q$ with $Q = \mathrm{qr}(A\Omega)$; the rest of the
-    basis completes Q. That is 3 to 10 times faster than decomposing the whole.
-
-    Args:
-        matrix: `[d, d]`.
-        what: As `eigh` takes it.
-
-    Returns:
-        None where it would not pay, or the rank is not low to double precision.
-
-    Raises:
-        ValueError: If the matrix holds NaN or Inf.
-
-    Reference:
-        Halko, Martinsson, Tropp (2011), "Finding structure with randomness", Section 5.3.
-    """
-    d = len(matrix)
-    width = int(_LOW * d)
-    if d < _LARGE or matrix.dtype != torch.float64:
-        return None
-    scaled, exponent = _scaled(matrix, what)
-    # The effective rank is a lower bound of the rank.
-    if bool(scaled.trace().square() > width * scaled.square().sum()):
-        return None
-    sketch = torch.randn(
-        d, width, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype
-    ).to(matrix.device)
-    Q = torch.linalg.qr(scaled @ sketch).Q
-    image = scaled @ _probes(scaled)
-    if bool((image - Q @ (Q.T @ image)).norm() > _tolerance(scaled) * image.norm()):
-        return None
-    inner, vectors = eigh(Q.T @ scaled @ Q)
-    values = torch.cat([inner.new_zeros(d - width), inner])
-    # Eigenvectors lie one after the other in memory, as torch has them.
-    basis = torch.cat([_complement(Q), (Q @ vectors).mT]).mT
-    return (_ldexp(values, exponent[0]), basis) if _is_right(scaled, values, basis) else None
-
-
-def _complement(Q: Float[Tensor, "d k"]) -> Float[Tensor, "d-k d"]:
-    r"""Rows that complete orthonormal columns to a basis.
-
-    The Householder reflectors of Q multiply to $I - V T V^\top$. LAPACK applies them column by
-    column; two matrix products are several times faster.
-
-    Reference:
-        Schreiber, Van Loan (1989), "A storage-efficient WY representation for products of
-        Householder transformations".
-    """
-    k = Q.shape[1]
-    reflectors, scales = torch.geqrf(Q)
-    V = reflectors.tril(-1)
-    V.diagonal().fill_(1)
-    inner = scales.unsqueeze(-1) * (V.mT @ V).triu(1)
-    T = torch.linalg.solve_triangular(inner, scales.diag(), upper=True, unitriangular=True)
-    rows = (V[k:] @ T.mT) @ V.mT
-    rows.neg_().diagonal(k).add_(1)
-    return rows
 
 
 def _scaled(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:

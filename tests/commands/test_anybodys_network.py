@@ -286,5 +286,5 @@ def test_ctrl_c_in_a_process_of_its_own(here):
         [*command, "--output=p.safetensors"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 130
-    assert "stopped: nothing is kept of it" in done.stderr
+    assert "stopped: nothing was saved" in done.stderr
     assert not (here / "p.safetensors").exists()

@@ -62,6 +62,13 @@ def test_processes_without_examples_take_part(processes, size, batch):
     check_all(processes.run(4, tasks.fits, cases, size, batch), cases, size, batch)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_of_all_processes_make_one_basis(processes, num_ranks):
+    cases = [(c, mode, {}, {}) for c in ("kfac", "ekfac") for mode in ("full", "debiased")]
+    cases.append(("kfac", "crossfit", {}, {}))
+    check_all(processes.run(num_ranks, tasks.fits_of_few_rows, cases, 4, 2), cases, 4, 2)
+
+
 def test_all_processes_have_the_same_bits(processes):
     cases = [("kfac", "full", {}, {}), ("full", "debiased", {}, {})]
     first, *others = processes.run(4, tasks.fits, cases)

@@ -12,7 +12,7 @@ from torch import nn
 import laplace_debias
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import directions
-from laplace_debias.operators.eigh import eigh, eigvalsh, low_rank_eigh
+from laplace_debias.operators.eigh import eigh, eigvalsh
 
 TRUE_EIGH = torch.linalg.eigh
 TRUE_EIGVALSH = torch.linalg.eigvalsh
@@ -226,39 +226,6 @@ def test_a_decomposition_can_be_differentiated():
     lower = torch.outer(u, u)
     torch.testing.assert_close(matrix.grad.tril(-1) + matrix.grad.triu(1).T, 2 * lower.tril(-1))
     torch.testing.assert_close(matrix.grad.diagonal(), lower.diagonal())
-
-
-@pytest.mark.parametrize("rank", [1, 10, 32, 33, 100])
-@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
-def test_a_low_rank_is_made_use_of_to_the_same_result(rank, scale):
-    rows = torch.randn(rank, 260).double() * torch.logspace(0, -6, rank).double()[:, None]
-    rows[:, ::3] = 0
-    matrix = rows.T @ rows * scale
-    pair = low_rank_eigh(matrix)
-    assert (pair is None) == (rank > 260 // 8)
-    if pair is None:
-        return
-    values, vectors = pair
-    torch.testing.assert_close((vectors * values) @ vectors.T / scale, matrix / scale)
-    torch.testing.assert_close(vectors.T @ vectors, torch.eye(260).double(), rtol=0, atol=1e-12)
-    assert vectors.stride() == TRUE_EIGH(matrix)[1].stride()
-    expected = torch.from_numpy(scipy.linalg.eigh(matrix.numpy() / scale, eigvals_only=True))
-    largest = float(expected[-1])
-    torch.testing.assert_close(values / scale, expected, rtol=1e-10, atol=1e-14 * largest)
-
-
-def test_small_eigenvalues_are_not_taken_for_none():
-    d = 300
-    Q = torch.linalg.qr(torch.randn(d, d).double()).Q
-    values = torch.cat([torch.ones(5), torch.full((d - 5,), 1e-11)]).double()
-    matrix = (Q * values) @ Q.T
-    assert low_rank_eigh((matrix + matrix.T) / 2) is None
-
-
-def test_a_low_rank_moves_no_random_numbers():
-    state = torch.get_rng_state()
-    assert low_rank_eigh(torch.ones(300, 300).double()) is not None
-    assert torch.get_rng_state().equal(state)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -23,7 +23,7 @@ from laplace_debias.curvature import (
     Hessian,
     Jacobian,
 )
-from laplace_debias.curvature.fits import checkpoint
+from laplace_debias.curvature.fits import checkpoint, factors
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
@@ -105,6 +105,12 @@ def fit(rank, curvature, mode, options, fit_options, size=SIZE, batch=BATCH):
 def fits(rank, cases, size=SIZE, batch=BATCH):
     """Several of them, one after the other."""
     return [fit(rank, *case, size, batch) for case in cases]
+
+
+def fits_of_few_rows(rank, cases, size=SIZE, batch=BATCH):
+    """The same where factors of few rows are kept as rows."""
+    with mock.patch.object(factors, "_WIDE", 2):
+        return fits(rank, cases, size, batch)
 
 
 OPERATORS = {

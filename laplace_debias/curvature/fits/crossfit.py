@@ -23,9 +23,13 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
+    Factor,
+    Rows,
     directional_curvature,
     eigenbasis,
     eigh,
+    left_by,
+    numerical_rank,
     outer,
     pooled,
 )
@@ -37,6 +41,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Pairs, Placed
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.network.shards import first_places
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.ranks import Ranks
 
 
@@ -143,6 +148,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     of_folds = [sums for sums, _ in passes]
     seen = reduce(operator.add, (seen for _, seen in passes))
     del passes
+    _make_alike(of_folds)
     if curvature == "ekfac":
         # Of several processes each has the factors of the blocks that it owns.
         totals = {block: _total(of_folds, block) for block in of_folds[0]}
@@ -167,11 +173,11 @@ def _of_factors(
     """K-FAC's eigenbases and magnitudes, of the blocks whose factors are here."""
     bases: dict[Block, Eigenbasis] = {}
     table: Sums = {}
-    sizes = torch.tensor([fold.size for fold in folds]).to(problem.device)
+    sizes = [fold.size for fold in folds]
     for block in [block for block in problem.blocks if block in of_folds[0]]:
         # A block's factors are freed once it is done with.
         G, A = _stacked(of_folds, block)
-        basis = eigenbasis(G.sum(0) / num_examples, A.sum(0) / num_examples, block.name)
+        basis = eigenbasis(_sum(G) / num_examples, _sum(A) / num_examples, block.name)
         of_G, of_A = _eigenpairs(basis)
         along_G = crossfit_magnitudes(G, sizes, of_G, problem.dtype)
         del G
@@ -182,17 +188,44 @@ def _of_factors(
     return bases, table
 
 
-def _stacked(of_folds: list[FactorSums], block: Block) -> tuple[Tensor, Tensor]:
-    """A block's factors of all folds, `[K, ...]`, which the folds give up."""
+# Factors of all folds, `[K, ...]`, or the rows of each.
+OfFolds = Tensor | list[Rows]
+
+
+def _make_alike(of_folds: list[FactorSums]) -> None:
+    """Multiply the rows of a factor that is a matrix in another fold, or has many in all."""
+    for block in of_folds[0]:
+        sides = []
+        for of_side in zip(*(sums[block] for sums in of_folds), strict=True):
+            factors = list(of_side)
+            rows = [factor.rows for factor in factors if isinstance(factor, Rows)]
+            if len(rows) < len(factors) or 2 * sum(map(len, rows)) > rows[0].shape[1]:
+                factors = [f.rows.mT @ f.rows if isinstance(f, Rows) else f for f in factors]
+            sides.append(factors)
+        for sums, G, A in zip(of_folds, *sides, strict=True):
+            sums[block] = (G, A)
+
+
+def _stacked(of_folds: list[FactorSums], block: Block) -> tuple[OfFolds, OfFolds]:
+    """A block's factors of all folds, which the folds give up."""
     all_G, all_A = (list(of) for of in zip(*(f.pop(block) for f in of_folds), strict=True))
-    G = torch.stack(all_G)
+    G = _together(all_G)
     all_G.clear()
-    return G, torch.stack(all_A)
+    return G, _together(all_A)
+
+
+def _together(factors: list[Factor]) -> OfFolds:
+    rows = [factor for factor in factors if isinstance(factor, Rows)]
+    return rows or torch.stack([factor for factor in factors if isinstance(factor, Tensor)])
+
+
+def _sum(factors: OfFolds) -> Factor:
+    return factors.sum(0) if isinstance(factors, Tensor) else reduce(operator.add, factors)
 
 
 def crossfit_magnitudes(
-    factors: Float[Tensor, "folds *groups d d"] | Float[Tensor, "folds d"],
-    sizes: Tensor,
+    factors: OfFolds,
+    sizes: Sequence[int],
     known: FactorEigenpairs | None = None,
     precision: torch.dtype | None = None,
 ) -> Float[Tensor, "*groups d"]:
@@ -206,51 +239,38 @@ def crossfit_magnitudes(
 
     Args:
         factors: The factor of each fold, summed over its examples, `[K, *groups, d, d]`; `[K, d]`
-            for a diagonal one.
-        sizes: Examples in each fold, `[K]`.
+            for a diagonal one; rows of each.
+        sizes: Examples in each fold.
         known: Eigenvalues, descending, and eigenvectors of the mean factor, if they are known.
         precision: What the factors were computed in, which says what counts as no curvature; their
             own dtype if None.
 
     Returns:
-        `[*groups, d]`: entry i is the mean over folds, weighed by their sizes, of the fold's own
-        mean curvature along the i-th eigenvector of the other folds.
+        `[*groups, d]`, behind thin directions one entry for the rest: entry i is the mean over
+        folds, weighed by their sizes, of the fold's own mean curvature along the i-th eigenvector
+        of the other folds.
     """
-    num_examples = sizes.sum()
-    if factors.ndim == 2:
+    num_examples = sum(sizes)
+    if isinstance(factors, Tensor) and factors.ndim == 2:
         return factors.sum(0) / num_examples
-    precision = factors.dtype if precision is None else precision
-    values, U = eigh(factors.sum(0) / num_examples) if known is None else known
+    values, U = eigh(_sum(factors) / num_examples) if known is None else known
+    assert U is not None
+    precision = values.dtype if precision is None else precision
     within = _Within(values, U, precision)
     magnitudes = torch.zeros_like(values)
     for factor, size in zip(factors, sizes, strict=True):
         own = within.projected(factor)
         # The sum of all is made anew for each fold: beside what is decomposed it need not be kept.
-        others = (within.projected(factors.sum(0)) - own).div_(num_examples - size)
+        others = (within.projected(_sum(factors)) - own).div_(num_examples - size)
         of_others, basis = eigh(others)
         del others
         rest = (0, values.shape[-1] - of_others.shape[-1])
         measured = F.pad(directional_curvature(own, basis), rest)
         del basis
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
-        magnitudes += pooled(measured, F.pad(of_others, rest), precision) / num_examples
+        of_others = F.pad(of_others, rest)
+        magnitudes += pooled(measured, of_others, precision, left_by(U)) / num_examples
     return magnitudes
-
-
-def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
-    """How many eigenvalues of a matrix are above the rounding of what it was computed in.
-
-    Args:
-        values: Eigenvalues, descending.
-        precision: The dtype of the computation; that of `values` if None.
-    """
-    if not len(values):
-        return 0
-    computed = torch.finfo(values.dtype if precision is None else precision).eps
-    # Sums of rounded products are off by few units of rounding of the largest eigenvalue, of which
-    # a decomposition in double precision is off by a few times the square root of the size.
-    decomposed = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
-    return int((values > max(8 * computed, decomposed) * values[0]).sum())
 
 
 class _Within:
@@ -270,20 +290,28 @@ class _Within:
         self, values: Tensor, U: Float[Tensor, "*groups d d"] | None, precision: torch.dtype | None
     ) -> None:
         assert U is not None
-        if U.ndim > 2:
-            self.basis = None
-            return
-        rank = max(1, numerical_rank(values, precision))
-        self.basis = U[:, :rank] if rank <= _MUCH_SMALLER * len(values) else None
-        self.rest = U[:, rank:]
+        self.basis: Tensor | None = None
+        self.rest: list[Tensor] = []
+        if is_thin(U):
+            self.basis = U
+        elif U.ndim == 2:
+            rank = max(1, numerical_rank(values, precision))
+            if rank <= _MUCH_SMALLER * len(values):
+                self.basis, self.rest = U[:, :rank], [U[:, rank:]]
 
-    def projected(self, factor: Float[Tensor, "*groups d d"]) -> Float[Tensor, "*groups r r"]:
+    def projected(self, factor: Factor) -> Float[Tensor, "*groups r r"]:
         """A factor in coordinates of the space."""
+        if isinstance(factor, Rows):
+            assert self.basis is not None
+            along = factor.rows @ self.basis
+            return along.mT @ along
         return factor if self.basis is None else self.basis.T @ factor @ self.basis
 
-    def lifted(self, basis: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d d"]:
-        """An orthonormal basis of the space, and behind it one of the rest."""
-        return basis if self.basis is None else torch.cat([self.basis @ basis, self.rest], dim=1)
+    def lifted(self, basis: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
+        """An orthonormal basis of the space, and behind it, if it is not thin, one of the rest."""
+        if self.basis is None:
+            return basis
+        return torch.cat([self.basis @ basis, *self.rest], dim=1)
 
 
 def exact_crossfit(
@@ -329,22 +357,22 @@ def exact_crossfit(
 
 
 def _basis_of_others(
-    total: Tensor, own: Tensor, known: FactorEigenpairs, num_others: int, precision: torch.dtype
+    total: Factor, own: Factor, known: FactorEigenpairs, num_others: int, precision: torch.dtype
 ) -> FactorEigenpairs:
     """Eigenvalues and eigenvectors of the mean factor of the other folds."""
-    if total.ndim == 1:
+    if isinstance(total, Tensor) and isinstance(own, Tensor) and total.ndim == 1:
         return (total - own) / num_others, None
     within = _Within(*known, precision)
     others = (within.projected(total) - within.projected(own)).div_(num_others)
     values, basis = eigh(others)
     assert basis is not None
-    return F.pad(values, (0, total.shape[-1] - values.shape[-1])), within.lifted(basis)
+    return F.pad(values, (0, known[0].shape[-1] - values.shape[-1])), within.lifted(basis)
 
 
 def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:
     return (basis.along_G, basis.U_G), (basis.along_A, basis.U_A)
 
 
-def _total(of_folds: list[FactorSums], block: Block) -> tuple[Tensor, Tensor]:
+def _total(of_folds: list[FactorSums], block: Block) -> tuple[Factor, Factor]:
     G, A = zip(*(sums[block] for sums in of_folds), strict=True)
-    return reduce(torch.add, G), reduce(torch.add, A)
+    return reduce(operator.add, G), reduce(operator.add, A)

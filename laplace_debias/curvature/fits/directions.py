@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 from laplace_debias.operators import eigh as decomposition
-from laplace_debias.operators.structures.eigen_kronecker import coordinates
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
 
 # Eigenvalues nearer than this share of the largest one belong to directions that rounding mixes:
 # the angle between two such is off by rounding over their distance.
@@ -21,30 +22,51 @@ _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A factor of few examples, `rowsᵀ rows`: no matrix `[d, d]` is made of it.
+
+    Attributes:
+        rows: `[n, d]`, with n at most half of d.
+    """
+
+    rows: Float[Tensor, "n d"]
+
+    def __add__(self, other: "Rows") -> "Rows":
+        return Rows(torch.cat([self.rows, other.rows]))
+
+    def __truediv__(self, number: int) -> "Rows":
+        return Rows(self.rows / number**0.5)
+
+
+# A matrix `[*groups, d, d]`, the diagonal of one, `[d]`, or rows.
+Factor = Tensor | Rows
+
+
+@dataclass(frozen=True)
 class Eigenbasis:
     """Directions of a block, and the factors' own curvature along them.
 
     Attributes:
-        U_G: Eigenvectors of G as columns, by descending eigenvalue, `[*groups, d_out, d_out]`; None
-            for the coordinate axes.
-        U_A: Likewise of A, `[*groups, d_in, d_in]`.
-        along_G: Eigenvalues of G, `[*groups, d_out]`.
-        along_A: Eigenvalues of A, `[*groups, d_in]`.
+        U_G: Eigenvectors of G as columns, by descending eigenvalue, `[*groups, d_out, r_G]`; None
+            for the coordinate axes. Thin directions (r < d) leave the null space.
+        U_A: Likewise of A, `[*groups, d_in, r_A]`.
+        along_G: Eigenvalues of G, `[*groups, d_out]`; of thin directions `r_G + 1`, the last zero.
+        along_A: Likewise of A.
     """
 
-    U_G: Float[Tensor, "*groups d_out d_out"] | None
-    U_A: Float[Tensor, "*groups d_in d_in"] | None
-    along_G: Float[Tensor, "*groups d_out"]
-    along_A: Float[Tensor, "*groups d_in"]
+    U_G: Float[Tensor, "*groups d_out r_G"] | None
+    U_A: Float[Tensor, "*groups d_in r_A"] | None
+    along_G: Float[Tensor, "*groups rows"]
+    along_A: Float[Tensor, "*groups columns"]
 
     @property
-    def magnitudes(self) -> Float[Tensor, "*groups d_out d_in"]:
+    def magnitudes(self) -> Float[Tensor, "*groups rows columns"]:
         """The factors' own curvature along every direction, `λ_i(G) λ_j(A)`."""
         return outer(self.along_G, self.along_A)
 
     def pooled(
-        self, measured: Float[Tensor, "*groups d_out d_in"], precision: torch.dtype
-    ) -> Float[Tensor, "*groups d_out d_in"]:
+        self, measured: Float[Tensor, "*groups rows columns"], precision: torch.dtype
+    ) -> Float[Tensor, "*groups rows columns"]:
         """Curvature along the directions, averaged over those that data cannot tell apart.
 
         Args:
@@ -55,10 +77,15 @@ class Eigenbasis:
         along_G = self.along_G * self.along_A.amax(-1, keepdim=True)
         along_A = self.along_A * self.along_G.amax(-1, keepdim=True)
         if self.U_G is not None:
-            measured = pooled(measured, along_G, precision)
+            measured = pooled(measured, along_G, precision, left_by(self.U_G))
         if self.U_A is not None:
-            measured = pooled(measured.mT, along_A, precision).mT
+            measured = pooled(measured.mT, along_A, precision, left_by(self.U_A)).mT
         return measured
+
+
+def left_by(U: Tensor) -> int:
+    """How many directions the last magnitude stands for: those that thin ones leave, or one."""
+    return U.shape[-2] - U.shape[-1] if is_thin(U) else 1
 
 
 def outer(
@@ -68,12 +95,12 @@ def outer(
     return along_G.unsqueeze(-1) * along_A.unsqueeze(-2)
 
 
-def eigenbasis(G: Tensor, A: Tensor, block: str) -> Eigenbasis:
+def eigenbasis(G: Factor, A: Factor, block: str) -> Eigenbasis:
     """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes.
 
     Args:
-        G: `[*groups, d_out, d_out]`, or `[d_out]`.
-        A: `[*groups, d_in, d_in]`, or `[d_in]`.
+        G: `[*groups, d_out, d_out]`, `[d_out]` or rows.
+        A: `[*groups, d_in, d_in]`, `[d_in]` or rows.
         block: Name of the block, for messages.
 
     Raises:
@@ -86,35 +113,60 @@ def eigenbasis(G: Tensor, A: Tensor, block: str) -> Eigenbasis:
 
 
 def eigh(
-    factor: Tensor, what: str = "the factor"
-) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups d d"] | None]:
+    factor: Factor, what: str = "the factor"
+) -> tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"] | None]:
     """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
+
+    Of rows the eigenvectors are thin, those that span them: in double precision, a decomposition of
+    their `[n, n]` coordinates loses no digit. One eigenvalue more, zero, is that of all others.
 
     An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
     a positive product with one fixed vector, so that other machines draw the same samples.
 
     Args:
-        factor: A positive semi-definite matrix `[d, d]`, one for each group `[g, d, d]`, or the
-            diagonal of one, `[d]`.
+        factor: A positive semi-definite matrix `[d, d]`, one for each group `[g, d, d]`, the
+            diagonal of one, `[d]`, or rows.
         what: What it is, for messages.
 
     Raises:
         ValueError: If it holds NaN or Inf.
         torch.linalg.LinAlgError: If it cannot be decomposed.
     """
+    if isinstance(factor, Rows):
+        Q, R = torch.linalg.qr(factor.rows.mT)
+        values, inner = decomposition.eigh(R @ R.mT, what)
+        rank = max(1, numerical_rank(values.flip(-1)))
+        return F.pad(values.flip(-1)[:rank], (0, 1)), _signed((Q @ inner).flip(-1)[:, :rank])
     if factor.ndim == 1:
         return factor, None
-    # A factor of few examples has few rows behind it.
-    low_rank = decomposition.low_rank_eigh(factor, what) if factor.ndim == 2 else None
-    values, vectors = low_rank or decomposition.eigh(factor, what)
-    vectors = vectors.flip(-1)
+    values, vectors = decomposition.eigh(factor, what)
+    # Below zero there is nothing but rounding.
+    return values.flip(-1).clamp_min(0), _signed(vectors.flip(-1))
+
+
+def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
+    """The eigenvectors, each with a positive product with one fixed vector."""
     # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
     # every [1, -1], and rounding would choose the sign.
-    at = torch.arange(1, vectors.shape[-1] + 1, dtype=vectors.dtype, device=vectors.device)
+    at = torch.arange(1, vectors.shape[-2] + 1, dtype=vectors.dtype, device=vectors.device)
     products = (at * _GOLDEN_RATIO).frac() @ vectors
-    signs = torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2)
-    # Below zero there is nothing but rounding.
-    return values.flip(-1).clamp_min(0), vectors * signs
+    return vectors * torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2)
+
+
+def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
+    """How many eigenvalues of a matrix are above the rounding of what it was computed in.
+
+    Args:
+        values: Eigenvalues, descending.
+        precision: The dtype of the computation; that of `values` if None.
+    """
+    if not len(values):
+        return 0
+    computed = torch.finfo(values.dtype if precision is None else precision).eps
+    # Sums of rounded products are off by few units of rounding of the largest eigenvalue, of which
+    # a decomposition in double precision is off by a few times the square root of the size.
+    decomposed = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
+    return int((values > max(8 * computed, decomposed) * values[0]).sum())
 
 
 def resolution(precision: torch.dtype) -> float:
@@ -130,7 +182,10 @@ def resolution(precision: torch.dtype) -> float:
 
 
 def pooled(
-    measured: Float[Tensor, "*entries"], values: Float[Tensor, "*groups d"], precision: torch.dtype
+    measured: Float[Tensor, "*entries"],
+    values: Float[Tensor, "*groups d"],
+    precision: torch.dtype,
+    left: int = 1,
 ) -> Float[Tensor, "*entries"]:
     r"""Curvature along eigenvectors, averaged over those whose eigenvalues nearly coincide.
 
@@ -154,22 +209,28 @@ def pooled(
             columns]`; columns are averaged one by one.
         values: The eigenvalues, descending, in the units of `measured`.
         precision: What the eigenvalues' matrix was computed in.
+        left: How many eigenvectors the last eigenvalue stands for.
     """
     if values.shape[-1] == 0:
         return measured
     if values.ndim > 1 and measured.ndim == values.ndim:
-        return pooled(measured.unsqueeze(-1), values, precision).squeeze(-1)
+        return pooled(measured.unsqueeze(-1), values, precision, left).squeeze(-1)
+    counts = torch.ones_like(values)
+    counts[..., -1] = left
     largest = values[..., :1]
     over = tuple(range(values.ndim - 1, measured.ndim))
     is_one_space = largest.squeeze(-1) <= resolution(precision) ** 2 * measured.amax(over)
     mean = measured.mean(values.ndim - 1, keepdim=True).expand_as(measured)
+    if left > 1:
+        of_all = torch.tensordot(counts / counts.sum(), measured.to(values), 1)
+        mean = of_all.to(measured).expand_as(measured)
     if bool(is_one_space.all()):
         return mean
     width = resolution(precision) * largest
     if not bool((is_one_space | (values[..., :-1] - values[..., 1:] < width).any(-1)).any()):
         return measured
     distances = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs() / width.unsqueeze(-1)
-    weights = (2 - 2 * distances).clamp(0, 1)
+    weights = (2 - 2 * distances).clamp(0, 1) * counts.unsqueeze(-2)
     averaged = ((weights / weights.sum(-1, keepdim=True)) @ measured.to(values)).to(measured)
     if values.ndim == 1:
         return averaged
@@ -177,19 +238,40 @@ def pooled(
 
 
 def directional_curvature(
-    factor: Tensor, U: Float[Tensor, "*groups d d"] | None
-) -> Float[Tensor, "*groups d"]:
+    factor: Factor, U: Float[Tensor, "*groups d r"] | None
+) -> Float[Tensor, "*groups values"]:
     r"""Curvature of a factor along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
+    Behind it, where U is thin, its mean along all directions that U leaves.
+
     Args:
-        factor: `[*groups, d, d]`, or `[d]` for a diagonal one.
-        U: `[*groups, d, d]`; None for the coordinate axes.
+        factor: `[*groups, d, d]`, `[d]` for a diagonal one, or rows.
+        U: `[*groups, d, r]`; None for the coordinate axes.
     """
+    if isinstance(factor, Rows):
+        return folded(coordinates(factor.rows, U).square().sum(0), U)
     if factor.ndim == 1:
         return factor if U is None else U.square().T @ factor
     if U is None:
         return factor.diagonal(dim1=-2, dim2=-1)
-    return ((factor @ U) * U).sum(-2).clamp_min(0)
+    along = ((factor @ U) * U).sum(-2).clamp_min(0)
+    if not is_thin(U):
+        return along
+    rest = (factor.trace() - along.sum()).clamp_min(0) / left_by(U)
+    return torch.cat([along, rest.unsqueeze(0)])
+
+
+def folded(squares: Float[Tensor, "*n columns"], U: Tensor | None) -> Float[Tensor, "*n values"]:
+    """Squares of coordinates in the frame of thin directions, with a mean of those that it leaves.
+
+    Args:
+        squares: `[..., r + d]`; left as they are where U is not thin.
+        U: `[d, r]`.
+    """
+    if not is_thin(U):
+        return squares
+    along, rest = squares.split([U.shape[-1], U.shape[-2]], -1)
+    return torch.cat([along, rest.sum(-1, keepdim=True) / left_by(U)], -1)
 
 
 def ekfac_magnitudes(
@@ -207,17 +289,24 @@ def ekfac_magnitudes(
         x, g = uses[0]  # type: ignore[index]
         a = coordinates(activations(layer, block, x)[:, 0], U_A)
         rows = coordinates(output_gradients(layer, block, g)[..., 0], U_G)
-        return rows.square().sum(0).T @ a.square()
+        return _folded(rows.square().sum(0).T @ a.square(), U_G, U_A)
     total: Tensor | None = None
     for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
         squares = J.square().sum((0, 1))
-        total = squares.new_zeros(*block.groups, *block.shape) if total is None else total
         if columns is None:
-            total += squares
+            total = squares if total is None else total.add_(squares)
         else:
+            if total is None:
+                # Of thin directions a frame has as many columns more.
+                width = block.shape[1] + (U_A.shape[-1] if is_thin(U_A) else 0)
+                total = squares.new_zeros(len(squares), width)
             total.index_add_(1, columns, squares)
     assert total is not None
-    return total
+    return _folded(total, U_G, U_A)
+
+
+def _folded(squares: Tensor, U_G: Tensor | None, U_A: Tensor | None) -> Tensor:
+    return folded(folded(squares, U_A).mT, U_G).mT
 
 
 def _has_one_position(layer: nn.Module, uses: Uses) -> bool:

@@ -43,9 +43,8 @@ from laplace_debias.curvature.layers.uses import (
     tokens,
 )
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS
-from laplace_debias.operators.eigh import may_be_low_rank
 
-# From so many rows on, a G is not written for every few rows of gradients.
+# From so many columns on, a factor is not written for every few rows.
 _WIDE = 256
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
@@ -126,6 +125,28 @@ def few_gradient_rows(
     positions = sum(part.shape[-1] for part in parts)
     rows = torch.cat([part.flatten(0, 1).mT.flatten(0, 1) for part in parts])
     return rows * positions**-0.5
+
+
+def few_input_rows(
+    layer: nn.Module, block: Block, inputs: Inputs, masks: Sequence[Masks | None]
+) -> Float[Tensor, "n d_in"] | None:
+    """Rows with `rowsᵀ rows = A`, if they are at most half as many as A's and A is wide.
+
+    Arguments as `input_factor` takes them.
+    """
+    d_in = block.shape[1]
+    is_masked = any(of_part is not None for of_part in masks)
+    if block.groups or block.has_diagonal_A or d_in < _WIDE or is_masked:
+        return None
+    uses = [x for part in inputs for x in part]
+    if block.sharing == "reduce":
+        if 2 * sum(len(part[0]) for part in inputs) > d_in:
+            return None
+        return torch.cat([_mean_activations(layer, block, part, None) for part in inputs])
+    num_rows = sum(len(x) * activations(layer, block, x[:1]).shape[1] for x in uses)
+    if 2 * num_rows > d_in:
+        return None
+    return torch.cat([activations(layer, block, x).flatten(0, 1) for x in uses])
 
 
 def _counted(
@@ -248,13 +269,7 @@ def _squares(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
 
 
 def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
-    """`rowsᵀ rows`, in double precision where the rows are few.
-
-    Rounding to single precision fills up the rank of such a matrix, and a decomposition through its
-    range, which is several times faster than one of the whole, would not find it.
-    """
-    if rows.ndim == 2 and may_be_low_rank(*rows.shape):
-        rows = rows.double()
+    """`rowsᵀ rows`."""
     of_groups = rows.movedim(0, -2)
     return of_groups.mT @ of_groups
 
@@ -264,17 +279,12 @@ def _add_moments(
 ) -> Float[Tensor, "*groups d d"] | Float[Tensor, " d"]:
     """Add `rowsᵀ rows` to a sum, or its diagonal to a vector.
 
-    As in `moments`, in double precision where the rows are few.
-
     Of each two symmetric halves one is computed where that pays.
     """
     if total.ndim == 1:
         return total.add_(_squares(rows))
     if rows.ndim == 3:
         return total.add_(moments(rows))
-    if may_be_low_rank(*rows.shape):
-        total = total.double()
-    rows = rows.to(total.dtype)
     size = rows.shape[1]
     if size < _SYMMETRIC_FROM:
         return total.addmm_(rows.T, rows)

@@ -8,13 +8,19 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
+    Factor,
+    Rows,
     directional_curvature,
     ekfac_magnitudes,
     outer,
 )
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
+from laplace_debias.curvature.fits.factors import (
+    few_gradient_rows,
+    few_input_rows,
+    gradient_factor,
+    input_factor,
+)
 from laplace_debias.curvature.fits.over_ranks import (
-    shape_of_table,
     to_all,
 )
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
@@ -30,6 +36,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 
 def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -60,8 +67,14 @@ def curvature_along(
     along_G: Sums = {}
     along_A: Sums = {}
 
-    def project_gradients(block: Block, G: Tensor) -> None:
-        add_to(along_G, block, directional_curvature(G.to(problem.factor_dtype), bases[block].U_G))
+    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
+        few = few_gradient_rows(layer, block, uses, masks)
+        if few is not None:
+            return Rows(few.to(problem.factor_dtype))
+        return gradient_factor(layer, block, uses, masks).to(problem.factor_dtype)
+
+    def project_gradients(block: Block, G: Factor) -> None:
+        add_to(along_G, block, directional_curvature(G, bases[block].U_G))
 
     def project_inputs(
         layer: nn.Module,
@@ -69,21 +82,24 @@ def curvature_along(
         inputs: Sequence[Sequence[Tensor]],
         masks: Sequence[Masks | None],
     ) -> None:
-        A = input_factor(layer, block, inputs, masks).to(problem.factor_dtype)
+        few = few_input_rows(layer, block, inputs, masks)
+        A: Factor
+        if few is None:
+            A = input_factor(layer, block, inputs, masks).to(problem.factor_dtype)
+        else:
+            A = Rows(few.to(problem.factor_dtype))
         add_to(along_A, block, directional_curvature(A, bases[block].U_A))
 
     sums = {"G": along_G, "A": along_A}
-    sweep = Sweep(
-        problem, gradient_factor, project_gradients, project_inputs, sums=sums, additive=True
-    )
+    sweep = Sweep(problem, measure, project_gradients, project_inputs, sums=sums, additive=True)
     seen = sweep.over(batches, first)
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})
-    along_G = to_all(problem, along_G, lambda block: (*block.groups, block.shape[0]))
+    along_G = to_all(problem, along_G, lambda block: tuple(bases[block].along_G.shape))
     along_A = to_all(
         problem,
         along_A,
-        lambda block: None if block.is_exact else (*block.groups, block.shape[1]),
+        lambda block: None if block.is_exact else tuple(bases[block].along_A.shape),
     )
     table = {}
     for block, G in along_G.items():
@@ -142,7 +158,12 @@ def exact_sums(
 
     seen = Sweep(problem, measure, collect, sums={"table": sums}).over(batches, first)
     check_finite_sums({block: [squares] for block, squares in sums.items()})
-    return to_all(problem, sums, shape_of_table), seen
+
+    def shape(block: Block) -> tuple[int, ...]:
+        bases_of_block = zip(block.shape, (bases[block].U_G, bases[block].U_A), strict=True)
+        return (*block.groups, *(U.shape[-1] + 1 if is_thin(U) else d for d, U in bases_of_block))
+
+    return to_all(problem, sums, shape), seen
 
 
 def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:

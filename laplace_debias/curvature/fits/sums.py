@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Eigenbasis, eigenbasis
+from laplace_debias.curvature.fits.directions import Eigenbasis, Factor, Rows, eigenbasis
 from laplace_debias.curvature.fits.factors import (
     few_gradient_rows,
+    few_input_rows,
     gradient_factor,
     input_factor,
     moments,
 )
 from laplace_debias.curvature.fits.over_ranks import (
+    owners_by_cost,
     shape_of_A,
     shape_of_G,
     shared_bases,
@@ -25,8 +27,9 @@ from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 
 Sums = dict[Block, Tensor]
-# G and A of every block; a diagonal factor is a vector.
-FactorSums = dict[Block, tuple[Tensor, Tensor]]
+# G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
+FactorSums = dict[Block, tuple[Factor, Factor]]
+RowsOf = dict[Block, list[Tensor]]
 
 
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
@@ -36,29 +39,22 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     """
     of_gradients: Sums = {}
     of_inputs: Sums = {}
-    rows: dict[Block, list[Tensor]] = {}
+    gradient_rows: RowsOf = {}
+    input_rows: RowsOf = {}
+    dtype = problem.factor_dtype
 
-    def measure(
-        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
-    ) -> tuple[bool, Tensor]:
+    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
         few = few_gradient_rows(layer, block, uses, masks)
-        if few is not None:
-            return True, few
-        return False, gradient_factor(layer, block, uses, masks)
+        return gradient_factor(layer, block, uses, masks) if few is None else Rows(few)
 
-    def add_gradients(block: Block, measured: tuple[bool, Tensor]) -> None:
-        are_rows, gradients = measured
-        if not are_rows:
-            add_to(of_gradients, block, gradients.to(problem.factor_dtype))
+    def add_gradients(block: Block, gradients: Factor) -> None:
+        if not isinstance(gradients, Rows):
+            add_to(of_gradients, block, gradients.to(dtype))
             return
-        kept = rows.setdefault(block, [])
-        kept.append(gradients)
+        kept = gradient_rows.setdefault(block, [])
+        kept.append(gradients.rows)
         if sum(map(len, kept)) >= block.shape[0]:
-            multiply_kept(block)
-
-    def multiply_kept(block: Block) -> None:
-        G = moments(torch.cat(rows.pop(block)))
-        add_to(of_gradients, block, G.to(problem.factor_dtype))
+            multiply(block, gradient_rows, of_gradients)
 
     def add_inputs(
         layer: nn.Module,
@@ -66,26 +62,86 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         inputs: Sequence[Sequence[Tensor]],
         masks: Sequence[Masks | None],
     ) -> None:
+        few = None if block in of_inputs else few_input_rows(layer, block, inputs, masks)
+        if few is not None:
+            kept = input_rows.setdefault(block, [])
+            kept.append(few)
+            if sum(map(len, kept)) * 2 > block.shape[1]:
+                multiply(block, input_rows, of_inputs)
+            return
         A = input_factor(layer, block, inputs, masks)
         # The sum has the dtype of the first.
-        add_to(of_inputs, block, A if block in of_inputs else A.to(problem.factor_dtype))
+        add_to(of_inputs, block, A if block in of_inputs else A.to(dtype))
 
-    sums = {"G": of_gradients, "A": of_inputs, "rows": rows}
+    def multiply(block: Block, rows: RowsOf, sums: Sums) -> None:
+        add_to(sums, block, moments(torch.cat(rows.pop(block))).to(dtype))
+
+    sums = {"G": of_gradients, "A": of_inputs, "rows": gradient_rows, "input rows": input_rows}
     sweep = Sweep(problem, measure, add_gradients, add_inputs, sums=sums, additive=True)
     seen = sweep.over(batches, first)
-    for block in list(rows):
-        multiply_kept(block)
-    check_finite_sums(
-        {b: [G, *([of_inputs[b]] if b in of_inputs else [])] for b, G in of_gradients.items()}
-    )
-    of_gradients = to_owners(problem, of_gradients, shape_of_G)
-    of_inputs = to_owners(problem, of_inputs, shape_of_A)
-    factors = {}
-    for block, G in of_gradients.items():
-        # What an exact block is multiplied with, once an example.
-        ones = G.new_full((*block.groups, 1, 1), seen.num_examples)
-        factors[block] = (G, ones if block.is_exact else of_inputs[block])
+    few = [
+        _few(problem, rows, of_side, side)
+        for side, (rows, of_side) in enumerate(
+            ((gradient_rows, of_gradients), (input_rows, of_inputs))
+        )
+    ]
+    for rows, of_side in ((gradient_rows, of_gradients), (input_rows, of_inputs)):
+        for block in list(rows):
+            multiply(block, rows, of_side)
+    found = {
+        block: [of[block] for of in (of_gradients, of_inputs) if block in of]
+        + [of[block].rows for of in few if block in of]
+        for block in problem.blocks
+    }
+    check_finite_sums({block: parts for block, parts in found.items() if parts})
+    few_G, few_A = few
+    owned_G: dict[Block, Factor] = {
+        **few_G,
+        **to_owners(problem, of_gradients, lambda b: None if b in few_G else shape_of_G(b)),
+    }
+    owned_A: dict[Block, Factor] = {
+        **few_A,
+        **to_owners(problem, of_inputs, lambda b: None if b in few_A else shape_of_A(b)),
+    }
+    owners = owners_by_cost(problem.blocks, problem.ranks.size)
+    factors: FactorSums = {}
+    for block, owner in owners.items():
+        if owner == problem.ranks.rank:
+            # What an exact block is multiplied with, once an example.
+            shape = (*block.groups, 1, 1)
+            ones = torch.full(shape, seen.num_examples, dtype=dtype, device=problem.device)
+            factors[block] = (owned_G[block], ones if block.is_exact else owned_A[block])
     return factors, seen
+
+
+def _few(problem: Problem, rows: RowsOf, sums: Sums, side: int) -> dict[Block, Rows]:
+    """The factors of so few rows that no matrix is made of them; these are taken out of `rows`.
+
+    Args:
+        problem: The blocks, and the processes whose rows are joined.
+        rows: Rows of the factors.
+        sums: Factors that are matrices already.
+        side: 0 for G, 1 for A.
+    """
+    ranks, limit = problem.ranks, {block: block.shape[side] for block in problem.blocks}
+    own = {
+        block.name: None if block in sums else sum(map(len, rows.get(block, [])))
+        for block in problem.blocks
+    }
+    of_ranks = ranks.exchange(own)
+    few = []
+    for block in problem.blocks:
+        counts = [of_rank[block.name] for of_rank in of_ranks]
+        if None not in counts and 0 < 2 * sum(counts) <= limit[block]:
+            few.append(block)
+    if not few:
+        return {}
+    none = [torch.zeros(0, limit[b], dtype=problem.dtype, device=problem.device) for b in few]
+    joined = ranks.on_all(
+        [torch.cat([zero, *rows.pop(b, [])]) for b, zero in zip(few, none, strict=True)]
+    )
+    assert joined is not None
+    return {b: Rows(of.to(problem.factor_dtype)) for b, of in zip(few, joined, strict=True)}
 
 
 def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:

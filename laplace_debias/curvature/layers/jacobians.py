@@ -33,9 +33,10 @@ class Rotated(NamedTuple):
     Attributes:
         examples: Which examples of the batch.
         J: `[b, K, *groups, d_out, d_in]`, of thin directions in their frame; of an embedding only
-            the columns that are not zero.
-        columns: Which columns these are; None for all. A column that is named twice is zero in all
-            places but one.
+            the columns that are not zero; of what thin directions leave, where an example has few
+            positions, as many columns as these.
+        columns: Which columns these are; None for all. Squares and products of columns that are
+            named twice add up to those of that column, or of all that thin directions leave.
     """
 
     examples: slice
@@ -48,7 +49,13 @@ Jacobians = Callable[[nn.Module, Block, Uses, Tensor | None, Tensor | None], Ite
 
 
 def rotated_jacobians(
-    layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
+    layer: nn.Module,
+    block: Block,
+    uses: Uses,
+    U_G: Tensor | None,
+    U_A: Tensor | None,
+    *,
+    apart: bool = True,
 ) -> Iterator[Rotated]:
     r"""A block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, slice by slice.
 
@@ -61,6 +68,7 @@ def rotated_jacobians(
         uses: Inputs `[B, ...]` and output gradients `[K, B, ...]` of the layer's uses.
         U_G: `[*groups, d_out, r_G]`; None for the coordinate axes.
         U_A: `[*groups, d_in, r_A]`; None for the coordinate axes.
+        apart: Whether each example may have columns of its own for what thin directions leave.
     """
     if block.is_exact:
         for part, rows in exact_rows(layer, block, uses):
@@ -73,8 +81,11 @@ def rotated_jacobians(
     num_columns = uses[0][1].shape[0]
     for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
         total: Tensor | None = None
+        columns = None
         for x, g in uses:
             a = coordinates(activations(layer, block, x[part]), U_A)
+            if apart and len(uses) == 1 and is_thin(U_A) and a.shape[1] < block.shape[1]:
+                a, columns = _few_columns(a, U_A.shape[-1])
             rows = _along(U_G, output_gradients(layer, block, g[:, part]))
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
             # every column.
@@ -82,14 +93,34 @@ def rotated_jacobians(
             total = product if total is None else total.add_(product)
         assert total is not None
         J = total.unflatten(-2, (num_columns, -1))
-        yield Rotated(part, J.movedim(-3, 1))
+        yield Rotated(part, J.movedim(-3, 1), columns)
+
+
+def _few_columns(
+    a: Float[Tensor, "batch positions *groups columns"], rank: int
+) -> tuple[Float[Tensor, "batch positions *groups few"], Int[Tensor, " few"]]:
+    """Activations in the frame of thin directions, with T columns for what these leave.
+
+    All directions there have one magnitude, so any orthonormal basis of the T rows will do.
+
+    Args:
+        a: In the frame, `[B, T, *groups, r + d]`.
+        rank: r.
+
+    Returns:
+        `[B, T, *groups, r + T]`, and which columns of the frame these stand for.
+    """
+    along, rest = a[..., :rank], a[..., rank:]
+    few = torch.linalg.qr(rest.movedim(1, -1), mode="r").R.movedim(-1, 1)
+    columns = torch.arange(rank + few.shape[-1], device=a.device).clamp_max(rank)
+    return torch.cat([along, few], -1), columns
 
 
 def joint_jacobians(
     layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
 ) -> Iterator[Rotated]:
     """The same, with all examples as one whose outputs are theirs, `[1, b·K, d_out, d_in]`."""
-    parts = list(rotated_jacobians(layer, block, uses, U_G, U_A))
+    parts = list(rotated_jacobians(layer, block, uses, U_G, U_A, apart=False))
     looked_up = [part.columns for part in parts if part.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
     if columns is not None:

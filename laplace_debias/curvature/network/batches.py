@@ -92,13 +92,30 @@ class Stream(Placed):
     def first(self) -> list[tuple[Inputs, Tensor]]:
         """The first pair, in a list of it alone; an empty one if there is none."""
         if self._begun is None and not self._first:
-            self._begun = self._pass()
+            self._begun = self._checked()
             self._first = list(islice(self._begun, 1))
         return self._first
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """A pass.
+
+        Raises:
+            ValueError: At the end if no target counts; as `_checked`.
+        """
         begun, self._begun = self._begun, None
-        return self._pass() if begun is None else chain(self._first, begun)
+        number, counts = 0, False
+        for x, y in self._checked() if begun is None else chain(self._first, begun):
+            number += 1
+            counts = counts or (self.counts_any is not None and self.counts_any(y))
+            yield x, y
+        if self.counts_any is None:
+            return
+        of_ranks = current().exchange([number, counts])
+        if any(some for some, _ in of_ranks) and not any(counted for _, counted in of_ranks):
+            raise ValueError(
+                f"Every target of the {self.what} is ignored. They have no curvature: pass batches "
+                "in which at least one target counts."
+            )
 
     def raw(self) -> Iterator[Any]:
         """A pass over what the source yields."""
@@ -115,32 +132,20 @@ class Stream(Placed):
                     return
             yield batch
 
-    def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
-        """The pairs.
+    def _checked(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """The pairs of a pass.
 
         Raises:
-            ValueError: If several workers of a loader read all of a stream each; at the end if no
-                target counts.
+            ValueError: If several workers of a loader read all of a stream each.
         """
         num_workers, begins = _workers_on_a_stream(self.source), list[Sequence[Tensor]]()
-        number, counts = 0, False
         for number, batch in enumerate(self.raw(), start=1):
             x, y = self.read(batch, f"Batch {number}")
             if len(begins) < num_workers:
                 begins.append([*tensors_of(x), y])
                 _check_shared_out(begins, num_workers)
             x = move(x, self.device, self.dtypes)
-            y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
-            counts = counts or (self.counts_any is not None and self.counts_any(y))
-            yield x, y
-        if self.counts_any is None:
-            return
-        of_ranks = current().exchange([number, counts])
-        if any(some for some, _ in of_ranks) and not any(counted for _, counted in of_ranks):
-            raise ValueError(
-                f"Every target of the {self.what} is ignored. They have no curvature: pass batches "
-                "in which at least one target counts."
-            )
+            yield x, y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
 
 
 def _workers_on_a_stream(loader: Batches) -> int:

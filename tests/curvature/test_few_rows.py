@@ -1,0 +1,142 @@
+"""Factors of few examples: their rows are decomposed, and no matrix is made of them."""
+
+import copy
+
+import oracle
+import pytest
+import torch
+from cases import one_axis_at_a_time
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.fits import directions, factors
+from laplace_debias.curvature.fits.directions import Rows
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
+
+MODES = ["full", "mini", "debiased", "crossfit"]
+
+
+class Net(nn.Module):
+    """A wide convolution, a wide layer and the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.hidden = nn.Conv2d(4, 9, 3, stride=2), nn.Linear(9, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.conv(x).relu().mean((2, 3))).tanh())
+
+
+def network():
+    torch.manual_seed(0)
+    return Net().double().eval()
+
+
+def batches(*sizes):
+    g = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 4, 5, 5, generator=g).double(), torch.randint(3, (n,), generator=g))
+        for n in sizes
+    ]
+
+
+def fit(curvature, mode, sharing="expand", **options):
+    sharing = {} if sharing == "expand" else {"sharing": sharing}
+    la = Laplace(network(), curvature=curvature, **sharing, **options)
+    folds = {"folds": 2} if mode == "crossfit" else {}
+    return la.fit(batches(3, 2, 2), mode=mode, num_data=50, **folds)
+
+
+def dense(la):
+    return [block.to_dense() for block in la.posterior.curvature.blocks.values()]
+
+
+def thin(la):
+    return [
+        name
+        for name, block in la.posterior.curvature.blocks.items()
+        if is_thin(block.U_G) or is_thin(block.U_A)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("curvature", "mode", "sharing"),
+    [
+        *one_axis_at_a_time(["kfac", "ekfac"], MODES, ["expand", "reduce"]),
+        ("ekfac", "debiased", "expand"),
+        ("ekfac", "crossfit", "expand"),
+    ],
+)
+def test_curvature_is_that_of_the_matrices(monkeypatch, curvature, mode, sharing):
+    """Whole factors are held against the dense oracle elsewhere, null spaces included."""
+    whole = fit(curvature, mode, sharing)
+    assert not thin(whole)
+    monkeypatch.setattr(factors, "_WIDE", 2)
+    few = fit(curvature, mode, sharing)
+    assert {"conv.weight", "hidden.weight"} <= set(thin(few)) or mode == "full"
+    assert thin(few)
+    for actual, expected in zip(dense(few), dense(whole), strict=True):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * scale)
+    x = batches(4)[0][0]
+    torch.testing.assert_close(few.functional(x), whole.functional(x), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(few.log_marginal_likelihood(), whole.log_marginal_likelihood())
+
+
+def test_debiased_magnitudes_are_those_of_the_oracle(monkeypatch):
+    monkeypatch.setattr(factors, "_WIDE", 2)
+    one, two = batches(3, 2)
+    la = Laplace(network()).fit_batches([one], [two], num_data=50)
+    for layer in ("conv", "hidden"):
+        first, second = (
+            oracle.kfac_factors(la.model, x, "classification", layer) for x, _ in (one, two)
+        )
+        expected = oracle.pooled_block(first, oracle.kfac_block(second))
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        actual = la.posterior.curvature.blocks[f"{layer}.weight"].to_dense()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * float(expected.max()))
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 20])
+def test_rows_become_a_matrix_once_they_are_many(monkeypatch, num_batches):
+    monkeypatch.setattr(factors, "_WIDE", 2)
+    data = batches(*[2] * num_batches)
+    la = Laplace(network()).fit_batches(data)
+    assert ("hidden.weight" in thin(la)) == (num_batches <= 2)
+    joined = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
+    for actual, expected in zip(
+        dense(la), dense(Laplace(network()).fit_batches(joined)), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
+def test_eigenpairs_of_rows_are_those_of_the_matrix(scale):
+    rows = torch.randn(6, 40).double() * torch.logspace(0, -5, 6).double()[:, None] * scale
+    rows[5] = rows[:2].sum(0)
+    values, U = directions.eigh(Rows(rows))
+    A = (rows / scale).T @ (rows / scale)
+    assert U.shape == (40, 5)
+    assert values[-1] == 0
+    torch.testing.assert_close((U * values[:-1]) @ U.T / scale**2, A, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(U.T @ U, torch.eye(5).double(), rtol=0, atol=1e-13)
+    expected = directions.eigh(A)[0][:5]
+    torch.testing.assert_close(values[:-1] / scale**2, expected, rtol=1e-8, atol=1e-14)
+
+
+def test_layers_that_nothing_went_into_have_a_block_of_zeros(monkeypatch):
+    monkeypatch.setattr(factors, "_WIDE", 2)
+    model = network()
+    with torch.no_grad():
+        model.conv.weight.zero_()
+        model.conv.bias.fill_(-1)
+    la = Laplace(copy.deepcopy(model)).fit_batches(batches(3))
+    assert not la.posterior.curvature.blocks["hidden.weight"].to_dense().any()
+    assert la.log_marginal_likelihood().isfinite()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_are_refused(monkeypatch, bad):
+    with pytest.raises(ValueError, match="factor A of head"):
+        directions.eigh(Rows(torch.full((2, 8), bad).double()), "factor A of head")
