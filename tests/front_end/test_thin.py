@@ -10,6 +10,7 @@ from language import GPT
 from torch import nn
 
 from laplace_debias import Laplace
+from laplace_debias.assessment.posteriors import spectrum_of
 from laplace_debias.curvature.fits import factors
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -488,3 +489,53 @@ def test_a_thin_posterior_is_tuned_set_and_evaluated_as_any():
     assert la.predict(x, "glm-mc", 5).probs.isfinite().all()
     la.tune_evidence()
     assert math.isfinite(la.log_marginal_likelihood())
+
+
+def random_errors(seed):
+    """A random network and posterior made thin: what `thin` tells, and errors of new inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    d, h, inputs = (int(torch.randint(10, 40, (1,), generator=generator)) for _ in range(3))
+    decades, power, bound = torch.rand(3, generator=generator).tolist()
+    if seed % 2:
+        model = nn.Sequential(
+            nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Flatten(),
+            nn.Linear(32, 3),
+        )  # fmt: skip
+        scale, shape = torch.logspace(0, -2 * decades, 4)[:, None, None], (4, 6, 6)
+    else:
+        model = nn.Sequential(
+            nn.Linear(d, h), nn.Tanh(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, 3)
+        )
+        scale, shape = torch.logspace(0, -3 * decades, d), (d,)
+    sizes = 1 + torch.rand(1200, *[1] * len(shape), generator=generator)
+    x = (scale * sizes * torch.randn(1200, *shape, generator=generator)).double()
+    y = torch.randint(3, (200,), generator=generator)
+    la = Laplace(model.double().eval(), prior_precision=10 ** (3 * power))
+    mode = "debiased" if seed % 4 > 1 else "full"
+    la.fit([(x[:100], y[:100]), (x[100:200], y[100:])], mode=mode, num_data=200)
+    chosen, new = x[200 : 220 + inputs], x[260:]
+    whole = la.functional(new, True)[1]
+    found = la.thin(chosen, 10 ** (-1 - 2 * bound))
+    return found, ((la.functional(new, True)[1] / whole).sqrt() - 1).abs().amax(1)
+
+
+@pytest.mark.slow
+def test_the_interval_covers_the_error_of_new_inputs():
+    cases = [random_errors(seed) for seed in range(100)]
+    covered = [abs(e.mean().item() - found.error) <= found.half_width for found, e in cases]
+    # Of 95 % no fewer than 88 in 100 are covered by chance once in 200 times.
+    assert sum(covered) >= 88
+    ratios = sorted(e.mean().item() / found.error for found, e in cases)
+    assert ratios[50] < 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_spectrum_counts_every_direction(name):
+    la, _ = thin(name, "both")
+    rows = spectrum_of(la)["blocks"]
+    for row, block in zip(rows, la.posterior.curvature.blocks.values(), strict=True):
+        values = NUM_DATA * torch.linalg.eigvalsh(block.to_dense())
+        assert row["num_parameters"] == len(values)
+        assert row["prior_share"] == pytest.approx((DELTA / (values + DELTA)).mean().item())
+        assert row["quantiles"][-1] == pytest.approx(values.max().item())

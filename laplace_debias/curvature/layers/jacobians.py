@@ -84,8 +84,7 @@ def rotated_jacobians(
         columns = None
         for x, g in uses:
             a = coordinates(activations(layer, block, x[part]), U_A)
-            is_alone = apart and len(uses) == 1 and not block.groups
-            if is_alone and is_thin(U_A) and a.shape[1] < block.shape[1]:
+            if apart and len(uses) == 1 and is_thin(U_A) and a.shape[1] < block.shape[1]:
                 a, columns = _few_columns(a, U_A.shape[-1])
             rows = _along(U_G, output_gradients(layer, block, g[:, part]))
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
@@ -98,21 +97,21 @@ def rotated_jacobians(
 
 
 def _few_columns(
-    a: Float[Tensor, "batch positions columns"], rank: int
-) -> tuple[Float[Tensor, "batch positions few"], Int[Tensor, " few"]]:
+    a: Float[Tensor, "batch positions *groups columns"], rank: int
+) -> tuple[Float[Tensor, "batch positions *groups few"], Int[Tensor, " few"]]:
     """Activations in the frame of thin directions, with T columns for what these leave.
 
     All directions there have one magnitude, so any orthonormal basis of the T rows will do.
 
     Args:
-        a: In the frame, `[B, T, r + d]`.
+        a: In the frame, `[B, T, *groups, r + d]`.
         rank: r.
 
     Returns:
-        `[B, T, r + T]`, and which columns of the frame these stand for.
+        `[B, T, *groups, r + T]`, and which columns of the frame these stand for.
     """
     along, rest = a[..., :rank], a[..., rank:]
-    few = torch.linalg.qr(rest.mT, mode="r").R.mT
+    few = torch.linalg.qr(rest.movedim(1, -1), mode="r").R.movedim(-1, 1)
     columns = torch.arange(rank + few.shape[-1], device=a.device).clamp_max(rank)
     return torch.cat([along, few], -1), columns
 
