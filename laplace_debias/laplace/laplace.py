@@ -883,15 +883,15 @@ class Laplace:
 
         Args:
             x: Inputs like those to come, `[B, ...]` as `predict` takes them: some dozens.
-            error: The largest relative error of a standard deviation.
+            error: The largest relative error of a standard deviation, to those of now.
             positions: As `predict`, for outputs `[B, T, C]`.
 
         Returns:
             The part that is kept, and the error with its interval; `.message` says it in words.
 
         Raises:
-            ValueError: For a curvature other than `"kfac"` and `"ekfac"`, a posterior that is thin
-                already, fewer than two inputs, or an error that is not positive; as `functional`.
+            ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or
+                an error that is not positive; as `functional`.
             RuntimeError: As `predict`.
         """
         fitted, found = thinned(self._unchanged_state, x, error, positions)
