@@ -187,8 +187,7 @@ class Subject:
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
             network = network_of(self.model, found.names, self.settings)
-            is_exact = self.settings.fisher.kind == "exact"
-            look_at(network, self.likelihood, x, y, self.settings.class_dim, is_exact)
+            look_at(network, self.likelihood, x, y, self.settings)
             found = found.verified(network, plain, self.selection, self.settings, x)
             prior.of(plain, found)
             return found
@@ -248,12 +247,7 @@ _MANY_COLUMNS = 1_000  # of `fisher="exact"`, where a user is told of `"mc"`
 
 
 def look_at(
-    network: nn.Module,
-    likelihood: Likelihood,
-    x: Inputs,
-    y: Tensor,
-    class_dim: int | None,
-    is_exact: bool,
+    network: nn.Module, likelihood: Likelihood, x: Inputs, y: Tensor, settings: FitSettings
 ) -> None:
     """Run a few examples: where are the classes, and are the outputs logits?
 
@@ -262,8 +256,7 @@ def look_at(
         likelihood: What the outputs mean.
         x: Inputs, `[B, ...]`, on the model's device.
         y: Targets.
-        class_dim: Which dimension of the outputs has the classes, as the user gave it.
-        is_exact: Whether the exact Fisher is fitted.
+        settings: The choices of the fit.
 
     Warns:
         UserWarning: If the outputs look like probabilities, the noise of a regression is not given,
@@ -275,7 +268,7 @@ def look_at(
     """
     with torch.no_grad():
         outputs = call(shadow(network), take(x, slice(0, _FEW)))
-    check_layout(torch.Size((len(y), *outputs.shape[1:])), y, class_dim)
+    check_layout(torch.Size((len(y), *outputs.shape[1:])), y, settings.class_dim)
     if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
         warn(
             "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= in the "
@@ -284,11 +277,11 @@ def look_at(
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)
-        if is_exact and outputs.ndim > 2 and outputs[0].numel() > _MANY_COLUMNS:
+        columns, is_exact = outputs.shape[1:].numel(), settings.fisher.kind == "exact"
+        if is_exact and outputs.ndim > 2 and columns > _MANY_COLUMNS:
             warn(
-                f'fisher="exact" takes {outputs[0].numel():,} backward passes of an example, one '
-                f"for each class at each position of outputs [batch, "
-                f'{", ".join(map(str, outputs.shape[1:]))}]. Laplace(..., fisher="mc") takes one.'
+                f'fisher="exact" takes {columns:,} backward passes of an example, one for each '
+                'class at each position. Laplace(..., fisher="mc") takes one.'
             )
     if isinstance(likelihood, Bernoulli | MultiLabel):
         warn_of_sigmoid(network, outputs)

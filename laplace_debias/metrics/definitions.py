@@ -1,4 +1,4 @@
-"""Every metric's definition: its name, what it means in words, and what makes its statistic."""
+"""Every metric's definition: its name, its unit, and what makes its statistic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,25 +38,19 @@ class Metric:
     Attributes:
         name: As reports have it.
         label: Name in tables and on axes.
-        meaning: One sentence on what it measures.
         statistic: Makes it of probabilities and labels, of scores of ID and OOD examples, or of
             mean, standard deviation, targets and the level of the interval.
         better: Whether `lower` or `higher` is better, `level` if it should be the level of the
             interval that it measures, `ideal` if there is a number that it should be (differences
             are then of the distances from it, and lower is better), None if none is.
         unit: Of its values; "" for numbers between 0 and 1.
-        interval: One sentence on what its interval means.
     """
 
     name: str
     label: str
-    meaning: str
     statistic: Callable[..., Statistic]
     better: Literal["lower", "higher", "level", "ideal"] | None = "lower"
     unit: str = ""
-    interval: str = (
-        "Where the mean over many test examples lies, by Student's t corrected for skewness (Hall)."
-    )
 
 
 # ------------------------------------------------------------- probabilities and labels
@@ -69,21 +63,18 @@ def share_of(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Stat
     )
 
 
-def mean_of(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
-    """The statistic of a function whose value is the mean of examples' values, at least zero."""
+def mean_of(
+    function: Callable[..., Tensor], **options: Any
+) -> Callable[[Tensor, Tensor], Statistic]:
+    """The statistic of a function whose value is the mean of examples' values."""
     return lambda probs, labels: Mean(
-        function(probs, labels).item(), function(probs, labels, reduction="none"), lowest=0
+        function(probs, labels).item(), function(probs, labels, reduction="none"), **options
     )
 
 
 def alone(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
     """The statistic of a function of which no interval is known that holds."""
     return lambda probs, labels: Alone(function(probs, labels).item(), len(labels))
-
-
-def _of_overconfidence(probs: Tensor, labels: Tensor) -> Statistic:
-    gaps = overconfidence(probs, labels, reduction="none")
-    return Mean(gaps.mean().item(), gaps, ideal=0)
 
 
 def _of_entropy(probs: Tensor, labels: Tensor) -> Statistic:
@@ -118,88 +109,18 @@ def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
     return Mean(aurc(probs, labels).item(), influence, lowest=0)
 
 
-_NONE = "None: no interval is known that holds the truth as often as it promises."
-_WILSON = "Where the share among many test examples lies (Wilson)."
-
 OF_PROBS = (
-    Metric(
-        "accuracy",
-        "Accuracy",
-        "Share of examples whose most probable class is the label.",
-        share_of(accuracy),
-        "higher",
-        interval=_WILSON,
-    ),
-    Metric(
-        "nll",
-        "NLL",
-        "Mean negative log-probability of the label: how surprising the truth is.",
-        mean_of(nll),
-        unit="nats",
-    ),
-    Metric(
-        "brier",
-        "Brier score",
-        "Mean squared distance of the probabilities from the label, between 0 and 2.",
-        mean_of(brier),
-    ),
-    Metric(
-        "overconfidence",
-        "Over-confidence",
-        "Mean confidence less accuracy: above 0 too sure, below 0 not sure enough.",
-        _of_overconfidence,
-        "ideal",
-    ),
-    Metric(
-        "ece",
-        "ECE",
-        "Mean gap of confidence and accuracy over 15 equal intervals of the confidence.",
-        alone(ece),
-        interval=_NONE,
-    ),
-    Metric(
-        "mean_entropy",
-        "Mean entropy",
-        "How uncertain the predictive says that it is.",
-        _of_entropy,
-        None,
-        unit="nats",
-    ),
-    Metric(
-        "ece_equal_mass",
-        "ECE (equal mass)",
-        "Mean gap of confidence and accuracy over 15 groups of equally many examples.",
-        alone(ece_equal_mass),
-        interval=_NONE,
-    ),
-    Metric(
-        "smooth_ece",
-        "Smooth ECE",
-        "Gap of confidence and accuracy after smoothing, with no bins to choose.",
-        alone(smooth_ece),
-        interval=_NONE,
-    ),
-    Metric(
-        "mce",
-        "MCE",
-        "Largest gap of confidence and accuracy of 15 bins, often that of the smallest bin.",
-        alone(mce),
-        interval=_NONE,
-    ),
-    Metric(
-        "classwise_ece",
-        "Classwise ECE",
-        "Mean over the classes of the gap of each class's probability and its frequency.",
-        alone(classwise_ece),
-        interval=_NONE,
-    ),
-    Metric(
-        "aurc",
-        "AURC",
-        "Mean error rate where only the most confident examples are answered.",
-        _of_aurc,
-        interval="Where the area for many test examples lies, to first order a mean (Hall's t).",
-    ),
+    Metric("accuracy", "Accuracy", share_of(accuracy), "higher"),
+    Metric("nll", "NLL", mean_of(nll, lowest=0), unit="nats"),
+    Metric("brier", "Brier score", mean_of(brier, lowest=0)),
+    Metric("overconfidence", "Over-confidence", mean_of(overconfidence, ideal=0), "ideal"),
+    Metric("ece", "ECE", alone(ece)),
+    Metric("mean_entropy", "Mean entropy", _of_entropy, None, "nats"),
+    Metric("ece_equal_mass", "ECE (equal mass)", alone(ece_equal_mass)),
+    Metric("smooth_ece", "Smooth ECE", alone(smooth_ece)),
+    Metric("mce", "MCE", alone(mce)),
+    Metric("classwise_ece", "Classwise ECE", alone(classwise_ece)),
+    Metric("aurc", "AURC", _of_aurc),
 )
 
 # ----------------------------------------------- labels of which several may apply, [n, labels]
@@ -213,12 +134,9 @@ def over_labels(statistic: Statistic, shape: torch.Size, times: int = 1) -> Mean
         shape: `[n, labels]`.
         times: Factor: 1 for the mean over an example's labels.
     """
-    if isinstance(statistic, Proportion):
-        values, ideal = statistic.holds, None
-    else:
-        assert isinstance(statistic, Mean)
-        values, ideal = statistic.influence, statistic.ideal
-    of_examples = times * values.double().view(shape).mean(1)
+    assert isinstance(statistic, (Proportion, Mean))
+    ideal = statistic.ideal if isinstance(statistic, Mean) else None
+    of_examples = times * statistic.influence.double().view(shape).mean(1)
     lowest = 0 if ideal is None else -float("inf")
     return Mean(times * statistic.value, of_examples, lowest, ideal=ideal)
 
@@ -232,14 +150,7 @@ def _of_exact_match(probs: Tensor, labels: Tensor) -> Statistic:
     return Proportion(exact.item(), hits.amin(1))
 
 
-EXACT_MATCH = Metric(
-    "exact_match",
-    "Exact match",
-    "Share of examples with every label right.",
-    _of_exact_match,
-    "higher",
-    interval=_WILSON,
-)
+EXACT_MATCH = Metric("exact_match", "Exact match", _of_exact_match, "higher")
 
 # ------------------------------------------------------------- scores of ID and OOD examples
 
@@ -251,8 +162,10 @@ def _of_auroc(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
         DeLong, DeLong, Clarke-Pearson. Comparing the areas under two or more correlated receiver
         operating characteristic curves. Biometrics, 1988.
     """
-    above_id = (_share_below(scores_id, scores_ood) + _share_upto(scores_id, scores_ood)) / 2
-    below = (_share_below(scores_ood, scores_id) + _share_upto(scores_ood, scores_id)) / 2
+    above_id, below = (
+        (_share_below(reference, scores) + _share_below(reference, scores, or_at_it=True)) / 2
+        for reference, scores in ((scores_id, scores_ood), (scores_ood, scores_id))
+    )
     return Area(auroc(scores_id, scores_ood).item(), (1 - below, above_id))
 
 
@@ -301,19 +214,10 @@ def _of_fpr95(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
 
 
 def _share_below(
-    reference: Float[Tensor, " m"], values: Float[Tensor, " n"]
+    reference: Float[Tensor, " m"], values: Float[Tensor, " n"], or_at_it: bool = False
 ) -> Float[Tensor, " n"]:
-    """The share of a set that lies below each value."""
-    return _rank(reference, values, right=False)
-
-
-def _share_upto(reference: Float[Tensor, " m"], values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The share of a set that lies below each value or at it."""
-    return _rank(reference, values, right=True)
-
-
-def _rank(reference: Tensor, values: Tensor, *, right: bool) -> Float[Tensor, " n"]:
-    places = torch.searchsorted(reference.sort().values, values.contiguous(), right=right)
+    """The share of a set that lies below each value, or at it."""
+    places = torch.searchsorted(reference.sort().values, values.contiguous(), right=or_at_it)
     return places.double() / len(reference)
 
 
@@ -324,43 +228,11 @@ def _sum_upto(keys: Tensor, weights: Tensor, values: Tensor) -> Float[Tensor, " 
     return sums[torch.searchsorted(ordered, values.contiguous(), right=True)]
 
 
-_AREA = (
-    "Where the value for many examples of both kinds lies, by the normal approximation of its logit"
-)
-_OOD = "out-of-distribution examples"
-
 OF_SCORES = (
-    Metric(
-        "auroc",
-        "AUROC",
-        f"Probability that {_OOD} have a higher score than examples of the test set.",
-        _of_auroc,
-        "higher",
-        interval=f"{_AREA} (DeLong).",
-    ),
-    Metric(
-        "aupr_out",
-        "AUPR (out)",
-        f"Mean precision in finding {_OOD}; by chance it is their share.",
-        _of_aupr,
-        "higher",
-        interval=f"{_AREA}.",
-    ),
-    Metric(
-        "aupr_in",
-        "AUPR (in)",
-        "Mean precision in finding examples of the test set; by chance it is their share.",
-        _of_aupr_in,
-        "higher",
-        interval=f"{_AREA}.",
-    ),
-    Metric(
-        "fpr95",
-        "FPR95",
-        f"Share of the test set taken for OOD where 95 % of the {_OOD} are found.",
-        _of_fpr95,
-        interval=f"{_AREA}; too narrow near 1 where there are fewer than some 200 {_OOD}.",
-    ),
+    Metric("auroc", "AUROC", _of_auroc, "higher"),
+    Metric("aupr_out", "AUPR (out)", _of_aupr, "higher"),
+    Metric("aupr_in", "AUPR (in)", _of_aupr_in, "higher"),
+    Metric("fpr95", "FPR95", _of_fpr95),
 )
 
 # ------------------------------------------- mean, standard deviation, targets of a regression
@@ -369,16 +241,6 @@ OF_SCORES = (
 def per_example(values: Float[Tensor, "n *outputs"]) -> Float[Tensor, " n"]:
     """The mean over the outputs of each example."""
     return values.flatten(1).mean(1) if values.ndim > 1 else values
-
-
-def _mean_of_targets(values: Callable[..., Tensor], **options: Any) -> Callable[..., Statistic]:
-    """The statistic of a mean over all targets."""
-
-    def statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-        found = values(mean, sd, targets, level)
-        return Mean(found.mean().item(), per_example(found), **options)
-
-    return statistic
 
 
 def _of_nll(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
@@ -398,9 +260,24 @@ def of_rmse(mean: Tensor, targets: Tensor) -> Statistic:
     return Mean(squares.mean().sqrt().item(), per_example(squares), squared=True)
 
 
+def _of_bias(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+    error = mean - targets
+    return Mean(error.mean().item(), per_example(error), ideal=0)
+
+
 def _of_scaled_error(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     squares = per_example(((mean - targets) / sd).square())
     return Mean(squares.mean().sqrt().item(), squares, squared=True, ideal=1)
+
+
+def _of_crps(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+    terms = crps(mean, sd, targets, reduction="none")
+    return Mean(terms.mean().item(), per_example(terms), lowest=0)
+
+
+def _of_width(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+    widths = interval_width(*gaussian_interval(mean, sd, level), reduction="none")
+    return Mean(widths.mean().item(), per_example(widths), lowest=0)
 
 
 def _of_coverage(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
@@ -419,75 +296,14 @@ def _of_quantiles(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> St
 _UNIT = "units of the target"
 
 OF_GAUSSIANS = (
-    Metric(
-        "nll",
-        "NLL",
-        "Mean negative log-density of the targets: how surprising the truth is.",
-        _of_nll,
-        unit="nats",
-    ),
-    Metric(
-        "rmse",
-        "RMSE",
-        "Root of the mean squared error.",
-        lambda mean, sd, targets, level: of_rmse(mean, targets),
-        unit=_UNIT,
-        interval="Root of the interval of the mean squared error over many test examples (Hall's "
-        "t).",
-    ),
-    Metric(
-        "bias",
-        "Bias",
-        "Mean of prediction less target, which should be 0; of several outputs over all of them.",
-        _mean_of_targets(lambda mean, sd, targets, level: mean - targets, ideal=0),
-        "ideal",
-        unit=_UNIT,
-    ),
-    Metric(
-        "scaled_error",
-        "Error in SDs",
-        "Root mean square of the errors in predicted standard deviations: above 1 too narrow, "
-        "below 1 too wide.",
-        _of_scaled_error,
-        "ideal",
-        interval="Root of the interval of the mean square over many test examples (Hall's t).",
-    ),
-    Metric(
-        "crps",
-        "CRPS",
-        "Distance of the predicted distribution from the target; the absolute error if certain.",
-        _mean_of_targets(
-            lambda mean, sd, targets, level: crps(mean, sd, targets, reduction="none"), lowest=0
-        ),
-        unit=_UNIT,
-    ),
-    Metric(
-        "coverage",
-        "Coverage",
-        "Share of targets in the predictive's central interval; it should be the interval's level.",
-        _of_coverage,
-        "level",
-        interval="Where the share among many test examples lies (Wilson for one output).",
-    ),
-    Metric(
-        "width",
-        "Interval width",
-        "Mean width of the predictive's central interval; narrower is better at equal coverage.",
-        _mean_of_targets(
-            lambda mean, sd, targets, level: interval_width(
-                *gaussian_interval(mean, sd, level), reduction="none"
-            ),
-            lowest=0,
-        ),
-        unit=_UNIT,
-    ),
-    Metric(
-        "quantile_calibration_error",
-        "Quantile calibration error",
-        "Mean gap of quantile levels and the share of targets below these quantiles.",
-        _of_quantiles,
-        interval=_NONE,
-    ),
+    Metric("nll", "NLL", _of_nll, unit="nats"),
+    Metric("rmse", "RMSE", lambda mean, sd, targets, level: of_rmse(mean, targets), unit=_UNIT),
+    Metric("bias", "Bias", _of_bias, "ideal", _UNIT),
+    Metric("scaled_error", "Error in SDs", _of_scaled_error, "ideal"),
+    Metric("crps", "CRPS", _of_crps, unit=_UNIT),
+    Metric("coverage", "Coverage", _of_coverage, "level"),
+    Metric("width", "Interval width", _of_width, unit=_UNIT),
+    Metric("quantile_calibration_error", "Quantile calibration error", _of_quantiles),
 )
 
 METRICS: dict[str, Metric] = {

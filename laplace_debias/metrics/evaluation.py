@@ -53,8 +53,9 @@ def evaluate(
         `accuracy`, `nll` (nats), `brier`, `overconfidence`, `ece` (15 bins), `mean_entropy` (nats,
         of `probs`), `ece_equal_mass`, `smooth_ece`, `mce`, `classwise_ece` and `aurc`; for each
         out-of-distribution set `auroc_<name>`, `aupr_<name>` (OOD positive), `fpr95_<name>` and
-        `aupr_in_<name>` (ID positive). Each is a float with `.low` and `.high`, NaN for the errors
-        over bins, of which no interval is known that holds; `METRICS` says what they mean.
+        `aupr_in_<name>` (ID positive). Each is a float with `.low` and `.high`: Wilson's interval
+        of a share, Hall's of a mean, for areas the normal approximation of the logit (AUROC:
+        DeLong's); NaN for the errors over bins, of which no interval is known that holds.
 
     Raises:
         TypeError: An argument is not a tensor.

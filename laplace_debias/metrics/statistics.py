@@ -28,11 +28,12 @@ class Statistic(ABC):
     """One metric of one set of predictions."""
 
     value: float
+    influence: Float[Tensor, " n"]
 
     @property
-    @abstractmethod
     def sizes(self) -> tuple[int, ...]:
         """How many examples it is of: of one set, or of in- and out-of-distribution."""
+        return (len(self.influence),)
 
     @abstractmethod
     def interval(self, level: float) -> Interval:
@@ -49,25 +50,20 @@ class Proportion(Statistic):
 
     Attributes:
         value: The share.
-        holds: 1 or 0 of each example, `[n]`.
+        influence: 1 or 0 of each example, `[n]`.
     """
 
     value: float
-    holds: Float[Tensor, " n"]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many examples it is of."""
-        return (len(self.holds),)
+    influence: Float[Tensor, " n"]
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
-        ends = of_proportion(self.holds.double().sum().item(), len(self.holds), level)
+        ends = of_proportion(self.influence.double().sum().item(), len(self.influence), level)
         return Interval(self.value, *ends)
 
     def difference(self, other: "Proportion", level: float) -> Interval:
         """This minus another method's, on the same examples."""
-        ends = of_paired_proportions(self.holds - other.holds, level)
+        ends = of_paired_proportions(self.influence - other.influence, level)
         return Interval(self.value - other.value, *ends)
 
 
@@ -89,11 +85,6 @@ class Mean(Statistic):
     lowest: float = -math.inf
     squared: bool = False
     ideal: float | None = None
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many examples it is of."""
-        return (len(self.influence),)
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""

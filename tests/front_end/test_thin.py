@@ -11,8 +11,10 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.assessment.posteriors import spectrum_of
+from laplace_debias.curvature.fits import factors
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 DELTA, NUM_DATA = 0.7, 30
 
@@ -322,7 +324,7 @@ def test_single_precision_gives_the_same_to_rounding():
     close(found, expected, 1e-4)
 
 
-def wide(likelihood="classification", **options):
+def wide(likelihood="classification", num_examples=100, **options):
     """A network of two wide layers, fitted to few examples, and inputs like them."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -333,7 +335,7 @@ def wide(likelihood="classification", **options):
     x = decay * torch.randn(200, 30, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (200,), generator=generator)
     la = Laplace(model.double().eval(), likelihood, prior_precision=30.0, **options)
-    return la.fit([(x[:100], y[:100])], mode="full"), x[100:]
+    return la.fit([(x[:num_examples], y[:num_examples])], num_data=100), x[100:]
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
@@ -368,6 +370,22 @@ def test_thin_finds_few_directions_and_tells_their_error(curvature, error, tmp_p
     close(traces[0], traces[1])
     again, _ = wide(curvature=curvature)
     assert again.thin(x[:40], error) == found
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_a_thin_posterior_is_made_thinner(monkeypatch, curvature):
+    """Of few examples, whose factors are thin from the start, and once more after that."""
+    monkeypatch.setattr(factors, "_WIDE", 2)
+    la, x = wide(curvature=curvature, num_examples=9)
+    assert any(is_thin(block.U_A) for block in la.posterior.curvature.blocks.values())
+    for error in (1e-3, 1e-1):
+        before = la.functional(x[:20], True)[1].sqrt()
+        trace = la.posterior.curvature.to_dense().trace()
+        found = la.thin(x[:20], error)
+        after = la.functional(x[:20], True)[1].sqrt()
+        assert found.share < 1
+        assert (after / before - 1)[::2].abs().max() <= error
+        close(la.posterior.curvature.to_dense().trace(), trace)
 
 
 def test_less_error_keeps_more():

@@ -135,7 +135,7 @@ def test_what_an_extra_installs_is_asked_for_by_its_name(la, monkeypatch, packag
 def test_the_exact_fisher_of_many_tokens_tells_of_a_cheaper_one():
     model = nn.Sequential(nn.Embedding(200, 2), nn.Linear(2, 200)).eval()
     tokens = torch.arange(12).reshape(2, 6)
-    with pytest.warns(UserWarning, match=r"1,200 backward passes .*\[batch, 6, 200\].*\"mc\""):
+    with pytest.warns(UserWarning, match=r"1,200 backward passes .*\"mc\""):
         Laplace(model).fit([(tokens, tokens)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

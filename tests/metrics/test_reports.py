@@ -154,6 +154,4 @@ def test_every_metric_of_a_report_is_described():
         *metrics.evaluate_ood(mean, y),
     }
     assert set(metrics.METRICS) == names
-    for metric in metrics.METRICS.values():
-        assert metric.interval.endswith(".")
-        assert metric.meaning.endswith(".")
+    assert all(metric.name == name for name, metric in metrics.METRICS.items())

@@ -178,6 +178,7 @@ def _distinct(
 
 def _along(U: Tensor | None, columns: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n rows k"]:
     """As `coordinates`, of columns `[..., *groups, d, k]`."""
-    if is_thin(U):
-        return coordinates(columns.movedim(-1, 0), U).movedim(0, -1)
-    return columns if U is None else U.mT @ columns
+    if U is None:
+        return columns
+    along = U.mT @ columns
+    return torch.cat([along, columns - U @ along], -2) if is_thin(U) else along
