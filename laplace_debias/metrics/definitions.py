@@ -34,7 +34,7 @@ _MEANINGS = {
     "nll": "Mean negative log-probability of the label: how surprising the truth is.",
     "rmse": "Root of the mean squared error.",
     "bias": "Mean of prediction less target, over all outputs; it should be 0.",
-    "scaled_error": "Root mean square error in predicted SDs: above 1 too narrow, below 1 too wide.",
+    "scaled_error": "Root mean square error in predicted SDs: too narrow above 1, too wide below.",
     "crps": "Distance of the predicted distribution from the target; if certain, the error.",
     "coverage": "Share of targets in the predictive's central interval; it should be its level.",
     "width": "Mean width of the central interval; narrower is better at equal coverage.",
