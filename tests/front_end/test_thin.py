@@ -575,3 +575,17 @@ def test_the_spectrum_counts_every_direction(name):
         assert row["num_parameters"] == len(values)
         assert row["prior_share"] == pytest.approx((DELTA / (values + DELTA)).mean().item())
         assert row["quantiles"][-1] == pytest.approx(values.max().item())
+
+
+def test_small_magnitudes_do_not_join_a_large_remainder():
+    """As the second batch of a debiased fit may measure what few rows of the first one leave."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Flatten(), nn.Linear(12, 3)).double()
+    x = torch.randn(6, 3, 8).double()
+    la = Laplace(model.eval(), params=["0.weight"]).fit([(x, torch.randint(3, (6,)))])
+    U_A = la.posterior.curvature.blocks["0.weight"].U_A[:, :3]
+    magnitudes = torch.tensor([1e3, 1e-6, 1e-6, 1e2]).double().expand(4, -1).contiguous()
+    with_blocks(la, lambda _: EigenKronecker(None, U_A, magnitudes / la.num_data))
+    before = la.functional(x, True)[1]
+    assert la.thin(x, 1e-3).error < 1e-3
+    assert ((la.functional(x, True)[1] / before).sqrt() - 1).abs().max() < 1e-3
