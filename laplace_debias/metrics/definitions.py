@@ -71,7 +71,7 @@ _INTERVALS = {
     **dict.fromkeys(("ece", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece"), _NONE),
     "quantile_calibration_error": _NONE,
 }
-"""What intervals mean; of the others `_MEAN`."""
+"""The meaning of the intervals that are not `_MEAN`."""
 
 
 @dataclass(frozen=True)
