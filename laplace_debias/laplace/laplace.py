@@ -883,7 +883,7 @@ class Laplace:
 
         Args:
             x: Inputs like those to come, `[B, ...]` as `predict` takes them: some dozens.
-            error: The largest relative error of a standard deviation.
+            error: The largest relative error of a standard deviation, to those of now.
             positions: As `predict`, for outputs `[B, T, C]`.
 
         Returns:

@@ -19,7 +19,6 @@ from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.linalg.results import half_width
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.checks import real
 
 # The search ends when the threshold is known to this factor.
@@ -33,7 +32,7 @@ class Thinning:
     The error of an input is the largest relative error of a standard deviation of its outputs.
 
     Attributes:
-        share: Bytes of the thin posterior over those of the whole one.
+        share: Bytes of the thin posterior over those that it had before.
         threshold: Kept are directions along which N Λ / T is somewhere above so many δ.
         error: Mean error of the inputs that the threshold was not chosen by.
         half_width: Half of the 95 % interval of that mean; infinite for one input.
@@ -66,7 +65,11 @@ def thinned(
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
         raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
-    _check_factors(fitted)
+    if (name := fitted.settings.kind.name) not in WITH_FACTORS:
+        raise ValueError(
+            f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
+            f"{name!r}: fit one of these."
+        )
     inputs = fitted.moved(x)
     if num_examples(inputs) < 2:
         raise ValueError(
@@ -119,11 +122,14 @@ def at_threshold(fitted: Fitted, threshold: float) -> Fitted:
 
 
 def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
-    """A block of fewer directions; of a side that would keep half of them or more, all.
+    """A block of fewer directions; of a side that would keep half of them or more, as many.
+
+    A fit to few examples is thin already. If what its directions leave is above the threshold, none
+    may join it.
 
     Args:
-        block: A block.
-        ratios: Its N Λ / (T δ), `[*groups, d_out, d_in]`. Groups keep the same number.
+        block: The block.
+        ratios: Its N Λ / (T δ), as its magnitudes. Groups keep the same number.
         threshold: As `at_threshold`.
     """
     assert isinstance(block, EigenKronecker)
@@ -133,20 +139,19 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
         U = bases[side]
         if U is None:
             continue
-        # Debiased magnitudes are not sorted; the last one of a thin side is not one direction's.
-        scores = ratios.amax(other)[..., : U.shape[-1]]
-        rank = int((scores > threshold).sum(-1).amax())
-        if rank == U.shape[-1] or 2 * rank >= U.shape[-2]:
+        d, r = U.shape[-2:]
+        # Debiased magnitudes are not sorted.
+        scores = ratios.amax(other)
+        rank = int((scores[..., :r] > threshold).sum(-1).amax())
+        if 2 * rank >= d or bool((scores[..., r:] > threshold).any()):
             continue
-        order = scores.argsort(-1, descending=True)
-        of_directions = magnitudes.narrow(dim, 0, U.shape[-1])
-        sorted_ = torch.take_along_dim(of_directions, order.unsqueeze(other), dim)
-        kept, left_out = sorted_.split([rank, U.shape[-1] - rank], dim)
-        rest = left_out.sum(dim, keepdim=True)
-        if is_thin(U):
-            rest = rest + (U.shape[-2] - U.shape[-1]) * magnitudes.narrow(dim, -1, 1)
-        magnitudes = torch.cat([kept, rest / (U.shape[-2] - rank)], dim)
+        order = scores[..., :r].argsort(-1, descending=True)
         bases[side] = torch.take_along_dim(U, order[..., None, :rank], -1).mT.contiguous().mT
+        along, rest = magnitudes.split([r, magnitudes.shape[dim] - r], dim)
+        along = torch.take_along_dim(along, order.unsqueeze(other), dim)
+        kept, left = along.split([rank, r - rank], dim)
+        pool = left.sum(dim, keepdim=True) + (d - r) * rest.sum(dim, keepdim=True)
+        magnitudes = torch.cat([kept, pool / (d - rank)], dim)
     U_G, U_A = bases
     return EigenKronecker(U_G, U_A, magnitudes)
 
@@ -160,19 +165,6 @@ def _in_deltas(fitted: Fitted) -> dict[str, Tensor]:
         name: posterior.data_weight / delta * block.magnitudes
         for (name, block), delta in zip(blocks.items(), deltas, strict=True)
     }
-
-
-def _check_factors(fitted: Fitted) -> None:
-    """Require directions of Kronecker factors.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    if (name := fitted.settings.kind.name) not in WITH_FACTORS:
-        raise ValueError(
-            f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
-            f"{name!r}: fit one of these."
-        )
 
 
 def _size(fitted: Fitted) -> int:

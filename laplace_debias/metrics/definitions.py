@@ -30,6 +30,49 @@ from laplace_debias.metrics.regression import (
 from laplace_debias.metrics.selective import aurc, mean_of_equals
 from laplace_debias.metrics.statistics import Alone, Area, Mean, Proportion, Statistic
 
+_MEANINGS = {
+    "nll": "Mean negative log-probability of the label: how surprising the truth is.",
+    "rmse": "Root of the mean squared error.",
+    "bias": "Mean of prediction less target, over all outputs; it should be 0.",
+    "scaled_error": "Root mean square error in predicted SDs: too narrow above 1, too wide below.",
+    "crps": "Distance of the predicted distribution from the target; if certain, the error.",
+    "coverage": "Share of targets in the predictive's central interval; it should be its level.",
+    "width": "Mean width of the central interval; narrower is better at equal coverage.",
+    "quantile_calibration_error": "Mean gap of levels and shares of targets below them.",
+    "accuracy": "Share of examples whose most probable class is the label.",
+    "brier": "Mean squared distance of the probabilities from the label, between 0 and 2.",
+    "overconfidence": "Mean confidence less accuracy: above 0 too sure, below 0 not sure enough.",
+    "ece": "Mean gap of confidence and accuracy over 15 equal intervals of the confidence.",
+    "mean_entropy": "How uncertain the predictive says that it is.",
+    "ece_equal_mass": "Mean gap of confidence and accuracy over 15 groups of equal size.",
+    "smooth_ece": "Gap of confidence and accuracy after smoothing, with no bins to choose.",
+    "mce": "Largest gap of confidence and accuracy of 15 bins, often that of the smallest bin.",
+    "classwise_ece": "Mean over the classes of the gap of probability and frequency.",
+    "aurc": "Mean error rate where only the most confident examples are answered.",
+    "exact_match": "Share of examples with every label right.",
+    "auroc": "Probability that an OOD example has a higher score than one of the test set.",
+    "aupr_out": "Mean precision in finding OOD examples; by chance it is their share.",
+    "aupr_in": "Mean precision in finding examples of the test set; by chance it is their share.",
+    "fpr95": "Share of the test set taken for OOD where 95 % of the OOD examples are found.",
+}
+_MEAN = "Where the mean over many test examples lies, by Student's t corrected for skewness (Hall)."
+_SHARE = "Where the share among many test examples lies (Wilson)."
+_ROOT = "Root of the interval of the mean square over many test examples (Hall's t)."
+_AREA = "Where it lies for many examples of both kinds, by the normal approximation of its logit"
+_NONE = "None: no interval is known that holds the truth as often as it promises."
+_INTERVALS = {
+    **dict.fromkeys(("accuracy", "exact_match"), _SHARE),
+    "coverage": "Where the share among many test examples lies (Wilson for one output).",
+    **dict.fromkeys(("rmse", "scaled_error"), _ROOT),
+    "aurc": "Where the area for many test examples lies, to first order a mean (Hall's t).",
+    "auroc": f"{_AREA} (DeLong).",
+    **dict.fromkeys(("aupr_out", "aupr_in"), f"{_AREA}."),
+    "fpr95": f"{_AREA}; too narrow near 1 for fewer than some 200 out-of-distribution examples.",
+    **dict.fromkeys(("ece", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece"), _NONE),
+    "quantile_calibration_error": _NONE,
+}
+"""The meaning of the intervals that are not `_MEAN`."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -51,6 +94,16 @@ class Metric:
     statistic: Callable[..., Statistic]
     better: Literal["lower", "higher", "level", "ideal"] | None = "lower"
     unit: str = ""
+
+    @property
+    def meaning(self) -> str:
+        """One sentence on what it measures."""
+        return _MEANINGS[self.name]
+
+    @property
+    def interval(self) -> str:
+        """One sentence on what its interval means."""
+        return _INTERVALS.get(self.name, _MEAN)
 
 
 # ------------------------------------------------------------- probabilities and labels

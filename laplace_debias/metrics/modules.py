@@ -180,7 +180,7 @@ def _class_of(metric: str, name: str, base: type[Metric], function: Callable[...
         name,
         (base,),
         {
-            "__doc__": f"{definition.label} over batches, of what the function of this name takes.",
+            "__doc__": f"{definition.label} over batches. {definition.meaning}",
             "__module__": __name__,
             "_of": staticmethod(function),
             "higher_is_better": {"higher": True, "lower": False}.get(definition.better or ""),

@@ -460,7 +460,7 @@ def test_thin_takes_positions_of_sequences():
         assert found[-1].num_inputs == 4
 
 
-def test_thin_without_need_is_refused():
+def test_wrong_calls_of_thin():
     la, x = wide()
     with pytest.raises(RuntimeError, match="Not fitted"):
         Laplace(la.model).thin(x)
@@ -476,6 +476,42 @@ def test_thin_without_need_is_refused():
         with pytest.raises(ValueError, match=f"'kfac' and 'ekfac'.*'{curvature}'"):
             other.thin(x)
     assert la.thin(x[:2], 1e-2).half_width == float("inf")
+
+
+def test_thin_posteriors_become_thinner():
+    (la, x), (whole, _) = wide(), wide()
+    first = la.thin(x[:40], 1e-3)
+    before = la.functional(x[:40], True)[1]
+    second = la.thin(x[:40], 1e-2)
+    assert second.share < 1
+    after = la.functional(x[:40], True)[1]
+    assert ((after / before).sqrt() - 1).abs()[::2].max() <= 1e-2
+    traces = [each.posterior.curvature.to_dense().trace() for each in (la, whole)]
+    close(traces[0], traces[1])
+    at_once, _ = wide()
+    assert at_once.thin(x[:40], 1e-2).share == pytest.approx(first.share * second.share, rel=0.1)
+
+
+@pytest.mark.parametrize("mode", ["full", "debiased"])
+def test_fits_to_few_examples_become_thinner(mode):
+    """What few rows leave has no directions; its curvature may be large on the second batch."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 20), nn.Tanh(), nn.Linear(20, 3)).double().eval()
+    x = torch.logspace(0, -3, 300) * torch.randn(80, 300, generator=generator)
+    x, y = x.double(), torch.randint(3, (40,), generator=generator)
+    for delta in (1e-3, 1.0, 1e3):
+        la = Laplace(model, prior_precision=delta)
+        la.fit([(x[:20], y[:20]), (x[20:40], y[20:])], mode=mode, num_data=40)
+        block = la.posterior.curvature.blocks["0.weight"]
+        assert block.U_A.shape[1] < 150
+        before, trace = la.functional(x[40:], True)[1], block.to_dense().trace()
+        found = la.thin(x[40:], 1e-3)
+        after = la.functional(x[40:], True)[1]
+        assert ((after / before).sqrt() - 1).abs()[::2].max() <= 1e-3
+        close(la.posterior.curvature.blocks["0.weight"].to_dense().trace(), trace)
+        assert found.share <= 1
+    assert found.share < 0.6
 
 
 def test_a_thin_posterior_is_tuned_set_and_evaluated_as_any():
@@ -539,3 +575,17 @@ def test_the_spectrum_counts_every_direction(name):
         assert row["num_parameters"] == len(values)
         assert row["prior_share"] == pytest.approx((DELTA / (values + DELTA)).mean().item())
         assert row["quantiles"][-1] == pytest.approx(values.max().item())
+
+
+def test_small_magnitudes_do_not_join_a_large_remainder():
+    """As the second batch of a debiased fit may measure what few rows of the first one leave."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Flatten(), nn.Linear(12, 3)).double()
+    x = torch.randn(6, 3, 8).double()
+    la = Laplace(model.eval(), params=["0.weight"]).fit([(x, torch.randint(3, (6,)))])
+    U_A = la.posterior.curvature.blocks["0.weight"].U_A[:, :3]
+    magnitudes = torch.tensor([1e3, 1e-6, 1e-6, 1e2]).double().expand(4, -1).contiguous()
+    with_blocks(la, lambda _: EigenKronecker(None, U_A, magnitudes / la.num_data))
+    before = la.functional(x, True)[1]
+    assert la.thin(x, 1e-3).error < 1e-3
+    assert ((la.functional(x, True)[1] / before).sqrt() - 1).abs().max() < 1e-3

@@ -225,6 +225,7 @@ def test_of_errors_over_bins_no_interval_is_printed():
     for name in ("ece", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece"):
         assert not mine[name].is_known
         assert not metrics.compare(mine, its)[name].is_known
+        assert METRICS[name].interval.startswith("None")
 
 
 def test_intervals_do_not_depend_on_the_order_of_the_examples():

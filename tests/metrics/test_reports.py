@@ -154,4 +154,6 @@ def test_every_metric_of_a_report_is_described():
         *metrics.evaluate_ood(mean, y),
     }
     assert set(metrics.METRICS) == names
-    assert all(metric.name == name for name, metric in metrics.METRICS.items())
+    for metric in metrics.METRICS.values():
+        assert metric.interval.endswith(".")
+        assert metric.meaning.endswith(".")
