@@ -112,11 +112,6 @@ class Method:
         if self.examples is not None and self.examples < 2:
             raise ValueError(f"{self.key}: examples is {self.examples}; expected at least 2")
 
-    @property
-    def is_laplace(self) -> bool:
-        """Whether it has a posterior."""
-        return self.posterior is not None
-
 
 @dataclass(frozen=True)
 class Family:
