@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
 from laplace_debias.curvature.fits.directions import ekfac_magnitudes
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factor
+from laplace_debias.curvature.fits.factors import (
+    few_gradient_rows,
+    few_input_rows,
+    gradient_factor,
+    input_factor,
+)
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.over_ranks import shape_of_A, shape_of_G, shape_of_table
+from laplace_debias.curvature.fits.over_ranks import shape_of_A, shape_of_G
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.last_layer import last_layer_parameters
@@ -38,6 +43,10 @@ if TYPE_CHECKING:
 # Matrices of a factor's size while it is decomposed, it included.
 _OF_EIGH = 5
 _LOOK = "a look at two examples"
+
+# How many rows the factors G and A of blocks have; None where they are matrices.
+Rows = Mapping[Block, Sequence[int | None]]
+_NO_ROWS: Rows = {}
 
 
 @dataclass(frozen=True)
@@ -178,16 +187,20 @@ def _planned(
     look: int,
 ) -> Plan:
     kind = subject.settings.kind
-    blocks = () if kind.is_dense else tuple(_bytes_of(b, problem, kind) for b in problem.blocks)
-    posterior, available = posterior_bytes(problem, kind), available_memory(problem.device)
+    whole = [] if kind.is_dense else [_bytes_of(b, problem, kind, _NO_ROWS) for b in problem.blocks]
+    available = available_memory(problem.device)
     # A batch is run where there is room for it beside the blocks.
-    held = posterior + sum(block.factors + block.magnitudes for block in blocks)
+    held = posterior_bytes(problem, kind) + sum(of.factors + of.magnitudes for of in whole)
     chunk, num_folds = _Chunk(0, 0, 0, None), folds if mode == "crossfit" else 1
     if available is None or held <= available:
         # A pass goes through one fold.
         x, y = batch
         part = slice(0, -(-len(y) // num_folds))
         chunk = _run(problem, kind, (take(x, part), y[part]))
+    rows = _NO_ROWS if num_batches is None else _few(chunk.few, num_batches * num_folds)
+    blocks = (
+        () if kind.is_dense else tuple(_bytes_of(b, problem, kind, rows) for b in problem.blocks)
+    )
     seconds = None
     if chunk.seconds is not None and num_batches is not None:
         is_measured_anew = mode == "debiased" and kind.name not in ("diag", "ekfac")
@@ -197,15 +210,24 @@ def _planned(
         mode,
         sum(block.size for block in problem.blocks),
         blocks,
-        {_LOOK: look, **_stages(problem, kind, mode, folds, chunk, num_batches)},
-        posterior,
+        {_LOOK: look, **_stages(problem, kind, mode, folds, chunk, num_batches, rows)},
+        posterior_bytes(problem, kind, rows),
         seconds,
         available,
         _alternatives(unwrapped(subject.model), problem, kind, batch[0]),
     )
 
 
-def posterior_bytes(problem: Problem, kind: CurvatureKind) -> int:
+def _few(counts: Rows, times: int) -> Rows:
+    """The rows of a pass, of one batch's, where they are few."""
+
+    def of_side(d: int, count: int | None) -> int | None:
+        return None if count is None or 2 * times * count > d else times * count
+
+    return {block: [*map(of_side, block.shape, count)] for block, count in counts.items()}
+
+
+def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: Rows = _NO_ROWS) -> int:
     """Bytes of a fitted posterior, its curvature and its mean."""
     size = sum(block.size for block in problem.blocks)
     if kind.name == "full":
@@ -213,7 +235,7 @@ def posterior_bytes(problem: Problem, kind: CurvatureKind) -> int:
     elif kind.num_directions is not None:
         numbers = min(kind.num_directions, size) * (size + 1)
     else:
-        numbers = sum(_kept_numbers(block, kind) for block in problem.blocks)
+        numbers = sum(_kept_numbers(block, kind, rows) for block in problem.blocks)
     return problem.dtype.itemsize * (numbers + size)
 
 
@@ -256,33 +278,37 @@ def _alternatives(
     return {name: number for name, number in found.items() if number < own}
 
 
-def _numbers(shape: tuple[int, ...] | None) -> int:
-    return 0 if shape is None else prod(shape)
+def _side(block: Block, side: int, rows: Rows) -> tuple[int, int, int]:
+    """Of G or A: numbers of the factor and of its basis, of a work matrix, and of magnitudes."""
+    d, count = block.shape[side], rows.get(block, (None, None))[side]
+    if count is not None:
+        return count * d, count * d, count + 1
+    shape = shape_of_A(block) if side else shape_of_G(block)
+    is_axes = block.has_diagonal_A or block.is_exact if side else block.has_diagonal_G
+    return 0 if shape is None else prod(shape), 0 if is_axes else block.num_groups * d**2, d
 
 
-def _kept_numbers(block: Block, kind: CurvatureKind) -> int:
+def _table(block: Block, rows: Rows) -> int:
+    """Numbers of the magnitudes."""
+    return block.num_groups * _side(block, 0, rows)[2] * _side(block, 1, rows)[2]
+
+
+def _kept_numbers(block: Block, kind: CurvatureKind, rows: Rows) -> int:
     """Numbers of a block's posterior: of a diagonal factor no directions are stored."""
     if kind.name == "diag":
         return block.size
-    G = 0 if block.has_diagonal_G else _numbers(shape_of_G(block))
-    A = 0 if block.has_diagonal_A else _numbers(shape_of_A(block))
-    return block.size + G + (block.num_groups if block.is_exact else A)
+    G = 0 if block.has_diagonal_G else _side(block, 0, rows)[0]
+    A = 0 if block.has_diagonal_A else _side(block, 1, rows)[0]
+    return _table(block, rows) + G + (block.num_groups if block.is_exact else A)
 
 
-def _largest(block: Block) -> int:
-    """The size of the largest factor that is decomposed."""
-    d, e = block.shape
-    of_G = 0 if block.has_diagonal_G else d
-    return of_G if block.is_exact or block.has_diagonal_A else max(of_G, e)
-
-
-def _bytes_of(block: Block, problem: Problem, kind: CurvatureKind) -> BlockBytes:
+def _bytes_of(block: Block, problem: Problem, kind: CurvatureKind, rows: Rows) -> BlockBytes:
     factors = 0
     if kind.name != "diag":
-        factors = _numbers(shape_of_G(block)) + _numbers(shape_of_A(block))
+        factors = _side(block, 0, rows)[0] + _side(block, 1, rows)[0]
     wide = problem.factor_dtype.itemsize
-    kept = _kept_numbers(block, kind) * problem.dtype.itemsize
-    return BlockBytes(block.name, wide * factors, wide * _numbers(shape_of_table(block)), kept)
+    kept = _kept_numbers(block, kind, rows) * problem.dtype.itemsize
+    return BlockBytes(block.name, wide * factors, wide * _table(block, rows), kept)
 
 
 def _stages(
@@ -292,6 +318,7 @@ def _stages(
     folds: int,
     chunk: "_Chunk",
     num_batches: int | None,
+    rows_of: Rows,
 ) -> dict[str, int]:
     """Bytes at most in each stage: what is held in it, and what is worked with beside it."""
     wide = problem.factor_dtype.itemsize
@@ -317,7 +344,7 @@ def _stages(
             "Jacobian rows": rows + beside,
             "directions": rows * (1 + is_crossfit) + directions * (2 + is_crossfit),
         }
-    of_blocks = [_bytes_of(block, problem, kind) for block in problem.blocks]
+    of_blocks = [_bytes_of(block, problem, kind, rows_of) for block in problem.blocks]
     factors, table = (
         sum(getattr(block, name) for block in of_blocks) for name in ("factors", "magnitudes")
     )
@@ -325,7 +352,7 @@ def _stages(
         return {"curvature along the axes": table + chunk.exact}
     sums = folds * factors if is_crossfit else factors
     decomposing = max(
-        of.factors + wide * (_OF_EIGH - 1) * block.num_groups * _largest(block) ** 2
+        of.factors + wide * (_OF_EIGH - 1) * max(_side(block, side, rows_of)[1] for side in (0, 1))
         for of, block in zip(of_blocks, problem.blocks, strict=True)
     )
     found = {"factors": sums + chunk.factors, "eigendecompositions": sums + decomposing}
@@ -348,12 +375,14 @@ class _Chunk:
         exact: Bytes at most of a pass for exact curvature along directions.
         rows: Bytes of all Jacobian rows of the batch, of a dense curvature.
         seconds: Seconds of the passes that the curvature takes.
+        few: The rows of factors that have few.
     """
 
     factors: int
     exact: int
     rows: int
     seconds: float | None
+    few: Rows = field(default_factory=dict)
 
 
 def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
@@ -370,14 +399,28 @@ def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) ->
     def nothing(*_: Any) -> None:
         pass
 
-    def of_inputs(*arguments: Any) -> None:
-        input_factor(*arguments)
+    few: dict[Block, list[int | None]] = {block: [0, 0] for block in problem.blocks}
+
+    def counted(block: Block, side: int, rows: Tensor | None) -> Tensor | None:
+        before = few[block][side]
+        few[block][side] = None if rows is None or before is None else before + len(rows)
+        return rows
+
+    def of_gradients(
+        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
+    ) -> Tensor:
+        found = counted(block, 0, few_gradient_rows(layer, block, uses, masks))
+        return gradient_factor(layer, block, uses, masks) if found is None else found
+
+    def of_inputs(layer: nn.Module, block: Block, *arguments: Any) -> None:
+        if counted(block, 1, few_input_rows(layer, block, *arguments)) is None:
+            input_factor(layer, block, *arguments)
 
     def of_rows() -> object:
         return sweep_rows(problem, [batch], count)
 
     def of_factors() -> object:
-        return Sweep(problem, gradient_factor, nothing, of_inputs, additive=True).over([batch])
+        return Sweep(problem, of_gradients, nothing, of_inputs, additive=True).over([batch])
 
     def of_exact() -> object:
         return Sweep(problem, along_axes, nothing).over([batch])
@@ -387,7 +430,12 @@ def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) ->
         factors, seconds = _measured(of_rows if kind.is_dense else of_factors, problem.device)
     if kind.name in ("diag", "ekfac"):
         exact, more = _measured(of_exact, problem.device)
-    return _Chunk(factors, exact, rows // 2, seconds + more)
+    # The passes were run twice. An exact block has no A.
+    found = {
+        block: [None if not count else count // 2 for count in counts]
+        for block, counts in few.items()
+    }
+    return _Chunk(factors, exact, rows // 2, seconds + more, found)
 
 
 def _measured(run: Callable[[], object], device: torch.device) -> tuple[int, float]:

@@ -27,11 +27,6 @@ def shape_of_A(block: Block) -> tuple[int, ...] | None:  # noqa: N802
     return (d,) if block.has_diagonal_A else (*block.groups, d, d)
 
 
-def shape_of_table(block: Block) -> tuple[int, ...]:
-    """The shape of the curvature along every direction."""
-    return (*block.groups, *block.shape)
-
-
 def owners_by_cost(blocks: Sequence[Block], num_ranks: int) -> dict[Block, int]:
     """The rank that decomposes each block: the longest first, each to the rank with least to do.
 

@@ -86,7 +86,7 @@ class Sweep:
         progress, faults = self.checkpoint.begin(self.sums, keys), Faults()
         pace, num_read = None, 0
         for number, (x, y) in enumerate(placed, start=1):
-            pace = pace or pace_of(self.problem, x, self.additive, self.extra_bytes)
+            pace = pace or self._pace(x)
             place = first + placed.place(number - 1, num_read)
             num_read += len(y)
             if self.checkpoint.has(x, y):
@@ -103,6 +103,33 @@ class Sweep:
         if seen.num_examples == 0:
             raise ValueError("The data holds no example: pass a loader with at least one batch.")
         return seen
+
+    def _pace(self, x: Inputs) -> "Pace":
+        """The chunk that fits into the memory bound, found by running one example.
+
+        Raises:
+            ValueError: If one cotangent of one example does not fit.
+        """
+        problem, device = self.problem, self.problem.device
+        stream, blocks = self.stream, problem.blocks
+        tap = (
+            stream.tap if isinstance(stream, HookStream) else Tap.on(shadow(problem.model), blocks)
+        )
+        outputs = tap.forward(move(take(x, slice(0, 1)), device, None))
+        check_outputs(outputs, num_examples(x))
+        positions = PositionFinder(
+            problem.model, blocks, problem.cotangents, tap.network, tap.uses, outputs
+        )
+        columns = problem.cotangents.num_columns(outputs)
+        _check_columns(columns, outputs)
+        size = tap.output_bytes() + self.extra_bytes
+        bound = granted(problem.memory_bound, size, "one cotangent of one example")
+        at_once = min(columns, bound // size)
+        if self.additive and tap.one_by_one and isinstance(stream, HookStream):
+            at_once = 1
+        examples = bound // (_SHARE * at_once * size)
+        tap.forget()
+        return Pace(max(1, examples), at_once, positions, device)
 
     def _batch(self, x: Inputs, y: Tensor, place: int, pace: "Pace", progress: Progress) -> None:
         """Measure a batch and add it up, chunk by chunk."""
@@ -152,32 +179,6 @@ class Pace:
     columns: int
     positions: PositionFinder
     device: torch.device
-
-
-def pace_of(problem: Problem, x: Inputs, additive: bool, extra_bytes: int) -> Pace:
-    """The chunk that fits into the memory bound, found by running one example.
-
-    Raises:
-        ValueError: If one cotangent of one example does not fit.
-    """
-    device = problem.device
-    one = move(take(x, slice(0, 1)), device, None)
-    network, blocks = shadow(problem.model), problem.blocks
-    tap = Tap.on(network, blocks)
-    outputs = tap.forward(one)
-    check_outputs(outputs, num_examples(x))
-    positions = PositionFinder(
-        problem.model, blocks, problem.cotangents, network, tap.uses, outputs
-    )
-    columns = problem.cotangents.num_columns(outputs)
-    _check_columns(columns, outputs)
-    size = tap.output_bytes() + extra_bytes
-    bound = granted(problem.memory_bound, size, "one cotangent of one example")
-    at_once = min(columns, bound // size)
-    if additive and tap.one_by_one and problem.backend is HookStream:
-        at_once = 1
-    examples = bound // (_SHARE * at_once * size)
-    return Pace(max(1, examples), at_once, positions, device)
 
 
 def _check_columns(columns: int, outputs: Tensor) -> None:

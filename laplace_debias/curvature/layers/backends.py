@@ -90,7 +90,7 @@ class HookStream:
         self._at: dict[Site, list[Block]] = {}
         for block in blocks:
             self._at.setdefault(block.site, []).append(block)
-        self._tap = Tap.on(network, blocks)
+        self.tap = Tap.on(network, blocks)
 
     def __call__(
         self,
@@ -109,12 +109,12 @@ class HookStream:
             consume: Takes it, once for every part of the cotangents.
             at_once: How many cotangents make a part.
         """
-        outputs = self._tap.forward(x)
+        outputs = self.tap.forward(x)
         parts = columns(outputs.detach()).split(at_once)
         for index, part in enumerate(parts):
-            for site, uses in self._tap.backward(outputs, part, again=index + 1 < len(parts)):
+            for site, uses in self.tap.backward(outputs, part, again=index + 1 < len(parts)):
                 for block in self._at[site]:
-                    consume(block, measure(self._tap.module(site), block, uses))
+                    consume(block, measure(self.tap.module(site), block, uses))
 
 
 @cache

@@ -18,9 +18,9 @@ from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.system.memory import MEMORY_BOUND, MOST_GRANTED, granted
 
-# A chunk's output gradients take this share of the memory bound: the Jacobians that are made of
-# them take more, and larger chunks are no faster.
-SHARE = 8
+# A chunk's output gradients take this share of the memory bound, beside the forward pass. The
+# Jacobians that are made of them come in slices.
+SHARE = 2
 
 
 @dataclass(frozen=True)
