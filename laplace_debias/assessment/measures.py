@@ -155,18 +155,15 @@ class Comparison:
         key = method, name, len(table["index"]), len(test["index"])
         if key not in self._known:
             if self._roles[name] == "ood":
-                self._known[key] = self._of_ood(test, table)
+                inside, outside = scores_of(test, self._task), scores_of(table, self._task)
+                self._known[key] = {
+                    score: metrics.evaluate_ood(inside[score], outside[score])
+                    for score in inside
+                    if score in outside
+                }
             else:
                 self._known[key] = {"": report_of_table(table, self._task)}
         return self._known[key]
-
-    def _of_ood(self, test: Table, ood: Table) -> dict[str, metrics.Report]:
-        inside, outside = scores_of(test, self._task), scores_of(ood, self._task)
-        return {
-            score: metrics.evaluate_ood(inside[score], outside[score])
-            for score in inside
-            if score in outside
-        }
 
 
 def report_of_table(table: Table, task: str) -> metrics.Report:
