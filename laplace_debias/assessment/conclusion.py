@@ -113,9 +113,8 @@ class _Verdict:
 
     def _change(self, method: str, other: str, metric: str, of: str = "test") -> Row:
         """Method less other, on the examples of both."""
-        row = self._changes.get((method, other, metric, of))
-        if row is not None:
-            return row
+        if (method, other, metric, of) in self._changes:
+            return self._changes[method, other, metric, of]
         row = self._changes[other, method, metric, of]
         return {**row, "value": -row["value"], "low": -row["high"], "high": -row["low"]}
 
@@ -237,22 +236,21 @@ class _Verdict:
 
     def _the_others(self, reference: str) -> list[str]:
         """How the methods that are not recommended compare with the one that is."""
-        worse, mixed, same = [], [], []
+        worse, same = [], []
         for key in self._others:
             if key == reference:
                 continue
             gains, losses = self._significant(key, reference)
             name = self._labels[key]
-            if losses and gains:
-                mixed.append(f"{name} is better in {_names(gains)} but raises {_amounts(losses)}")
-            elif losses:
-                worse.append(f"{name} raises {_amounts(losses)}{self._turned(key)}")
+            if losses:
+                gained = f"is better in {_names(gains)} but " if gains else ""
+                worse.append(f"{name} {gained}raises {_amounts(losses)}{self._turned(key)}")
             else:
                 same.append(f"{name}{self._turned(key)}")
         told, of = [], self._labels[reference]
-        if worse or mixed:
-            told.append(f"Compared with {of}, {'; '.join([*worse, *mixed])}.")
-        if same and (self._chosen or worse or mixed):
+        if worse:
+            told.append(f"Compared with {of}, {'; '.join(worse)}.")
+        if same and (self._chosen or worse):
             told.append(f"No clear difference from {of}: {_joined(same)}.")
         temperatures = [method["temperature"] for method in self._run["methods"]]
         if not self._is_regression and not any(temperatures):

@@ -124,9 +124,9 @@ def _change(table: Mapping[str, Tensor], network: Mapping[str, Tensor], task: st
 def _described(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"index": index}
     for key, table in tables.items():
-        at = int(torch.searchsorted(table["index"].contiguous(), index))
-        if at >= len(table["index"]) or int(table["index"][at]) != index:
+        if index not in table["index"]:
             continue  # Predicted for some examples only.
+        at = int(torch.searchsorted(table["index"], index))
         if task == "regression":
             entry["target"] = table["target"][at].tolist()
             values = {name: table[name][at].tolist() for name in ("mean", "standard_deviation")}

@@ -115,6 +115,7 @@ class Run:
     ) -> None:
         """Make `run.json`, or take that of a run that was broken off."""
         loaded = self.loaded
+        keys = {method.key: family.key for family in self.families for method in family.methods}
         self.said = {
             "format": FORMAT,
             "status": "running",
@@ -126,7 +127,7 @@ class Run:
             "num_train": loaded.num_train,
             "num_parameters": sum(p.numel() for p in loaded.model.parameters()),
             "sets": [part.described | {"num_examples": None} for part in self.sets],
-            "methods": [_entry(m, family) for family in self.families for m in family.methods],
+            "methods": [_entry(method, keys[method.key]) for method in self.methods],
             "sigma": None,
             "training": None,
             "notes": list(loaded.notes),
@@ -139,8 +140,6 @@ class Run:
             "peak_bytes": None,
             "identity": plain(identity),
         }
-        in_order = [method.key for method in self.methods]
-        self.said["methods"].sort(key=lambda entry: in_order.index(entry["key"]))
         self.said |= {key: earlier[key] for key in _KEPT if key in earlier}
         self.write()
 
@@ -187,7 +186,7 @@ class Run:
             self.said["notes"].append(what)
 
 
-def _entry(method: Method, family: Family) -> dict[str, Any]:
+def _entry(method: Method, family: str) -> dict[str, Any]:
     return {
         "key": method.key,
         "label": method.label,
@@ -197,7 +196,7 @@ def _entry(method: Method, family: Family) -> dict[str, Any]:
         "prior_precision": None,
         "link": None,
         "prior_precision_at_limit": False,
-        "posterior": family.key if method.posterior is not None else None,
+        "posterior": family if method.posterior is not None else None,
         "examples": method.examples,
         "seconds": {},
         "seconds_per_example": None,
