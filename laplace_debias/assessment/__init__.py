@@ -2,14 +2,12 @@
 
 from laplace_debias.assessment.assessing import assess
 from laplace_debias.assessment.methods import Method, PosteriorChoice, default_methods
-from laplace_debias.assessment.run_folder import RunFolder
 from laplace_debias.assessment.temperature import FittedTemperature, fit_temperature
 
 __all__ = [
     "FittedTemperature",
     "Method",
     "PosteriorChoice",
-    "RunFolder",
     "assess",
     "default_methods",
     "fit_temperature",

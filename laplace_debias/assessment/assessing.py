@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from laplace_debias.assessment.measures import measure
 from laplace_debias.assessment.methods import Method, check_methods, default_methods
 from laplace_debias.assessment.run import Run, sets_of
-from laplace_debias.assessment.run_folder import RunFolder, write_bytes
-from laplace_debias.assessment.stages import Fits, predict
+from laplace_debias.assessment.run_folder import open_folder, write_bytes
+from laplace_debias.assessment.stages import fit, predict
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import tensors_of
@@ -32,7 +31,7 @@ def assess(
     seconds: Mapping[str, float] | None = None,
     overwrite: bool = False,
     console: Printer | None = None,
-) -> RunFolder:
+) -> Path:
     """Compare methods on a network's data and write what was found into a run folder.
 
     In a process group the processes share the work: all of them call it with the same arguments and
@@ -49,7 +48,7 @@ def assess(
         title: Title of the page.
         settings: Further settings that identify a run, plain data: where the network and its data
             come from, say.
-        config: The text of `config.yaml`; the settings in YAML if None.
+        config: The text of `config.yaml`, which repeats the run; no such file if None.
         seed: Of everything that is drawn.
         seconds: Seconds of earlier stages by name, for `seconds` of `run.json`.
         overwrite: Whether an earlier run in the folder is removed first.
@@ -67,25 +66,25 @@ def assess(
     methods = default_methods(loaded.task, has_validation) if methods is None else tuple(methods)
     check_methods(methods, loaded.task, has_validation)
     sets = sets_of(loaded)
-    settings = dict(settings or {})
     identity = {
         "task": loaded.task,
         "seed": seed,
-        "settings": settings,
+        "settings": dict(settings or {}),
         "methods": {method.key: dataclasses.asdict(method) for method in methods},
         "model": checksum(loaded.model),
         "data": {part.name: _digest_of_batch(part.batches) for part in sets},
         "num_train": loaded.num_train,
     }
-    folder, ranks = RunFolder(Path(output)), current()
+    folder, ranks = Path(output), current()
     # Of several processes the first one looks at the folder, and writes to it.
-    earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
-    earlier = ranks.from_rank(earlier, 0)
-    run = Run(loaded, folder, methods, sets, identity, seed, console)
+    earlier = open_folder(folder, identity, overwrite) if ranks.rank == 0 else None
+    earlier = ranks.from_rank(earlier, 0) or {}
+    run = Run(loaded, folder, methods, sets, seed, console)
     # `run.json` comes first and goes last: a folder with it is known for a run's.
-    run.begin(earlier, title, seconds or {})
-    write_bytes(folder.path / "config.yaml", _yaml(settings, config).encode())
-    predict(run, Fits(run).fit())
+    run.begin(earlier, identity, title, seconds or {})
+    if config is not None:
+        write_bytes(folder / "config.yaml", config.encode())
+    predict(run, fit(run))
     if ranks.rank == 0:
         with alone():
             measure(run)
@@ -103,11 +102,3 @@ def _digest_of_batch(batches: Batches) -> str:
             hashed.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return hashed.hexdigest()[:16]
     return "empty"
-
-
-def _yaml(settings: Mapping[str, Any], config: str | None) -> str:
-    if config is not None:
-        return config
-    import yaml
-
-    return yaml.safe_dump(json.loads(json.dumps(settings, default=str)), sort_keys=False)

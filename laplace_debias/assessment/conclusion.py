@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from laplace_debias.report.page.names import SCORES
+
 Row = Mapping[str, Any]
 
 _CRITERIA = {
@@ -22,18 +24,30 @@ _CRITERIA = {
 }
 _SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error": 1e-2}
 """Differences below are too small to matter."""
-_SCORES = {
-    "entropy": "entropy",
-    "max_probability": "largest probability",
-    "mutual_information": "mutual information",
-    "variance": "variance",
-}
 _LARGEST_TEMPERATURE = 20.0
 """Larger ones are no correction of a confidence that means something."""
 _MOST_OVERCONFIDENCE = 0.1
 """Training leaves no network far more confident than right on the examples it has learnt."""
 _LEAST_ABOVE_CHANCE = 0.1
 """The part of the way from chance to certainty below which nothing was learnt."""
+
+_CONFIDENCE = {
+    0: "not significantly over- or under-confident (95 % interval {interval} points)",
+    1: "over-confident by {amount} points (95 % interval {interval})",
+    -1: "under-confident by {amount} points (95 % interval {interval})",
+}
+_BIASED = (
+    "It is biased: its predictions are too {way} by {amount} on average (95 % interval "
+    "{interval}), which no posterior corrects. Subtract it, or find out what differs from the "
+    "training data."
+)
+_BIAS = {0: "It has no significant bias ({ends}).", 1: _BIASED, -1: _BIASED}
+_MISFIT = (
+    "Its standard deviations are too {way}: errors measure {ends} of them where 1 is right, and "
+    "{held}."
+)
+_WIDTH = {0: "Its standard deviations fit its errors: {held}.", 1: _MISFIT, -1: _MISFIT}
+"""Sentences by what is significant: neither, too much, too little."""
 
 
 def conclude(run: Row, found: Row) -> list[str]:
@@ -69,9 +83,10 @@ class _Verdict:
     """The content of `run.json` and `metrics.json`, and the sentences made of it."""
 
     def __init__(self, run: Row, found: Row) -> None:
-        self._run, self._found = run, found
-        self._labels = {method["key"]: method["label"] for method in run["methods"]}
+        self._run = run
+        self._labels = {method["key"]: f"“{method['label']}”" for method in run["methods"]}
         self._network, *self._others = self._labels
+        self._labels[self._network] = "the network"
         self._test = next(part for part in run["sets"] if part["role"] == "test")
         self._is_regression = run["task"] == "regression"
         self._criteria = (
@@ -80,37 +95,39 @@ class _Verdict:
             else ("nll", "brier", "overconfidence")
         )
         self._chosen: str | None = None
+        self._rows = {
+            (row["method"], row["metric"], row["set"], row.get("score")): _with_ends(row)
+            for row in found["rows"]
+        }
+        self._differences = [_with_ends(row) for row in found["differences"]]
+        self._changes = {
+            (row["method"], row["reference"], row["metric"], row["set"]): row
+            for row in self._differences
+        }
 
     # ----------------------------------------------------------------- what the files say
 
-    def _row(self, method: str, metric: str, of: str = "test", score: str = "") -> Row | None:
-        wanted = {"method": method, "metric": metric, "set": of}
-        return _first(self._found["rows"], wanted | ({"score": score} if score else {}))
+    def _row(self, metric: str, method: str | None = None, of: str = "test") -> Row:
+        """A metric of a method, of the network if none is named."""
+        return self._rows[method or self._network, metric, of, None]
 
-    def _change(self, method: str, other: str, metric: str, of: str = "test") -> Row | None:
+    def _change(self, method: str, other: str, metric: str, of: str = "test") -> Row:
         """Method less other, on the examples of both."""
-        wanted = {"metric": metric, "set": of}
-        row = _first(self._found["differences"], wanted | {"method": method, "reference": other})
-        if row is not None:
-            return row
-        row = _first(self._found["differences"], wanted | {"method": other, "reference": method})
-        if row is None or row["low"] is None:
-            return row
+        if (method, other, metric, of) in self._changes:
+            return self._changes[method, other, metric, of]
+        row = self._changes[other, method, metric, of]
         return {**row, "value": -row["value"], "low": -row["high"], "high": -row["low"]}
 
-    def _changes(self, method: str, other: str) -> tuple[dict[str, Row], dict[str, Row]]:
+    def _significant(self, method: str, other: str) -> tuple[dict[str, Row], dict[str, Row]]:
         """The criteria in which a method is better, and in which it is worse, significantly."""
         rows = {metric: self._change(method, other, metric) for metric in self._criteria}
-        known = {
-            metric: row
-            for metric, row in rows.items()
-            if row and row["low"] is not None and abs(row["value"]) >= _SMALLEST.get(metric, 0)
-        }
-        better = {metric: row for metric, row in known.items() if row["high"] < 0}
-        return better, {metric: row for metric, row in known.items() if row["low"] > 0}
+        rows = {m: row for m, row in rows.items() if abs(row["value"]) >= _SMALLEST.get(m, 0)}
+        signs = {metric: _sign(row) for metric, row in rows.items()}
+        better = {metric: row for metric, row in rows.items() if signs[metric] < 0}
+        return better, {metric: row for metric, row in rows.items() if signs[metric] > 0}
 
     def _is_better(self, method: str, other: str) -> bool:
-        better, worse = self._changes(method, other)
+        better, worse = self._significant(method, other)
         return bool(better) and not worse
 
     def _inputs(self, count: int) -> str:
@@ -120,24 +137,21 @@ class _Verdict:
 
     def doubts(self) -> Iterator[str]:
         """Signs that network and data do not belong together."""
-        training = self._run.get("training") or {}
-        rows = {row["metric"]: row for row in training.get("rows", ())}
+        training = self._run.get("training") or {"rows": ()}
+        rows = {row["metric"]: _with_ends(row) for row in training["rows"]}
         own = f"its own training {self._run['input_name']}s"
-        if self._is_regression:
-            if rows and rows["explained"]["value"] < _LEAST_ABOVE_CHANCE:
-                share = 100 * rows["explained"]["value"]
-                yield f"it explains {share:.0f} % of the variance of the targets of {own}"
-        elif rows:
-            classes = 1 if self._run["task"] == "multilabel" else training["num_classes"]
-            chance = 1 / classes
+        if "explained" in rows and rows["explained"]["value"] < _LEAST_ABOVE_CHANCE:
+            share = 100 * rows["explained"]["value"]
+            yield f"it explains {share:.0f} % of the variance of the targets of {own}"
+        if "accuracy" in rows:
+            chance = 0.5 if self._run["task"] == "multilabel" else 1 / training["num_classes"]
             accuracy, gap = rows["accuracy"]["value"], rows["overconfidence"]
             if accuracy < chance + _LEAST_ABOVE_CHANCE * (1 - chance):
                 yield f"its accuracy on {own} is {accuracy:.3f}, near chance"
-            elif gap["low"] is not None and gap["low"] > _MOST_OVERCONFIDENCE:
+            elif gap["low"] > _MOST_OVERCONFIDENCE:
                 yield f"on {own} it is over-confident by {points(gap['value'])} points"
-            of_test = self._row(self._network, "nll")
-            for row, where in ((rows["nll"], own), (of_test, "the test set")):
-                if row and row["low"] is not None and row["low"] > training["uniform_nll"]:
+            for row, where in ((rows["nll"], own), (self._row("nll"), "the test set")):
+                if row["low"] > training["uniform_nll"]:
                     yield (
                         f"its NLL on {where} is {number(row['value'])} nats, worse than the "
                         f"{number(training['uniform_nll'])} of a uniform guess"
@@ -169,66 +183,28 @@ class _Verdict:
 
     def measured(self) -> str:
         """How sure the network is, and how right."""
-        on = f"On {self._inputs(self._test['num_examples'])} of the test set"
-        nll = self._row(self._network, "nll")
-        scores = [] if nll is None else [f"an NLL of {_ends(nll)} nats"]
+        on = f"On {self._inputs(self._test['num_examples'])} of the test set the network has"
+        nll = f"an NLL of {_ends(self._row('nll'))} nats"
         if self._is_regression:
-            rmse = self._row(self._network, "rmse")
-            scores = [f"an RMSE of {_ends(rmse)}", *scores] if rmse else scores
-            return f"{on} the network has {_joined(scores)}. {self._bias()} {self._width()}"
-        accuracy, gap = (self._row(self._network, name) for name in ("accuracy", "overconfidence"))
-        assert accuracy is not None
-        assert gap is not None
+            bias, scaled = self._row("bias"), self._row("scaled_error")
+            held = f"{100 * self._row('coverage')['value']:.1f} % of the targets"
+            way = {"way": "low" if bias["value"] < 0 else "high"}
+            told = _BIAS[_sign(bias)].format(**_in_words(bias, number), **way)
+            way = {"way": "small" if scaled["value"] > 1 else "large"}
+            held = f"the 95 % intervals contain {held}"
+            width = _WIDTH[_sign(scaled, 1)].format(**_in_words(scaled, number), **way, held=held)
+            return f"{on} an RMSE of {_ends(self._row('rmse'))} and {nll}. {told} {width}"
+        accuracy, gap = self._row("accuracy"), self._row("overconfidence")
         sure = 100 * (accuracy["value"] + gap["value"])
         return (
-            f"{on} the network has an accuracy of {100 * accuracy['value']:.1f} % and a mean "
-            f"confidence of {sure:.1f} %: it is {self._confidence(gap)}. It has {_joined(scores)}."
-        )
-
-    def _confidence(self, gap: Row) -> str:
-        amount = f"{points(abs(gap['value']))} points"
-        if gap["low"] is None:
-            return f"a gap of {points(gap['value'])} points"
-        if gap["low"] <= 0 <= gap["high"]:
-            interval = f"{points(gap['low'])} to {points(gap['high'])} points"
-            return f"not significantly over- or under-confident (95 % interval {interval})"
-        ends = sorted([abs(gap["low"]), abs(gap["high"])])
-        way = "over" if gap["low"] > 0 else "under"
-        return f"{way}-confident by {amount} (95 % interval {points(ends[0])} to {points(ends[1])})"
-
-    def _bias(self) -> str:
-        bias = self._row(self._network, "bias")
-        if bias is None or bias["low"] is None:
-            return ""
-        if bias["low"] <= 0 <= bias["high"]:
-            return f"It has no significant bias ({_ends(bias)})."
-        way = "low" if bias["high"] < 0 else "high"
-        ends = sorted([abs(bias["low"]), abs(bias["high"])])
-        return (
-            f"It is biased: its predictions are too {way} by {number(abs(bias['value']))} on "
-            f"average (95 % interval {number(ends[0])} to {number(ends[1])}), which no posterior "
-            "corrects. Subtract it, or find out what differs from the training data."
-        )
-
-    def _width(self) -> str:
-        scaled, coverage = (self._row(self._network, name) for name in ("scaled_error", "coverage"))
-        if scaled is None or coverage is None or scaled["low"] is None:
-            return ""
-        held = f"the 95 % intervals contain {100 * coverage['value']:.1f} % of the targets"
-        if scaled["low"] <= 1 <= scaled["high"]:
-            return f"Its standard deviations fit its errors: {held}."
-        way = "small" if scaled["low"] > 1 else "large"
-        return (
-            f"Its standard deviations are too {way}: errors measure {number(scaled['value'])} of "
-            f"them ({number(scaled['low'])} to {number(scaled['high'])}) where 1 is right, and "
-            f"{held}."
+            f"{on} an accuracy of {100 * accuracy['value']:.1f} % and a mean confidence of "
+            f"{sure:.1f} %: it is {_confidence(gap)}. It has {nll}."
         )
 
     # ------------------------------------------------------------------ what mends it
 
     def remedy(self) -> list[str]:
         """The method that mends it, and the others beside it."""
-        judged = _joined([_CRITERIA[metric][0] for metric in self._criteria])
         if not self._others:
             return ["Nothing else was compared: add a method to compare with the network."]
         remedies = [key for key in self._others if self._is_better(key, self._network)]
@@ -241,57 +217,43 @@ class _Verdict:
         self._chosen = next(iter(unbeaten or remedies), None)
         if self._chosen is None:
             first = (
-                f"No method improves it significantly, judged by {judged} together: keep the "
-                "network as it is, or use more test examples."
+                f"No method improves it significantly, judged by {_names(self._criteria)} "
+                "together: keep the network as it is, or use more test examples."
             )
             return [first, *self._the_others(self._network)]
-        better, _ = self._changes(self._chosen, self._network)
+        better, _ = self._significant(self._chosen, self._network)
         count = next(iter(better.values()))["num_examples"]
-        amounts = _joined([self._amount(metric, row) for metric, row in better.items()])
-        left = [_CRITERIA[metric][0] for metric in self._criteria if metric not in better]
-        rest = f" (no significant change: {_joined(left)})" if left else ""
-        gap = self._row(self._chosen, "overconfidence")
-        after = f" It is {self._confidence(gap)}." if gap else ""
+        left = _names([metric for metric in self._criteria if metric not in better])
+        rest = f" (no significant change: {left})" if left else ""
+        after = ""
+        if not self._is_regression:
+            after = f" It is {_confidence(self._row('overconfidence', self._chosen))}."
         first = (
-            f"Use “{self._labels[self._chosen]}”: on the same {self._inputs(count)} it lowers "
-            f"{amounts}{rest}.{after}"
+            f"Use {self._labels[self._chosen]}: on the same {self._inputs(count)} it lowers "
+            f"{_amounts(better)}{rest}.{after}"
         )
         return [first, *self._the_others(self._chosen)]
 
-    def _amount(self, metric: str, row: Row) -> str:
-        name, unit = _CRITERIA[metric]
-        text = points if metric == "overconfidence" else number
-        ends = sorted([abs(row["low"]), abs(row["high"])])
-        amount = unit.format(text(abs(row["value"])))
-        return f"the {name} by {amount} ({text(ends[0])} to {text(ends[1])})"
-
     def _the_others(self, reference: str) -> list[str]:
         """How the methods that are not recommended compare with the one that is."""
-        worse, mixed, same = [], [], []
+        worse, same = [], []
         for key in self._others:
             if key == reference:
                 continue
-            gains, losses = self._changes(key, reference)
-            name = f"“{self._labels[key]}”"
-            lost = _joined([self._amount(metric, row) for metric, row in losses.items()])
-            if losses and gains:
-                names = _joined([_CRITERIA[metric][0] for metric in gains])
-                mixed.append(f"{name} is better in {names} but raises {lost}")
-            elif losses:
-                worse.append(f"{name} raises {lost}{self._turned(key)}")
+            gains, losses = self._significant(key, reference)
+            name = self._labels[key]
+            if losses:
+                gained = f"is better in {_names(gains)} but " if gains else ""
+                worse.append(f"{name} {gained}raises {_amounts(losses)}{self._turned(key)}")
             else:
                 same.append(f"{name}{self._turned(key)}")
-        told, of = [], "the network"
-        if reference != self._network:
-            of = f"“{self._labels[reference]}”"
-        if worse or mixed:
-            told.append(f"Compared with {of}, {'; '.join([*worse, *mixed])}.")
-        if same and (self._chosen or worse or mixed):
+        told, of = [], self._labels[reference]
+        if worse:
+            told.append(f"Compared with {of}, {'; '.join(worse)}.")
+        if same and (self._chosen or worse):
             told.append(f"No clear difference from {of}: {_joined(same)}.")
-        is_open = not self._is_regression and not any(
-            method["temperature"] is not None for method in self._run["methods"]
-        )
-        if is_open:
+        temperatures = [method["temperature"] for method in self._run["methods"]]
+        if not self._is_regression and not any(temperatures):
             told.append(
                 "Temperature scaling was left out: compare it too, which needs validation examples."
             )
@@ -299,12 +261,10 @@ class _Verdict:
 
     def _turned(self, key: str) -> str:
         """Whether a method makes an over-confident network under-confident, or the reverse."""
-        before, after = (self._row(of, "overconfidence") for of in (self._network, key))
-        if not before or not after or before["low"] is None or after["low"] is None:
+        if self._is_regression:
             return ""
-        if before["low"] > 0 > after["high"] or before["high"] < 0 < after["low"]:
-            return f" and is {self._confidence(after)}"
-        return ""
+        before, after = self._row("overconfidence"), self._row("overconfidence", key)
+        return f" and is {_confidence(after)}" if _sign(before) * _sign(after) < 0 else ""
 
     # --------------------------------------------------- other inputs than those it knows
 
@@ -314,82 +274,94 @@ class _Verdict:
         if not shifts:
             return []
         hardest = max(shifts, key=lambda part: part["severity"])
-        of = hardest["name"]
-        start = f"Shifted inputs: at severity {hardest['severity']} the network"
-        calibration = self._criteria[2]
+        of, calibration = hardest["name"], self._criteria[2]
+        gap = self._row(calibration, of=of)
+        told = f"Shifted inputs: at severity {hardest['severity']} the network"
         if self._is_regression:
-            scaled = self._row(self._network, "scaled_error", of)
-            assert scaled is not None
-            told = f"{start}'s errors measure {_ends(scaled)} of its standard deviations"
+            told += f"'s errors measure {_ends(gap)} of its standard deviations"
         else:
-            accuracy = self._row(self._network, "accuracy", of)
-            gap = self._row(self._network, "overconfidence", of)
-            assert accuracy is not None
-            assert gap is not None
-            told = (
-                f"{start} has an accuracy of {100 * accuracy['value']:.1f} % and is "
-                f"{self._confidence(gap)}"
-            )
-        row = None
-        if self._chosen is not None:
-            row = self._change(self._chosen, self._network, calibration, of)
-        if row is None or row["low"] is None:
+            accuracy = 100 * self._row("accuracy", of=of)["value"]
+            told += f" has an accuracy of {accuracy:.1f} % and is {_confidence(gap)}"
+        if self._chosen is None:
             return [f"{told}."]
-        name = f"“{self._labels[self._chosen]}”"
-        if row["low"] <= 0 <= row["high"]:
+        row = self._change(self._chosen, self._network, calibration, of)
+        name = self._labels[self._chosen]
+        if not _sign(row):
             return [f"{told}; {name} makes no significant difference."]
-        verb = "lowers" if row["high"] < 0 else "raises"
-        return [f"{told}; {name} {verb} {self._amount(calibration, row)}."]
+        verb = "lowers" if _sign(row) < 0 else "raises"
+        return [f"{told}; {name} {verb} {_amounts({calibration: row})}."]
 
     def foreign(self) -> list[str]:
         """How well foreign inputs are noticed, and by which score."""
-        told = [
-            sentence
-            for part in self._run["sets"]
-            if part["role"] == "ood" and (sentence := self._noticed(part))
-        ]
+        sets = (part for part in self._run["sets"] if part["role"] == "ood")
+        told = [sentence for part in sets if (sentence := self._noticed(part))]
         return [f"Foreign inputs: {'; '.join(told)}."] if told else []
 
     def _noticed(self, part: Row) -> str:
-        of, score, method = part["name"], "entropy", self._network
-        row = self._row(method, "auroc", of, score)
-        if row is None:
-            score = "variance"
-            row = next(
-                (r for key in self._others if (r := self._row(key, "auroc", of, score))), None
-            )
+        of = part["name"]
+        by = [("entropy", self._network), *(("variance", key) for key in self._others)]
+        found = (self._rows.get((method, "auroc", of, score)) for score, method in by)
+        row = next((row for row in found if row is not None), None)
         if row is None:
             return ""
-        owner = "network" if row["method"] == self._network else f"“{self._labels[row['method']]}”"
-        whose = (
-            "the network's entropy" if owner == "network" else f"the {_SCORES[score]} of {owner}"
-        )
+        score = row["score"]
+        whose = f"the {SCORES[score]} of {self._labels[row['method']]}"
+        if row["method"] == self._network:
+            whose = f"the network's {SCORES[score]}"
         kind = f" ({part['kind']})" if part.get("kind") else ""
-        inside = f"test {self._run['input_name']}s"
-        if row["low"] is not None and row["low"] <= 0.5:
-            text = f"“{of}”{kind} is not separated from {inside} by {whose}, AUROC {_ends(row)}"
-        else:
-            text = f"“{of}”{kind} is separated from {inside} by {whose}, AUROC {_ends(row)}"
+        told = (
+            f"“{of}”{kind} is {'not ' if row['low'] <= 0.5 else ''}separated from test "
+            f"{self._run['input_name']}s by {whose}, AUROC {_ends(row)}"
+        )
         better = [
             other
-            for other in self._found["differences"]
-            if (other["set"], other["metric"]) == (of, "auroc")
-            and other.get("reference_score") == score
-            and other["low"] is not None
+            for other in self._differences
+            if (other["set"], other["metric"], other.get("reference_score")) == (of, "auroc", score)
             and other["low"] > 0
         ]
         if not better:
-            return text
+            return told
         most = max(better, key=lambda other: other["low"])
-        by = f"the {_SCORES[most['score']]} of “{self._labels[most['method']]}”"
+        name = f"the {SCORES[most['score']]} of {self._labels[most['method']]}"
         count = self._inputs(most["num_examples"])
-        return f"{text}; on the same {count} {by} is better by {_ends(most)}"
+        return f"{told}; on the same {count} {name} is better by {_ends(most)}"
 
 
-def _first(rows: Sequence[Row], wanted: Row) -> Row | None:
-    return next(
-        (row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None
-    )
+def _with_ends(row: Row) -> dict[str, Any]:
+    """The same, where an interval that is not known is the whole line."""
+    ends = {"low": -math.inf, "high": math.inf}
+    return {**row, **{name: end for name, end in ends.items() if row[name] is None}}
+
+
+def _sign(row: Row, ideal: float = 0) -> int:
+    """1 or -1 where a value is significantly above or below another, else 0."""
+    return int(row["low"] > ideal) - int(row["high"] < ideal)
+
+
+def _in_words(row: Row, text: Any) -> dict[str, str]:
+    """A value and its interval for the sentences, without signs where it is significant."""
+    low, high = row["low"], row["high"]
+    ends = sorted([abs(low), abs(high)]) if _sign(row) else [low, high]
+    interval = " to ".join(map(text, ends))
+    return {"amount": text(abs(row["value"])), "interval": interval, "ends": _ends(row)}
+
+
+def _confidence(gap: Row) -> str:
+    return _CONFIDENCE[_sign(gap)].format(**_in_words(gap, points))
+
+
+def _names(criteria: Sequence[str] | Mapping[str, Row]) -> str:
+    return _joined([_CRITERIA[metric][0] for metric in criteria])
+
+
+def _amounts(rows: Mapping[str, Row]) -> str:
+    """Significant differences by their criteria, e.g. `the NLL by 0.1 nats (0.05 to 0.15)`."""
+    told = []
+    for metric, row in rows.items():
+        name, unit = _CRITERIA[metric]
+        words = _in_words(row, points if metric == "overconfidence" else number)
+        told.append(f"the {name} by {unit.format(words['amount'])} ({words['interval']})")
+    return _joined(told)
 
 
 def _joined(texts: Sequence[str]) -> str:
@@ -397,6 +369,6 @@ def _joined(texts: Sequence[str]) -> str:
 
 
 def _ends(row: Row) -> str:
-    if row["low"] is None or row["high"] is None or math.isnan(row["low"]):
+    if math.isinf(row["low"]):
         return number(row["value"])
     return f"{number(row['value'])} ({number(row['low'])} to {number(row['high'])})"

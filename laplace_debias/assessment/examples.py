@@ -1,13 +1,14 @@
 """Test examples that a person should look at: the uncertain, the certain mistakes, the changed."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_debias.assessment.predictions import Chosen
-from laplace_debias.assessment.run_folder import RunFolder, write_json, write_picture
+from laplace_debias.assessment.run_folder import write_json, write_picture
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.sources.loaded import Loaded
 
@@ -17,7 +18,7 @@ _MOST_NUMBERS = 32
 
 
 def write_examples(
-    folder: RunFolder, loaded: Loaded, tables: Mapping[str, Mapping[str, Tensor]], network: str
+    folder: Path, loaded: Loaded, tables: Mapping[str, Mapping[str, Tensor]], network: str
 ) -> None:
     """Write `examples.json`, and the pictures of the examples where inputs are images.
 
@@ -37,10 +38,10 @@ def write_examples(
             entry["inputs"] = x.flatten()[:_MOST_NUMBERS].tolist()
     if loaded.picture is not None:
         for index, x in inputs.items():
-            write_picture(folder.path / "examples" / f"{index}.png", loaded.picture(x))
+            write_picture(folder / "examples" / f"{index}.png", loaded.picture(x))
     groups = {name: group["examples"] for name, group in found.items()}
     chosen_by = {name: group["method"] for name, group in found.items()}
-    write_json(folder.path / "examples.json", {**groups, "chosen_by": chosen_by})
+    write_json(folder / "examples.json", {**groups, "chosen_by": chosen_by})
 
 
 def chosen_examples(
@@ -123,9 +124,9 @@ def _change(table: Mapping[str, Tensor], network: Mapping[str, Tensor], task: st
 def _described(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"index": index}
     for key, table in tables.items():
-        at = int(torch.searchsorted(table["index"].contiguous(), index))
-        if at >= len(table["index"]) or int(table["index"][at]) != index:
+        if index not in table["index"]:
             continue  # Predicted for some examples only.
+        at = int(torch.searchsorted(table["index"], index))
         if task == "regression":
             entry["target"] = table["target"][at].tolist()
             values = {name: table[name][at].tolist() for name in ("mean", "standard_deviation")}

@@ -1,6 +1,7 @@
 """The last stage of a run: metrics of what methods predicted, paired differences, the verdict."""
 
 import itertools
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ def measure(run: Run) -> None:
         }
         compared = Comparison(tables, {part.name: part.role for part in run.sets}, run.loaded.task)
         found = {"rows": compared.rows(), "differences": list(compared.differences())}
-        write_json(run.folder.path / "metrics.json", found)
+        write_json(run.folder / "metrics.json", found)
         of_test = {method.key: tables[method.key, TEST] for method in run.methods}
         write_examples(run.folder, run.loaded, of_test, run.methods[0].key)
         for method in run.methods:
@@ -42,10 +43,10 @@ def measure(run: Run) -> None:
             entry = run.entry(method.key)
             entry["seconds"]["predict"] = seconds
             entry["seconds_per_example"] = seconds / sum(part["num_examples"] for part in told)
-    run.said["conclusion"] = conclude(run.said, read_json(run.folder.path / "metrics.json"))
+    run.said["conclusion"] = conclude(run.said, read_json(run.folder / "metrics.json"))
     run.said["status"] = "complete"
     run.write()
-    run.folder.remove_states()
+    shutil.rmtree(run.folder / "state", ignore_errors=True)  # The work is done.
 
 
 def scores_of(table: Table, task: str) -> dict[str, Tensor]:
@@ -154,18 +155,15 @@ class Comparison:
         key = method, name, len(table["index"]), len(test["index"])
         if key not in self._known:
             if self._roles[name] == "ood":
-                self._known[key] = self._of_ood(test, table)
+                inside, outside = scores_of(test, self._task), scores_of(table, self._task)
+                self._known[key] = {
+                    score: metrics.evaluate_ood(inside[score], outside[score])
+                    for score in inside
+                    if score in outside
+                }
             else:
                 self._known[key] = {"": report_of_table(table, self._task)}
         return self._known[key]
-
-    def _of_ood(self, test: Table, ood: Table) -> dict[str, metrics.Report]:
-        inside, outside = scores_of(test, self._task), scores_of(ood, self._task)
-        return {
-            score: metrics.evaluate_ood(inside[score], outside[score])
-            for score in inside
-            if score in outside
-        }
 
 
 def report_of_table(table: Table, task: str) -> metrics.Report:

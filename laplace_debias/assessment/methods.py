@@ -112,11 +112,6 @@ class Method:
         if self.examples is not None and self.examples < 2:
             raise ValueError(f"{self.key}: examples is {self.examples}; expected at least 2")
 
-    @property
-    def is_laplace(self) -> bool:
-        """Whether it has a posterior."""
-        return self.posterior is not None
-
 
 @dataclass(frozen=True)
 class Family:
@@ -146,6 +141,22 @@ def families_of(methods: Sequence[Method]) -> list[Family]:
     return [Family(*shared, tuple(members)) for shared, members in found.items()]
 
 
+def tempered(method: Method) -> Method:
+    """The same method with a temperature on top.
+
+    Args:
+        method: The method of a posterior.
+    """
+    return replace(
+        method,
+        key=f"{method.key}-temperature",
+        label=f"{method.label}, temperature",
+        describes=f"{method.describes} The logarithms of the predicted probabilities are divided "
+        "by one number, fitted on the validation examples.",
+        has_temperature=True,
+    )
+
+
 NETWORK = Method(
     key="network", label="Network", describes="The trained network's own probabilities."
 )
@@ -161,16 +172,7 @@ LAST_LAYER = Method(
     describes="A Laplace approximation (K-FAC) over the last layer's parameters.",
     posterior=PosteriorChoice(params="last_layer"),
 )
-LAST_LAYER_TEMPERATURE = Method(
-    key="last-layer-temperature",
-    label="Laplace, last layer, temperature",
-    describes=(
-        "The last layer's Laplace predictive, the logarithms of its probabilities divided by one "
-        "number, fitted on the validation examples."
-    ),
-    posterior=LAST_LAYER.posterior,
-    has_temperature=True,
-)
+LAST_LAYER_TEMPERATURE = tempered(LAST_LAYER)
 LAPLACE = Method(
     key="laplace",
     label="Laplace, all parameters",
@@ -265,17 +267,7 @@ def methods_of(
     plain = Method(
         key=key, label=label, describes=choice.described, posterior=choice, examples=examples
     )
-    if not with_temperature:
-        return [plain]
-    tempered = replace(
-        plain,
-        key=f"{key}-temperature",
-        label=f"{label}, temperature",
-        describes=f"{choice.described} The logarithms of the predicted probabilities are divided "
-        "by one number, fitted on the validation examples.",
-        has_temperature=True,
-    )
-    return [plain, tempered]
+    return [plain, tempered(plain)] if with_temperature else [plain]
 
 
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:
@@ -296,13 +288,13 @@ def check_methods(methods: Sequence[Method], task: str, has_validation: bool) ->
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
         raise ValueError(f"two methods are called {', '.join(twice)}: give each a key of its own")
-    tempered = [method.key for method in methods if method.has_temperature]
-    if tempered and task == "regression":
+    scaled = [method.key for method in methods if method.has_temperature]
+    if scaled and task == "regression":
         raise ValueError(
-            f"a regression has no temperature, its noise is fitted: leave out {', '.join(tempered)}"
+            f"a regression has no temperature, its noise is fitted: leave out {', '.join(scaled)}"
         )
-    if tempered and not has_validation:
+    if scaled and not has_validation:
         raise ValueError(
-            f"{', '.join(tempered)}: a temperature is fitted on validation examples, and there are "
+            f"{', '.join(scaled)}: a temperature is fitted on validation examples, and there are "
             "none; give some, or leave the method out"
         )

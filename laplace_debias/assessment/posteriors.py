@@ -137,12 +137,10 @@ def _sweep_of(la: Laplace, found: Tuning | None) -> dict[str, Any]:
     rows = []
     for row in found.table:
         value, error = row[found.metric], row.get("standard_error")
-        low, high = (
-            (None, None) if error is None else (value - _LEVEL * error, value + _LEVEL * error)
-        )
-        rows.append(
-            {"prior_precision": row["prior_precision"], "value": value, "low": low, "high": high}
-        )
+        half = None if error is None else _LEVEL * error
+        ends = (None, None) if half is None else (value - half, value + half)
+        at = row["prior_precision"]
+        rows.append({"prior_precision": at, "value": value, "low": ends[0], "high": ends[1]})
     return {
         "metric": found.metric,
         "rows": rows,

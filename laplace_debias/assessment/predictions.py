@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias import metrics
-from laplace_debias.assessment.temperature import kind_of, tempered
+from laplace_debias.assessment.temperature import tempered
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
@@ -215,7 +215,7 @@ def predict_set(
 
 def with_temperature(table: Table, temperature: float, task: str) -> Table:
     """The same divided by a temperature; what is known of the posterior is not of these."""
-    log_probs = tempered(table["log_probs"], temperature, kind_of(task))
+    log_probs = tempered(table["log_probs"], temperature, task)
     return table | {"log_probs": log_probs} | _unknown(len(log_probs))
 
 

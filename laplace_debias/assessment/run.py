@@ -1,14 +1,14 @@
 """A run under way: network, data, methods, and `run.json`, which is written after each stage."""
 
-import json
 import platform
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from laplace_debias.assessment.methods import Family, Method, families_of
-from laplace_debias.assessment.run_folder import RunFolder, digest, table_says, write_json
+from laplace_debias.assessment.predictions import Chosen
+from laplace_debias.assessment.run_folder import plain, table_says, write_json
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.report.run_folder import FORMAT
+from laplace_debias.report.run_folder import FORMAT, predictions_path
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
 from laplace_debias.system.ranks import current
@@ -71,45 +72,50 @@ def sets_of(loaded: Loaded) -> list[DataSet]:
     return sets
 
 
+@dataclass(eq=False)
 class Run:
     """A run's network, data, methods and folder, and what `run.json` says of it so far.
 
-    Args:
+    Attributes:
         loaded: The network and its data.
         folder: Where the run is written.
         methods: Methods to compare, the network first.
         sets: The sets that are predicted.
-        identity: Settings that identify a run.
         seed: Of everything that is drawn.
         console: Where the stages print what they do; nowhere if None.
-
-    Attributes:
         said: Content of `run.json`, as plain data.
-        families: The methods by the posterior that they share.
-        digest: Of the identity.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        folder: RunFolder,
-        methods: Sequence[Method],
-        sets: Sequence[DataSet],
-        identity: dict[str, Any],
-        seed: int,
-        console: Printer | None,
-    ) -> None:
-        self.loaded, self.folder, self.methods, self.sets = loaded, folder, methods, sets
-        self.identity, self.seed, self.console = identity, seed, console
-        self.digest = digest(identity)
-        self.families = families_of(methods)
-        self.said: dict[str, Any] = {}
+    loaded: Loaded
+    folder: Path
+    methods: Sequence[Method]
+    sets: Sequence[DataSet]
+    seed: int
+    console: Printer | None
+    said: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """The methods by the posterior that they share."""
+        return families_of(self.methods)
+
+    @cached_property
+    def num_validation(self) -> int:
+        """How many validation examples there are, in all processes."""
+        assert self.loaded.validation is not None
+        sizes = (len(y) for _, y in Chosen(self.loaded.model, self.loaded.validation))
+        return sum(current().exchange(sum(sizes)))
 
     def begin(
-        self, earlier: dict[str, Any] | None, title: str, seconds: Mapping[str, float]
+        self,
+        earlier: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        title: str,
+        seconds: Mapping[str, float],
     ) -> None:
         """Make `run.json`, or take that of a run that was broken off."""
         loaded = self.loaded
+        keys = {method.key: family.key for family in self.families for method in family.methods}
         self.said = {
             "format": FORMAT,
             "status": "running",
@@ -121,7 +127,7 @@ class Run:
             "num_train": loaded.num_train,
             "num_parameters": sum(p.numel() for p in loaded.model.parameters()),
             "sets": [part.described | {"num_examples": None} for part in self.sets],
-            "methods": [_entry(m, family) for family in self.families for m in family.methods],
+            "methods": [_entry(method, keys[method.key]) for method in self.methods],
             "sigma": None,
             "training": None,
             "notes": list(loaded.notes),
@@ -132,17 +138,15 @@ class Run:
             "threads": torch.get_num_threads(),
             "seconds": dict(seconds),
             "peak_bytes": None,
-            "identity": json.loads(json.dumps(self.identity, default=str)),
+            "identity": plain(identity),
         }
-        in_order = [method.key for method in self.methods]
-        self.said["methods"].sort(key=lambda entry: in_order.index(entry["key"]))
-        self.said |= {key: (earlier or {})[key] for key in _KEPT if key in (earlier or {})}
+        self.said |= {key: earlier[key] for key in _KEPT if key in earlier}
         self.write()
 
     def write(self) -> None:
         """Write `run.json`."""
         self.said["peak_bytes"] = max(_peak_bytes(), self.said["peak_bytes"] or 0) or None
-        write_json(self.folder.path / "run.json", self.said)
+        write_json(self.folder / "run.json", self.said)
 
     def entry(self, key: str) -> dict[str, Any]:
         """A method's entry in `run.json`."""
@@ -163,7 +167,7 @@ class Run:
 
     def path(self, method: Method, part: DataSet) -> Path:
         """Where a method's predictions for a set are written."""
-        return self.folder.predictions(method.key, part.name)
+        return predictions_path(self.folder, method.key, part.name)
 
     def told(self, method: Method, part: DataSet) -> dict[str, Any]:
         """The description of a complete table of predictions; empty if there is none."""
@@ -182,17 +186,17 @@ class Run:
             self.said["notes"].append(what)
 
 
-def _entry(method: Method, family: Family) -> dict[str, Any]:
+def _entry(method: Method, family: str) -> dict[str, Any]:
     return {
         "key": method.key,
         "label": method.label,
         "describes": method.describes,
-        "is_laplace": method.is_laplace,
+        "is_laplace": method.posterior is not None,
         "temperature": None,
         "prior_precision": None,
         "link": None,
         "prior_precision_at_limit": False,
-        "posterior": family.key if method.is_laplace else None,
+        "posterior": family if method.posterior is not None else None,
         "examples": method.examples,
         "seconds": {},
         "seconds_per_example": None,

@@ -1,12 +1,10 @@
-"""The run folder: its files, each written whole, and whether a run there can be gone on with."""
+"""The run folder: whether a run there can be gone on with; its files, each written whole."""
 
-import hashlib
 import io
 import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,99 +27,59 @@ _OURS = (
 )
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """The files of a run.
+def open_folder(
+    folder: Path, identity: Mapping[str, Any], overwrite: bool
+) -> dict[str, Any] | None:
+    """Look at what is in the folder before work begins.
 
-    Attributes:
-        path: The folder.
+    Args:
+        folder: The folder.
+        identity: Settings that identify a run.
+        overwrite: Whether an earlier run is removed.
+
+    Returns:
+        `run.json` of the same run, which is gone on with; None where there is none.
+
+    Raises:
+        FileExistsError: If the folder holds other files, or a run of other settings.
+        ValueError: If its `run.json` is damaged.
     """
-
-    path: Path
-
-    def predictions(self, method: str, name: str) -> Path:
-        """One method's predictions for one set."""
-        return self.path / "predictions" / method / f"{name}.parquet"
-
-    def posterior(self, method: str) -> Path:
-        """A method's posterior."""
-        return self.path / "posteriors" / f"{method}.safetensors"
-
-    def sweep(self, method: str) -> Path:
-        """How a method's prior precision was found."""
-        return self.path / "sweeps" / f"{method}.json"
-
-    def spectrum(self, method: str) -> Path:
-        """The spectrum of a method's posterior."""
-        return self.path / "spectra" / f"{method}.json"
-
-    def state(self, name: str) -> Path:
-        """The state of work that is under way."""
-        return self.path / "state" / name
-
-    def remove_states(self) -> None:
-        """Remove what was kept of work that is done."""
-        shutil.rmtree(self.path / "state", ignore_errors=True)
-
-    def read_run(self) -> dict[str, Any] | None:
-        """`run.json`; None if there is none. Raises as `read_meta`."""
-        return read_meta(self.path) if (self.path / "run.json").exists() else None
-
-    def open(self, identity: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
-        """Look at what is in the folder before work begins.
-
-        Args:
-            identity: Settings that identify a run.
-            overwrite: Whether an earlier run is removed.
-
-        Returns:
-            `run.json` of the same run, which is gone on with; None where there is none.
-
-        Raises:
-            FileExistsError: If the folder holds other files, or a run of other settings.
-            ValueError: If its `run.json` is damaged.
-        """
-        if self.path.is_dir() and overwrite and (self.path / "run.json").exists():
-            self._remove()
-            return None
-        if self.path.exists() and not self.path.is_dir():
-            raise FileExistsError(f"{self.path} is a file; name a folder as --output")
-        run = self.read_run() if self.path.is_dir() else None
-        if run is None:
-            others = sorted(e.name for e in self.path.iterdir()) if self.path.is_dir() else []
-            others = [name for name in others if name[:1] != "."]
-            if others:
-                raise FileExistsError(
-                    f"{self.path} holds other files ({', '.join(others[:3])}"
-                    f"{', …' if len(others) > 3 else ''}); name an empty folder as --output"
-                )
-            return None
-        if different := differences(run.get("identity", {}), _plain(identity)):
+    if folder.is_dir() and overwrite and (folder / "run.json").exists():
+        _remove(folder)
+        return None
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; name a folder as --output")
+    run = read_meta(folder) if (folder / "run.json").exists() else None
+    if run is None:
+        others = sorted(e.name for e in folder.iterdir()) if folder.is_dir() else []
+        others = [name for name in others if name[:1] != "."]
+        if others:
             raise FileExistsError(
-                f"{self.path} holds a run of other settings ({different}); give another --output, "
-                "or --overwrite to begin anew there"
+                f"{folder} holds other files ({', '.join(others[:3])}"
+                f"{', …' if len(others) > 3 else ''}); name an empty folder as --output"
             )
-        for path in self.path.rglob(".*.partial"):  # A run that was killed left them.
+        return None
+    if different := differences(run.get("identity", {}), plain(identity)):
+        raise FileExistsError(
+            f"{folder} holds a run of other settings ({different}); give another --output, "
+            "or --overwrite to begin anew there"
+        )
+    for path in folder.rglob(".*.partial"):  # A run that was killed left them.
+        path.unlink(missing_ok=True)
+    return run
+
+
+def _remove(folder: Path) -> None:
+    """Remove a run's own files; others stay."""
+    for name in _OURS:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
             path.unlink(missing_ok=True)
-        return run
-
-    def _remove(self) -> None:
-        """Remove a run's own files; others stay."""
-        for name in _OURS:
-            path = self.path / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
 
 
-def digest(identity: Mapping[str, Any]) -> str:
-    """SHA-256 of what makes two runs the same."""
-    text = json.dumps(_plain(identity), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back."""
     return json.loads(json.dumps(values, default=str))
 

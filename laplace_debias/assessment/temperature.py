@@ -1,27 +1,13 @@
 """Temperature scaling: one number that all logits are divided by."""
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-Kind = Literal["classification", "binary", "multilabel"]
-
 BOUNDS = (1e-3, 1e3)
 """Temperatures between which the best is looked for."""
-
-
-def kind_of(task: str) -> Kind:
-    """A task as one that has a temperature.
-
-    Raises:
-        ValueError: For a regression.
-    """
-    if task not in get_args(Kind):
-        raise ValueError(f"task={task} has no temperature; expected {', '.join(get_args(Kind))}")
-    return cast("Kind", task)
 
 
 @dataclass(frozen=True)
@@ -30,18 +16,16 @@ class FittedTemperature:
 
     Attributes:
         value: T.
-        nll: The mean negative log-likelihood there, nats an example.
         is_at_limit: Whether T is an end of `BOUNDS`: examples that the network has all right want
             T → 0, a network that is no better than chance T → ∞.
     """
 
     value: float
-    nll: float
     is_at_limit: bool = False
 
 
 def fit_temperature(
-    logits: Float[Tensor, "n outputs"], labels: Shaped[Tensor, "n *outputs"], kind: Kind
+    logits: Float[Tensor, "n outputs"], labels: Shaped[Tensor, "n *outputs"], kind: str
 ) -> FittedTemperature:
     r"""The T that minimises the mean negative log-likelihood of logits divided by it.
 
@@ -55,7 +39,7 @@ def fit_temperature(
             constant of each example. Of `binary` `[n, 1]`.
         labels: Class indices `[n]`; for `binary` `[n]` and for `multilabel` `[n, outputs]` zeros
             and ones.
-        kind: Task of the logits.
+        kind: Task of the logits: `classification`, `binary` or `multilabel`.
 
     Raises:
         ValueError: If there is no example, or a logit is not finite.
@@ -89,18 +73,11 @@ def fit_temperature(
     else:
         at, is_at_limit = brentq(slope, low, high, xtol=1e-12, rtol=1e-14), False
     value = torch.tensor(at, dtype=torch.float64).exp().item()
-    return FittedTemperature(value, _nll(z / value, y, kind), is_at_limit)
-
-
-def _nll(z: Tensor, y: Tensor, kind: Kind) -> float:
-    if kind == "classification":
-        return torch.nn.functional.cross_entropy(z, y.long()).item()
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(z, y.double(), reduction="none")
-    return losses.sum(1).mean().item()
+    return FittedTemperature(value, is_at_limit)
 
 
 def tempered(
-    log_probs: Float[Tensor, "n outputs"], temperature: float, kind: Kind
+    log_probs: Float[Tensor, "n outputs"], temperature: float, kind: str
 ) -> Float[Tensor, "n outputs"]:
     """Logits, or logarithms of probabilities, divided by a temperature; normalised for classes.
 

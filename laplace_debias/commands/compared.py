@@ -3,10 +3,9 @@
 import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from laplace_debias.assessment import RunFolder
-from laplace_debias.assessment.table import rows_to_print
 from laplace_debias.commands.network import plain
 from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
@@ -18,6 +17,14 @@ _PLACES = {
     *("device", "workers", "checkpoint"),
 }
 """Settings that do not change what is found. Of a checkpoint the content counts, not the path."""
+
+_METRICS = {
+    "classification": ("accuracy", "nll", "brier", "smooth_ece"),
+    "binary": ("accuracy", "nll", "brier", "smooth_ece"),
+    "multilabel": ("accuracy", "nll", "brier", "ece"),
+    "regression": ("nll", "rmse", "crps", "coverage"),
+}
+_SCORES = ("entropy", "variance")
 
 
 def identity_of(settings: SourceSettings) -> dict[str, Any]:
@@ -42,21 +49,21 @@ def config_of(settings: SourceSettings) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def found_in(folder: RunFolder) -> dict[str, Any]:
+def found_in(folder: Path) -> dict[str, Any]:
     """The results of a run, as `--json` prints them."""
-    run = read_meta(folder.path)
+    run = read_meta(folder)
     told = {name: run[name] for name in ("task", "sets", "methods", "conclusion", "notes")}
-    return {**told, **read_json(folder.path / "metrics.json")}
+    return {**told, **read_json(folder / "metrics.json")}
 
 
-def tell(folder: RunFolder, console: Printer) -> None:
+def tell(folder: Path, console: Printer) -> None:
     """Print the table of a run and what it shows."""
-    run, found = read_meta(folder.path), read_json(folder.path / "metrics.json")
+    run, found = read_meta(folder), read_json(folder / "metrics.json")
     test = next(part for part in run["sets"] if part["role"] == "test")
-    rows = rows_to_print(run, found)
+    rows = _rows(run, found)
     title = f"{test['num_examples']:,} test {run['input_name']}s, 95 % intervals"
     if _width(rows) > shutil.get_terminal_size().columns:
-        rows = rows_to_print(run, found, with_intervals=False)
+        rows = _rows(run, found, with_intervals=False)
         title += " on the page or in a wider terminal"
     print_table(rows, title)
     for sentence in [*run["conclusion"], *run["notes"]]:
@@ -70,3 +77,42 @@ def _width(rows: Sequence[Mapping[str, str]]) -> int:
         for name, text in row.items():
             texts.setdefault(name, name.split("\n")).append(text)
     return 2 + sum(2 + max(map(len, column)) for column in texts.values())
+
+
+def _rows(
+    run: Mapping[str, Any], found: Mapping[str, Any], with_intervals: bool = True
+) -> list[dict[str, str]]:
+    """A row for each method: metrics on the test set, and how well OOD sets are told from it.
+
+    Args:
+        run: `run.json`.
+        found: `metrics.json`.
+        with_intervals: Whether the ends of its interval follow each value.
+
+    Returns:
+        By the column's name a value with the ends of its interval. OOD sets are told apart by the
+        entropy, of a regression by the variance.
+    """
+    table = []
+    of = {
+        (row["method"], row["set"], row["metric"], row.get("score")): row for row in found["rows"]
+    }
+    for method in run["methods"]:
+        line = {"method": method["label"]}
+        for metric in _METRICS[run["task"]]:
+            if row := of.get((method["key"], "test", metric, None)):
+                line[metric] = _cell(row, with_intervals)
+        for part in run["sets"]:
+            for score in _SCORES:
+                row = of.get((method["key"], part["name"], "auroc", score))
+                if row and (score == "entropy" or run["task"] == "regression"):
+                    line[f"AUROC\n{part['name']}"] = _cell(row, with_intervals)
+        line["examples"] = f"{of[method['key'], 'test', 'nll', None]['num_examples']:,}"
+        table.append(line)
+    return table
+
+
+def _cell(row: Mapping[str, Any], with_interval: bool) -> str:
+    if not with_interval or row["low"] is None or row["high"] is None:
+        return f"{row['value']:.3f}"
+    return f"{row['value']:.3f} ({row['low']:.3f}–{row['high']:.3f})"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from laplace_debias.assessment import PosteriorChoice, RunFolder, assess
+from laplace_debias.assessment import PosteriorChoice, assess
 from laplace_debias.assessment.methods import LAPLACE, chosen_methods
 from laplace_debias.commands.compared import config_of, found_in, identity_of, tell
 from laplace_debias.report.page import write_page
@@ -86,14 +86,14 @@ def run(settings: Settings, console: Printer | None = None) -> Path:
     """
     console = console or Lines()
     if settings.from_run is not None:
-        folder = RunFolder(read_run(settings.from_run).folder)
-        check_target(folder.path / "report.html")
+        folder = read_run(settings.from_run).folder
+        check_target(folder / "report.html")
     else:
         folder = _assessed(settings, console)
-    page = folder.path / "report.html"
+    page = folder / "report.html"
     if current().rank > 0:
         return page
-    write_page(folder.path)
+    write_page(folder)
     tell(folder, console)
     console.print(f"Page: {page}", soft_wrap=True)
     return page
@@ -101,10 +101,10 @@ def run(settings: Settings, console: Printer | None = None) -> Path:
 
 def as_json(settings: Settings, page: Path) -> dict[str, Any]:
     """The object that `--json` prints."""
-    return {"page": str(page), **found_in(RunFolder(page.parent))}
+    return {"page": str(page), **found_in(page.parent)}
 
 
-def _assessed(settings: Settings, console: Printer) -> RunFolder:
+def _assessed(settings: Settings, console: Printer) -> Path:
     check_target(settings.output / "run.json", make_folders=True)
     start = time.perf_counter()
     loaded = load(settings)

@@ -33,13 +33,12 @@ def check_probs(
         ValueError: `probs` is empty, not floating point, of another rank, has one column, holds NaN
             or negative entries, or its rows do not sum to 1.
     """
-    _check_floating(probs, name)
+    _check_numbers(probs, name)
     if probs.ndim not in (1, 2):
         raise ValueError(
             f"`{name}` has shape {list(probs.shape)}; expected [n, classes], or [n] probabilities "
             "of class 1. Flatten the other dimensions into n."
         )
-    _check_not_empty(probs, name)
     if probs.ndim == 2 and probs.shape[1] < 2:
         raise ValueError(
             f"`{name}` has shape {list(probs.shape)}; expected at least two classes. Pass a binary "
@@ -120,13 +119,12 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
         TypeError: `scores` is not a tensor.
         ValueError: `scores` is empty, not `[n]`, not floating point, or holds NaN.
     """
-    _check_floating(scores, name)
+    _check_numbers(scores, name)
     if scores.ndim != 1:
         raise ValueError(
             f"`{name}` has shape {list(scores.shape)}; expected one score per example, [n]. "
             "Reduce probabilities first, with `entropy` for example."
         )
-    _check_not_empty(scores, name)
     if scores.isnan().any():
         raise ValueError(f"`{name}` holds NaN; expected scores with an order. Drop those examples.")
 
@@ -181,16 +179,13 @@ def _check_tensor(values: Shaped[Tensor, "..."], name: str) -> None:
         )
 
 
-def _check_floating(values: Shaped[Tensor, "..."], name: str) -> None:
+def _check_numbers(values: Shaped[Tensor, "..."], name: str) -> None:
     _check_tensor(values, name)
     if not values.is_floating_point():
         raise ValueError(
             f"`{name}` has dtype {values.dtype}; expected floating point. "
             "Convert it with `.float()`."
         )
-
-
-def _check_not_empty(values: Shaped[Tensor, "..."], name: str) -> None:
     if values.numel() == 0:
         raise ValueError(
             f"`{name}` is empty, of shape {list(values.shape)}; expected at least one example. "
@@ -210,8 +205,7 @@ def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
     """
     (name, first), *_ = tensors.items()
     for other, values in tensors.items():
-        _check_floating(values, other)
-        _check_not_empty(values, other)
+        _check_numbers(values, other)
         if values.shape != first.shape:
             raise ValueError(
                 f"`{other}` has shape {list(values.shape)} and `{name}` {list(first.shape)}; "

@@ -27,7 +27,7 @@ from laplace_debias.metrics.regression import (
     interval_width,
     quantile_calibration_error,
 )
-from laplace_debias.metrics.selective import aurc, mean_of_equals
+from laplace_debias.metrics.selective import mean_of_equals, risk_coverage_curve
 from laplace_debias.metrics.statistics import Alone, Area, Mean, Proportion, Statistic
 
 _MEANINGS = {
@@ -58,20 +58,8 @@ _MEANINGS = {
 _MEAN = "Where the mean over many test examples lies, by Student's t corrected for skewness (Hall)."
 _SHARE = "Where the share among many test examples lies (Wilson)."
 _ROOT = "Root of the interval of the mean square over many test examples (Hall's t)."
-_AREA = "Where it lies for many examples of both kinds, by the normal approximation of its logit"
+_AREA = "Where it lies for many examples of both kinds, by the normal approximation of its logit."
 _NONE = "None: no interval is known that holds the truth as often as it promises."
-_INTERVALS = {
-    **dict.fromkeys(("accuracy", "exact_match"), _SHARE),
-    "coverage": "Where the share among many test examples lies (Wilson for one output).",
-    **dict.fromkeys(("rmse", "scaled_error"), _ROOT),
-    "aurc": "Where the area for many test examples lies, to first order a mean (Hall's t).",
-    "auroc": f"{_AREA} (DeLong).",
-    **dict.fromkeys(("aupr_out", "aupr_in"), f"{_AREA}."),
-    "fpr95": f"{_AREA}; too narrow near 1 for fewer than some 200 out-of-distribution examples.",
-    **dict.fromkeys(("ece", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece"), _NONE),
-    "quantile_calibration_error": _NONE,
-}
-"""The meaning of the intervals that are not `_MEAN`."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +75,7 @@ class Metric:
             interval that it measures, `ideal` if there is a number that it should be (differences
             are then of the distances from it, and lower is better), None if none is.
         unit: Of its values; "" for numbers between 0 and 1.
+        interval: One sentence on what its interval means.
     """
 
     name: str
@@ -94,16 +83,12 @@ class Metric:
     statistic: Callable[..., Statistic]
     better: Literal["lower", "higher", "level", "ideal"] | None = "lower"
     unit: str = ""
+    interval: str = _MEAN
 
     @property
     def meaning(self) -> str:
         """One sentence on what it measures."""
         return _MEANINGS[self.name]
-
-    @property
-    def interval(self) -> str:
-        """One sentence on what its interval means."""
-        return _INTERVALS.get(self.name, _MEAN)
 
 
 # ------------------------------------------------------------- probabilities and labels
@@ -144,10 +129,8 @@ def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
     """
     confidences, right = confidence_and_right(probs, labels)
     order = confidences.argsort(descending=True)
-    errors = mean_of_equals(confidences, 1 - right)[order]
-    n = len(errors)
-    answered = torch.arange(1, n + 1, dtype=errors.dtype, device=errors.device)
-    risks = errors.cumsum(0) / answered
+    risks = risk_coverage_curve(probs, labels).risk
+    answered = torch.arange(1, len(risks) + 1, dtype=risks.dtype, device=risks.device)
     # Sums over the less confident ones and the example itself.
     weights = (1 / answered).flip(0).cumsum(0).flip(0)
     others = risks - (risks / answered).flip(0).cumsum(0).flip(0)
@@ -159,20 +142,20 @@ def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
         return mean_of_equals(confidences, values)
 
     influence = of_examples(others) + (1 - right) * of_examples(weights)
-    return Mean(aurc(probs, labels).item(), influence, lowest=0)
+    return Mean(risks.mean().item(), influence, lowest=0)
 
 
 OF_PROBS = (
-    Metric("accuracy", "Accuracy", share_of(accuracy), "higher"),
+    Metric("accuracy", "Accuracy", share_of(accuracy), "higher", interval=_SHARE),
     Metric("nll", "NLL", mean_of(nll, lowest=0), unit="nats"),
     Metric("brier", "Brier score", mean_of(brier, lowest=0)),
     Metric("overconfidence", "Over-confidence", mean_of(overconfidence, ideal=0), "ideal"),
-    Metric("ece", "ECE", alone(ece)),
+    Metric("ece", "ECE", alone(ece), interval=_NONE),
     Metric("mean_entropy", "Mean entropy", _of_entropy, None, "nats"),
-    Metric("ece_equal_mass", "ECE (equal mass)", alone(ece_equal_mass)),
-    Metric("smooth_ece", "Smooth ECE", alone(smooth_ece)),
-    Metric("mce", "MCE", alone(mce)),
-    Metric("classwise_ece", "Classwise ECE", alone(classwise_ece)),
+    Metric("ece_equal_mass", "ECE (equal mass)", alone(ece_equal_mass), interval=_NONE),
+    Metric("smooth_ece", "Smooth ECE", alone(smooth_ece), interval=_NONE),
+    Metric("mce", "MCE", alone(mce), interval=_NONE),
+    Metric("classwise_ece", "Classwise ECE", alone(classwise_ece), interval=_NONE),
     Metric("aurc", "AURC", _of_aurc),
 )
 
@@ -203,7 +186,7 @@ def _of_exact_match(probs: Tensor, labels: Tensor) -> Statistic:
     return Proportion(exact.item(), hits.amin(1))
 
 
-EXACT_MATCH = Metric("exact_match", "Exact match", _of_exact_match, "higher")
+EXACT_MATCH = Metric("exact_match", "Exact match", _of_exact_match, "higher", interval=_SHARE)
 
 # ------------------------------------------------------------- scores of ID and OOD examples
 
@@ -282,10 +265,15 @@ def _sum_upto(keys: Tensor, weights: Tensor, values: Tensor) -> Float[Tensor, " 
 
 
 OF_SCORES = (
-    Metric("auroc", "AUROC", _of_auroc, "higher"),
-    Metric("aupr_out", "AUPR (out)", _of_aupr, "higher"),
-    Metric("aupr_in", "AUPR (in)", _of_aupr_in, "higher"),
-    Metric("fpr95", "FPR95", _of_fpr95),
+    Metric("auroc", "AUROC", _of_auroc, "higher", interval=_AREA),
+    Metric("aupr_out", "AUPR (out)", _of_aupr, "higher", interval=_AREA),
+    Metric("aupr_in", "AUPR (in)", _of_aupr_in, "higher", interval=_AREA),
+    Metric(
+        "fpr95",
+        "FPR95",
+        _of_fpr95,
+        interval=f"{_AREA} Too narrow near 1 for fewer than some 200 OOD examples.",
+    ),
 )
 
 # ------------------------------------------- mean, standard deviation, targets of a regression
@@ -313,6 +301,10 @@ def of_rmse(mean: Tensor, targets: Tensor) -> Statistic:
     return Mean(squares.mean().sqrt().item(), per_example(squares), squared=True)
 
 
+def _of_rmse(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+    return of_rmse(mean, targets)
+
+
 def _of_bias(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     error = mean - targets
     return Mean(error.mean().item(), per_example(error), ideal=0)
@@ -328,17 +320,27 @@ def _of_crps(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statist
     return Mean(terms.mean().item(), per_example(terms), lowest=0)
 
 
+def widths(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
+    """The width of each target's central interval."""
+    return interval_width(*gaussian_interval(mean, sd, level), reduction="none")
+
+
+def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
+    """1 where a target is in its central interval, else 0."""
+    return interval_coverage(*gaussian_interval(mean, sd, level), targets, reduction="none")
+
+
 def _of_width(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    widths = interval_width(*gaussian_interval(mean, sd, level), reduction="none")
-    return Mean(widths.mean().item(), per_example(widths), lowest=0)
+    values = widths(mean, sd, targets, level)
+    return Mean(values.mean().item(), per_example(values), lowest=0)
 
 
 def _of_coverage(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    inside = interval_coverage(*gaussian_interval(mean, sd, level), targets, reduction="none")
-    shares, covered = per_example(inside), inside.mean().item()
+    inside = covered(mean, sd, targets, level)
+    shares, share = per_example(inside), inside.mean().item()
     if inside.numel() == len(inside):
-        return Proportion(covered, shares)
-    return Mean(covered, shares, lowest=0)
+        return Proportion(share, shares)
+    return Mean(share, shares, lowest=0)
 
 
 def _of_quantiles(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
@@ -350,13 +352,15 @@ _UNIT = "units of the target"
 
 OF_GAUSSIANS = (
     Metric("nll", "NLL", _of_nll, unit="nats"),
-    Metric("rmse", "RMSE", lambda mean, sd, targets, level: of_rmse(mean, targets), unit=_UNIT),
+    Metric("rmse", "RMSE", _of_rmse, unit=_UNIT, interval=_ROOT),
     Metric("bias", "Bias", _of_bias, "ideal", _UNIT),
-    Metric("scaled_error", "Error in SDs", _of_scaled_error, "ideal"),
+    Metric("scaled_error", "Error in SDs", _of_scaled_error, "ideal", interval=_ROOT),
     Metric("crps", "CRPS", _of_crps, unit=_UNIT),
-    Metric("coverage", "Coverage", _of_coverage, "level"),
+    Metric("coverage", "Coverage", _of_coverage, "level", interval=_SHARE),
     Metric("width", "Interval width", _of_width, unit=_UNIT),
-    Metric("quantile_calibration_error", "Quantile calibration error", _of_quantiles),
+    Metric(
+        "quantile_calibration_error", "Quantile calibration error", _of_quantiles, interval=_NONE
+    ),
 )
 
 METRICS: dict[str, Metric] = {

@@ -21,7 +21,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from laplace_debias.metrics import calibration, classification, ood, regression, selective
 from laplace_debias.metrics.checks import check_classification
-from laplace_debias.metrics.definitions import METRICS
+from laplace_debias.metrics.definitions import METRICS, covered, widths
 
 __all__ = [
     "AUPR",
@@ -188,23 +188,13 @@ def _class_of(metric: str, name: str, base: type[Metric], function: Callable[...
     )
 
 
-def _coverage(mean: Tensor, standard_deviation: Tensor, targets: Tensor, level: float) -> Tensor:
-    ends = regression.gaussian_interval(mean, standard_deviation, level)
-    return regression.interval_coverage(*ends, targets, reduction="none")
-
-
-def _width(mean: Tensor, standard_deviation: Tensor, targets: Tensor, level: float) -> Tensor:
-    ends = regression.gaussian_interval(mean, standard_deviation, level)
-    return regression.interval_width(*ends, reduction="none")
-
-
 Accuracy = _class_of("accuracy", "Accuracy", _Mean, classification.accuracy)
 NLL = _class_of("nll", "NLL", _Mean, classification.nll)
 Brier = _class_of("brier", "Brier", _Mean, classification.brier)
 GaussianNLL = _class_of("nll", "GaussianNLL", _Mean, regression.gaussian_nll)
 CRPS = _class_of("crps", "CRPS", _Mean, regression.crps)
-IntervalCoverage = _class_of("coverage", "IntervalCoverage", _OfInterval, _coverage)
-IntervalWidth = _class_of("width", "IntervalWidth", _OfInterval, _width)
+IntervalCoverage = _class_of("coverage", "IntervalCoverage", _OfInterval, covered)
+IntervalWidth = _class_of("width", "IntervalWidth", _OfInterval, widths)
 ECE = _class_of("ece", "ECE", _Binned, calibration.ece)
 EqualMassECE = _class_of("ece_equal_mass", "EqualMassECE", _Binned, calibration.ece_equal_mass)
 MCE = _class_of("mce", "MCE", _Binned, calibration.mce)

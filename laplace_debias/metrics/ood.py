@@ -140,10 +140,5 @@ def _ranked(
         )
     scores = torch.cat([scores_id, scores_ood])
     ranks = scores.unique(return_inverse=True)[1].double() / len(scores)
-    target = torch.cat(
-        [
-            torch.zeros_like(scores_id, dtype=torch.long),
-            torch.ones_like(scores_ood, dtype=torch.long),
-        ]
-    )
+    target = (torch.arange(len(scores), device=scores.device) >= len(scores_id)).long()
     return ranks, target

@@ -120,7 +120,7 @@ class Run:
         Raises:
             ValueError: If the file is damaged.
         """
-        path = self._predictions(method, data)
+        path = predictions_path(self.folder, method, data)
         values = read_table(path, name).get(name) if path.is_file() else None
         if values is None or not len(values):
             return None
@@ -129,12 +129,9 @@ class Run:
 
     def num_predicted(self, method: str, data: str) -> int | None:
         """How many examples of a set a method has predicted, None where it has no file."""
-        path = self._predictions(method, data)
+        path = predictions_path(self.folder, method, data)
         with _telling_of(path):
             return pq.read_metadata(path).num_rows if path.is_file() else None
-
-    def _predictions(self, method: str, data: str) -> Path:
-        return self.folder / "predictions" / method / f"{data}.parquet"
 
     def probabilities(self, method: str, data: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Probabilities `[n, classes]` and labels `[n]`; None where an example has not one label.
@@ -184,6 +181,11 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     with _telling_of(measured):
         tables = [_table(metrics[name]) for name in ("rows", "differences")]
     return Run(folder, meta, methods, sets, tests[0], *tables)
+
+
+def predictions_path(folder: Path, method: str, data: str) -> Path:
+    """The file of one method's predictions for one set."""
+    return folder / "predictions" / method / f"{data}.parquet"
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -18,4 +18,4 @@ def run_of_images(images, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Nothing is short, so that limits hold.
         patch.setattr(stages, "SHORT", 0.0)
-        return assess(images, folder, methods, title="Stripes")
+        return assess(images, folder, methods, title="Stripes", config="")

@@ -79,6 +79,13 @@ def trained(accuracy=0.95, gap=0.0, nll=0.2):
     }
 
 
+def judged(best, **factors):
+    """The sentences about methods whose logits are the exact ones times a factor."""
+    logits, labels = exact()
+    tables = {(key, "test"): table_of(by * logits, labels) for key, by in factors.items()}
+    return verdict(tables, best, training=trained())
+
+
 CHECKS = "First check the order of the classes, the normalisation of the inputs and the checkpoint"
 
 
@@ -86,13 +93,7 @@ CHECKS = "First check the order of the classes, the normalisation of the inputs 
 
 
 def test_an_overconfident_network_and_what_mends_it():
-    logits, labels = exact()
-    tables = {
-        ("network", "test"): table_of(2.5 * logits, labels),
-        ("temperature", "test"): table_of(logits, labels),
-        ("laplace", "test"): table_of(1.5 * logits, labels),
-    }
-    told = verdict(tables, 2.5, training=trained())
+    told = judged(2.5, network=2.5, temperature=1, laplace=1.5)
     assert 2 <= len(told) <= 5
     assert told[0].startswith("On 1,500 images of the test set the network has an accuracy of")
     assert "over-confident by" in told[0]
@@ -105,37 +106,20 @@ def test_an_overconfident_network_and_what_mends_it():
 
 def test_what_turns_overconfidence_around_is_not_recommended_by_the_nll_alone():
     """The temperature lowers the NLL, but what it leaves is as far off on the other side."""
-    logits, labels = exact()
-    tables = {
-        ("network", "test"): table_of(1.55 * logits, labels),
-        ("temperature", "test"): table_of(0.5 * logits, labels),
-        ("laplace", "test"): table_of(1.1 * logits, labels),
-    }
-    told = verdict(tables, 3.0, training=trained())
+    told = judged(3.0, network=1.55, temperature=0.5, laplace=1.1)
     assert told[1].startswith("Use “Laplace”")
     assert "“Temperature” raises the NLL by" in told[2]
     assert "and is under-confident by" in told[2]
 
 
 def test_an_underconfident_network():
-    logits, labels = exact()
-    tables = {
-        ("network", "test"): table_of(0.4 * logits, labels),
-        ("temperature", "test"): table_of(logits, labels),
-    }
-    told = verdict(tables, 0.4, training=trained())
+    told = judged(0.4, network=0.4, temperature=1)
     assert "under-confident by" in told[0]
     assert told[1].startswith("Use “Temperature”")
 
 
 def test_a_calibrated_network_is_left_as_it_is():
-    logits, labels = exact()
-    tables = {
-        ("network", "test"): table_of(logits, labels),
-        ("temperature", "test"): table_of(1.01 * logits, labels),
-        ("laplace", "test"): table_of(0.6 * logits, labels),
-    }
-    told = verdict(tables, 0.99, training=trained())
+    told = judged(0.99, network=1, temperature=1.01, laplace=0.6)
     assert "not significantly over- or under-confident" in told[0]
     assert told[1].startswith("No method improves it significantly")
     assert "NLL, Brier score and gap of confidence and accuracy together" in told[1]

@@ -22,7 +22,7 @@ def joined(batches):
 
 
 def read(folder, name):
-    return json.loads((folder.path / name).read_text(encoding="utf-8"))
+    return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("num_outputs", [1, 2])
@@ -36,7 +36,7 @@ def test_a_regression(num_outputs, tmp_path):
     assert run["sigma"] == pytest.approx(float(residuals.square().mean().sqrt()), rel=1e-6)
     x, y = joined(loaded.test)
     network, last = (
-        pd.read_parquet(folder.predictions(k, "test")) for k in ("network", "last-layer")
+        pd.read_parquet(folder / f"predictions/{k}/test.parquet") for k in ("network", "last-layer")
     )
 
     def column(table, name):
@@ -46,7 +46,7 @@ def test_a_regression(num_outputs, tmp_path):
     outputs = loaded.model(x).detach().double()
     torch.testing.assert_close(column(network, "mean"), outputs, rtol=1e-5, atol=1e-6)
     assert (column(network, "standard_deviation") == run["sigma"]).all()
-    la = Laplace.load(folder.posterior("last-layer"), loaded.model)
+    la = Laplace.load(folder / "posteriors/last-layer.safetensors", loaded.model)
     variance = la.predict(x).variance.double()
     torch.testing.assert_close(
         column(last, "standard_deviation").square(), variance, rtol=1e-4, atol=1e-6
@@ -81,11 +81,12 @@ def test_labels_that_apply_or_not(task, tmp_path):
     methods = (NETWORK, TEMPERATURE, LAST_LAYER, LAST_TEMPERATURE)
     folder = assess(loaded, tmp_path / "run", methods)
     run = {method["key"]: method for method in read(folder, "run.json")["methods"]}
+    assert not read(folder, "run.json")["conclusion"][0].startswith("First check")
     x, y = joined(loaded.test)
     z = loaded.model(x).detach().double() / run["temperature"]["temperature"]
     p = z.sigmoid()
     expected = torch.cat([1 - p, p], 1) if task == "binary" else p
-    table = pd.read_parquet(folder.predictions("temperature", "test"))
+    table = pd.read_parquet(folder / "predictions/temperature/test.parquet")
     found = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     assert torch.tensor(table["label"].tolist()).equal(y.long())
@@ -146,7 +147,7 @@ def test_a_posterior_from_a_file_is_used_as_it_is(tmp_path):
     entry = read(folder, "run.json")["methods"][1]
     assert entry["prior_precision"] == 3.5
     x, _ = joined(loaded.test)
-    table = pd.read_parquet(folder.predictions("mine", "test"))
+    table = pd.read_parquet(folder / "predictions/mine/test.parquet")
     found = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
     torch.testing.assert_close(found, la.predict(x).probs.double(), rtol=1e-4, atol=1e-6)
 
@@ -172,7 +173,7 @@ def test_fits_see_the_first_examples(mode, asked, seen, tmp_path):
     x, y = joined(loaded.train)
     expected = Laplace(loaded.model, params="last_layer")
     expected.fit([(x[:seen], y[:seen])], mode=mode, num_data=200)
-    found = Laplace.load(folder.posterior("mine"), loaded.model)
+    found = Laplace.load(folder / "posteriors/mine.safetensors", loaded.model)
     for ours, theirs in zip(
         found.posterior.curvature.blocks.values(),
         expected.posterior.curvature.blocks.values(),

@@ -12,9 +12,10 @@ import torch
 
 from laplace_debias.assessment import assess, run_folder
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
-from laplace_debias.assessment.run_folder import RunFolder, read_predictions
+from laplace_debias.assessment.run_folder import read_predictions
 from laplace_debias.curvature.fits import checkpoint
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.report.run_folder import read_json
 
 METHODS = (NETWORK, TEMPERATURE, LAST_LAYER)
 
@@ -26,7 +27,7 @@ def loaded():
 
 def run(loaded, folder, **options):
     methods = options.pop("methods", METHODS)
-    return assess(loaded, folder, methods, **options)
+    return assess(loaded, folder, methods, **{"config": "a: 1", **options})
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,13 @@ def unbroken(loaded, tmp_path_factory):
 def contents(folder):
     """What a run found, without times."""
     found = {}
-    for path in sorted(folder.path.rglob("*")):
-        name = str(path.relative_to(folder.path))
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
         if path.suffix == ".parquet":
             found[name] = {key: value.tolist() for key, value in read_predictions(path).items()}
         elif path.is_file() and name != "run.json":
             found[name] = path.read_bytes()
-    told = json.loads((folder.path / "run.json").read_text(encoding="utf-8"))
+    told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     for key in ("created", "seconds", "peak_bytes", "title"):
         told.pop(key)
     for method in told["methods"]:
@@ -85,8 +86,8 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
             try:
                 folder = run(loaded, tmp_path / "run")
             except Broken:
-                run_ = RunFolder(tmp_path / "run").read_run()
-                assert run_ is None or run_["status"] == "running"
+                path = tmp_path / "run/run.json"
+                assert not path.exists() or read_json(path)["status"] == "running"
     assert calls > 5
     expected = contents(unbroken)
     found = contents(folder)
@@ -112,7 +113,7 @@ def test_a_run_goes_on_within_a_fit(loaded, unbroken, tmp_path, monkeypatch):
         assert (tmp_path / "run" / "state" / "last-layer.fit").exists()
         folder = run(loaded, tmp_path / "run")
     assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
-    assert not (folder.path / "state").exists()
+    assert not (folder / "state").exists()
 
 
 def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
@@ -122,9 +123,9 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
     before = contents(unbroken)
     monkeypatch.setattr("laplace_debias.assessment.stages.predict_set", refuse)
     monkeypatch.setattr("laplace_debias.assessment.stages.fitted", refuse)
-    again = run(loaded, unbroken.path, title="Another title")
+    again = run(loaded, unbroken, title="Another title")
     assert json.dumps(contents(again)) == json.dumps(before)
-    assert again.read_run()["title"] == "Another title"
+    assert read_json(again / "run.json")["title"] == "Another title"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
 def test_other_settings_are_refused_and_named(loaded, unbroken, options, told):
     before = contents(unbroken)
     with pytest.raises(FileExistsError, match=told) as refused:
-        run(loaded, unbroken.path, **options)
+        run(loaded, unbroken, **options)
     assert "another --output, or --overwrite" in str(refused.value)
     assert json.dumps(contents(unbroken)) == json.dumps(before)
 
@@ -146,17 +147,17 @@ def test_other_settings_are_refused_and_named(loaded, unbroken, options, told):
 def test_another_network_or_other_data_are_refused(loaded, unbroken):
     other = a_run.loaded_images(num_test=40, num_ood=20, severities=(3,), seed=1)
     with pytest.raises(FileExistsError, match=r"model was .*; data.test was "):
-        run(other, unbroken.path)
+        run(other, unbroken)
 
 
 def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
     folder = run(loaded, tmp_path / "run", methods=(NETWORK, LAST_LAYER))
-    kept = folder.path / "mine.txt"
+    kept = folder / "mine.txt"
     kept.write_text("a note")
-    run(loaded, folder.path, methods=(NETWORK,), overwrite=True)
+    run(loaded, folder, methods=(NETWORK,), overwrite=True)
     assert kept.read_text() == "a note"
-    assert not folder.posterior("last-layer").exists()
-    assert [method["key"] for method in folder.read_run()["methods"]] == ["network"]
+    assert not (folder / "posteriors/last-layer.safetensors").exists()
+    assert [method["key"] for method in read_json(folder / "run.json")["methods"]] == ["network"]
 
 
 @pytest.mark.parametrize("first", ["run.write_json", "assessing.write_bytes"])
@@ -171,7 +172,7 @@ def test_a_run_that_is_broken_off_at_its_first_files_begins_again(
         with pytest.raises(Broken):
             run(loaded, tmp_path / "run", methods=(NETWORK,))
     folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
-    assert (folder.path / "config.yaml").exists()
+    assert (folder / "config.yaml").exists()
 
 
 def test_a_replacement_that_is_broken_off_begins_again(loaded, tmp_path, monkeypatch):
@@ -183,9 +184,9 @@ def test_a_replacement_that_is_broken_off_begins_again(loaded, tmp_path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(run_folder.shutil, "rmtree", broken)
         with pytest.raises(Broken):
-            run(loaded, folder.path, methods=(NETWORK, LAST_LAYER), overwrite=True)
-    run(loaded, folder.path, methods=(NETWORK, LAST_LAYER), overwrite=True)
-    assert folder.posterior("last-layer").exists()
+            run(loaded, folder, methods=(NETWORK, LAST_LAYER), overwrite=True)
+    run(loaded, folder, methods=(NETWORK, LAST_LAYER), overwrite=True)
+    assert (folder / "posteriors/last-layer.safetensors").exists()
 
 
 def test_a_folder_with_other_files_is_left_alone(loaded, tmp_path):
@@ -206,9 +207,9 @@ def test_a_damaged_run_is_not_gone_on_with(loaded, tmp_path, text):
 
 def test_a_damaged_table_is_made_again(loaded, unbroken, tmp_path):
     folder = run(loaded, tmp_path / "run")
-    path = folder.predictions("network", "test")
+    path = folder / "predictions/network/test.parquet"
     path.write_bytes(path.read_bytes()[:100])
-    run(loaded, folder.path)
+    run(loaded, folder)
     assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
 
 
@@ -245,7 +246,7 @@ def test_a_small_disk_fills_up_with_whole_files(loaded, small_disk):
         elif path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-    assert run(loaded, small_disk / "run").read_run()["status"] == "complete"
+    assert read_json(run(loaded, small_disk / "run") / "run.json")["status"] == "complete"
 
 
 def test_the_model_is_left_as_it_was(loaded, tmp_path):

@@ -16,11 +16,11 @@ SETS = ["test", "shift-1", "shift-5", "shuffled", "static"]
 
 
 def read(folder, name):
-    return json.loads((folder.path / name).read_text(encoding="utf-8"))
+    return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
 def predictions(folder, method, name):
-    return pd.read_parquet(folder.predictions(method, name))
+    return pd.read_parquet(folder / "predictions" / method / f"{name}.parquet")
 
 
 def probs_of(table):
@@ -32,7 +32,7 @@ def joined(batches):
 
 
 def test_every_file_of_the_contract_is_there(run_of_images):
-    path = run_of_images.path
+    path = run_of_images
     found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
     expected = {"run.json", "config.yaml", "metrics.json", "examples.json"}
     expected |= {f"predictions/{method}/{name}.parquet" for method in METHODS for name in SETS}
@@ -67,7 +67,7 @@ def test_the_run_tells_what_was_done(run_of_images, images):
 def test_the_entries_of_methods_say_what_they_took(run_of_images):
     of = {method["key"]: method for method in read(run_of_images, "run.json")["methods"]}
     for key in ("last-layer", "last-layer-temperature", "laplace"):
-        file = run_of_images.posterior(of[key]["posterior"])
+        file = run_of_images / "posteriors" / f"{of[key]['posterior']}.safetensors"
         assert of[key]["bytes"] == file.stat().st_size
         assert of[key]["prior_precision"] > 0
         assert set(of[key]["seconds"]) == {"fit", "tune", "predict"}
@@ -109,7 +109,7 @@ def test_the_temperature_is_the_best_on_the_validation_examples(run_of_images, i
 @pytest.mark.parametrize("key", ["last-layer", "laplace"])
 @pytest.mark.parametrize("name", ["test", "static"])
 def test_posteriors_predict_what_predict_gives(run_of_images, images, key, name):
-    la = Laplace.load(run_of_images.posterior(key), images.model)
+    la = Laplace.load(run_of_images / f"posteriors/{key}.safetensors", images.model)
     x, y = joined(images.test if name == "test" else images.ood[name].batches)
     table = predictions(run_of_images, key, name)
     at = torch.tensor(table["index"])
@@ -218,7 +218,7 @@ def test_the_sweep_has_its_best_where_it_was_chosen(run_of_images):
 
 
 def test_the_spectrum_is_that_of_dense_blocks(run_of_images, images):
-    la = Laplace.load(run_of_images.posterior("last-layer"), images.model)
+    la = Laplace.load(run_of_images / "posteriors/last-layer.safetensors", images.model)
     spectrum = read(run_of_images, "spectra/last-layer.json")
     delta = float(la.prior_precision)
     assert [block["name"] for block in spectrum["blocks"]] == la.block_names
@@ -258,7 +258,7 @@ def test_the_examples_are_the_extremes(run_of_images, images):
     assert top_class == int(p[first["index"]].argmax())
     assert top == pytest.approx(float(p[first["index"]].max()))
     assert len(rest) == 4
-    picture = Image.open(run_of_images.path / "examples" / f"{first['index']}.png")
+    picture = Image.open(run_of_images / "examples" / f"{first['index']}.png")
     x, _ = joined(images.test)
     expected_picture = images.picture(x[first["index"]])
     assert torch.equal(torch.tensor(list(picture.tobytes())), expected_picture.flatten().long())

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from laplace_debias.assessment import RunFolder
 from laplace_debias.commands.compared import tell
 from laplace_debias.system.console import Lines
 
@@ -29,7 +28,7 @@ def folder(tmp_path):
     ]
     (tmp_path / "run.json").write_text(json.dumps(run))
     (tmp_path / "metrics.json").write_text(json.dumps({"rows": rows, "differences": []}))
-    return RunFolder(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(("columns", "has_intervals"), [(80, False), (160, True)])

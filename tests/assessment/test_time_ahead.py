@@ -20,13 +20,6 @@ class Console:
         self.lines.append(" ".join(map(str, objects)))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(61, "61 s"), (1500, "25 minutes"), (12240, "3.4 hours")]
-)
-def test_times_in_words(seconds, words):
-    assert stages.in_words(seconds) == words
-
-
 def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypatch):
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=(1,))
     made, console = [], Console()
@@ -61,12 +54,12 @@ def test_all_examples_are_predicted_where_that_is_quick(seconds, number, tmp_pat
     loaded = a_run.loaded_images(num_test=120, num_ood=0, severities=())
     monkeypatch.setattr(stages, "seconds_an_example", lambda *_: seconds)
     folder = assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS))
-    rows = read_json(folder.path / "metrics.json")["rows"]
+    rows = read_json(folder / "metrics.json")["rows"]
     assert {row["num_examples"] for row in rows if row["method"] == "laplace"} == {number}
-    folder.predictions("laplace", "test").unlink()
+    (folder / "predictions/laplace/test.parquet").unlink()
     monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6 - seconds)
-    assess(loaded, folder.path, (a_run.NETWORK, a_run.ALL_PARAMETERS))
-    assert read_json(folder.path / "metrics.json")["rows"] == rows
+    assess(loaded, folder, (a_run.NETWORK, a_run.ALL_PARAMETERS))
+    assert read_json(folder / "metrics.json")["rows"] == rows
 
 
 def test_sets_that_do_not_tell_their_size_keep_the_limit():
