@@ -20,7 +20,7 @@ from laplace_debias.system.memory import MEMORY_BOUND, MOST_GRANTED, granted
 
 # A chunk's output gradients take this share of the memory bound, beside the forward pass. The
 # Jacobians that are made of them come in slices.
-SHARE = 2
+SHARE = 4
 
 
 @dataclass(frozen=True)
