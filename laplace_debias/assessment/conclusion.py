@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from laplace_debias.report.page.names import SCORES
+from laplace_debias.report.names import SCORES
 
 Row = Mapping[str, Any]
 

@@ -33,7 +33,7 @@ from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import num_examples, take
 from laplace_debias.laplace import Laplace
-from laplace_debias.report.page.names import duration
+from laplace_debias.report.names import duration
 from laplace_debias.report.run_folder import read_json
 from laplace_debias.sources.changed import Cast, Changed
 from laplace_debias.sources.loaded import Loaded

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 
 import a_run
@@ -31,7 +32,13 @@ def run(loaded, folder, **options):
 
 
 @pytest.fixture(scope="module")
-def unbroken(loaded, tmp_path_factory):
+def parameters(loaded):
+    """The network's, before any run."""
+    return {name: value.clone() for name, value in loaded.model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def unbroken(loaded, parameters, tmp_path_factory):
     return run(loaded, tmp_path_factory.mktemp("unbroken") / "run")
 
 
@@ -206,7 +213,7 @@ def test_a_damaged_run_is_not_gone_on_with(loaded, tmp_path, text):
 
 
 def test_a_damaged_table_is_made_again(loaded, unbroken, tmp_path):
-    folder = run(loaded, tmp_path / "run")
+    folder = shutil.copytree(unbroken, tmp_path / "run")
     path = folder / "predictions/network/test.parquet"
     path.write_bytes(path.read_bytes()[:100])
     run(loaded, folder)
@@ -249,11 +256,10 @@ def test_a_small_disk_fills_up_with_whole_files(loaded, small_disk):
     assert read_json(run(loaded, small_disk / "run") / "run.json")["status"] == "complete"
 
 
-def test_the_model_is_left_as_it_was(loaded, tmp_path):
-    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-    run(loaded, tmp_path / "run")
+@pytest.mark.usefixtures("unbroken")
+def test_the_model_is_left_as_it_was(loaded, parameters):
     after = loaded.model.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(before, after[name]) for name, before in parameters.items())
 
 
 @pytest.mark.slow

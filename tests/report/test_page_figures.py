@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from synthetic_run import make_run, write_json
 
+from laplace_debias.report.names import decimals, duration, number, significant, size
 from laplace_debias.report.page import calibration, ood, posterior, sections
-from laplace_debias.report.page.names import decimals, duration, number, significant, size
 from laplace_debias.report.page.panel import drawing, looks
 from laplace_debias.report.page.table import (
     difference_tables,

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from scipy.stats import binom, binomtest, norm
 
 from laplace_debias.metrics import reliability_curve, risk_coverage_curve
-from laplace_debias.report.page.names import number, significant
+from laplace_debias.report.names import number, significant
 from laplace_debias.report.page.panel import (
     Look,
     Panel,

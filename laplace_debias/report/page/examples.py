@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from laplace_debias.report.page.names import significant
+from laplace_debias.report.names import significant
 from laplace_debias.report.run_folder import Run
 
 _MOST_PIXELS = 128

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import roc_curve
 
-from laplace_debias.report.page.names import number, significant
+from laplace_debias.report.names import number, significant
 from laplace_debias.report.page.panel import Look, Panel, Picture, draw_diagonal, percent_axes
 from laplace_debias.report.page.table import of_metric
 from laplace_debias.report.run_folder import Run

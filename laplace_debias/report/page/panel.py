@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from laplace_debias.report.page.names import power_of_ten
+from laplace_debias.report.names import power_of_ten
 from laplace_debias.report.style import INK, OKABE_ITO, style_axes
 
 _WIDTH = 4.4  # inches: 317 units of its SVG

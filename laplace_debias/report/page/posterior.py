@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from laplace_debias.metrics import METRICS
-from laplace_debias.report.page.names import decimals, number, significant
+from laplace_debias.report.names import decimals, number, significant
 from laplace_debias.report.page.panel import Look, Panel, Picture, log_axis
 from laplace_debias.report.run_folder import Run
 from laplace_debias.report.style import INK

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from laplace_debias.metrics import METRICS
+from laplace_debias.report.names import decimals, duration, known_first, number, size
 from laplace_debias.report.page import calibration, ood, posterior
-from laplace_debias.report.page.names import decimals, duration, known_first, number, size
 from laplace_debias.report.page.panel import Look, Panel, Picture
 from laplace_debias.report.run_folder import Method, Run
 from laplace_debias.report.style import INK

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from laplace_debias.metrics import METRICS, Metric
-from laplace_debias.report.page.names import MOST_DECIMALS, SCORES, decimals, known_first, number
+from laplace_debias.report.names import MOST_DECIMALS, SCORES, decimals, known_first, number
 from laplace_debias.report.run_folder import Method, Run
 
 _MAIN = (

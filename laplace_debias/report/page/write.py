@@ -8,8 +8,8 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from laplace_debias.report.names import duration, size
 from laplace_debias.report.page.examples import example_groups
-from laplace_debias.report.page.names import duration, size
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
 from laplace_debias.report.page.sections import Section, sections
 from laplace_debias.report.page.table import difference_tables, full_tables, main_table
