@@ -82,6 +82,8 @@ def subjects() -> list[Subject]:
             for likelihood in LIKELIHOODS:
                 dtype = torch.float64 if (number + len(likelihood)) % 2 else torch.float32
                 la, x = _fitted(curvature, likelihood, dtype, joint=number % 2 == 1)
+                if curvature == "ekfac":
+                    la.thin(x, 0.5)
                 la.save(path)
                 raw = path.read_bytes()
                 name = f"{curvature}, {likelihood}, {dtype}"
