@@ -10,7 +10,7 @@ from laplace_debias.curvature.losses.likelihoods import (
 )
 from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.laplace import CrossFit, Full, Laplace, Link, Plan, Split
+from laplace_debias.laplace import CrossFit, Full, Laplace, Link, Mixture, Plan, Split
 from laplace_debias.quadratic import Quadratic
 from laplace_debias.system.ranks import alone
 
@@ -24,6 +24,7 @@ __all__ = [
     "Laplace",
     "Likelihood",
     "Link",
+    "Mixture",
     "MultiLabel",
     "OneArgument",
     "Plan",

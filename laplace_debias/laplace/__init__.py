@@ -2,7 +2,8 @@
 
 from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.mixture import Mixture
 from laplace_debias.laplace.plan import Plan
 from laplace_debias.laplace.schemes import CrossFit, Full, Split
 
-__all__ = ["CrossFit", "Full", "Laplace", "Link", "Plan", "Split"]
+__all__ = ["CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]

@@ -1,0 +1,161 @@
+"""Mixtures of posteriors against a loop over their members."""
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace, Mixture
+
+LIKELIHOODS = ["classification", "binary", "multilabel", "regression"]
+
+
+def data(likelihood, size=40, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, generator=g).double()
+    y = {
+        "classification": torch.randint(3, (size,), generator=g),
+        "binary": torch.randint(2, (size,), generator=g),
+        "multilabel": torch.randint(2, (size, 3), generator=g).double(),
+        "regression": torch.randn(size, 3, generator=g).double(),
+    }[likelihood]
+    return x, y
+
+
+def member(likelihood, seed, hidden=5, **options):
+    torch.manual_seed(seed)
+    outputs = 1 if likelihood == "binary" else 3
+    layers = [nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, outputs)]
+    if likelihood == "regression":
+        options.setdefault("sigma", 0.5 + seed)
+    la = Laplace(nn.Sequential(*layers).double().eval(), likelihood, **options)
+    return la.fit([data(likelihood)])
+
+
+def members(likelihood):
+    """Another architecture and another curvature among them."""
+    return [
+        member(likelihood, 1),
+        member(likelihood, 2, hidden=7, curvature="ekfac"),
+        member(likelihood, 3, params="last_layer", prior_precision=4.0),
+    ]
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("method", ["glm", "map"])
+def test_a_mixture_is_the_mean_of_its_members(likelihood, method):
+    some, (x, y) = members(likelihood), data(likelihood, 6, seed=1)
+    mixed, alone = Mixture(some).predict(x, method), [la.predict(x, method) for la in some]
+    assert type(mixed) is type(alone[0])
+    assert mixed.batch_shape == alone[0].batch_shape
+    if likelihood != "regression":
+        target = y if likelihood != "binary" else y.double()
+        expected = sum(torch.exp(one.log_prob(target)) for one in alone) / 3
+        if likelihood != "multilabel":
+            torch.testing.assert_close(mixed.log_prob(target).exp(), expected)
+        bare = [getattr(one, "base_dist", one).probs for one in (mixed, *alone)]
+        torch.testing.assert_close(bare[0], sum(bare[1:]) / 3)
+        return
+    mean = sum(one.mean for one in alone) / 3
+    torch.testing.assert_close(mixed.mean, mean)
+    second = sum(
+        one.covariance_matrix + one.mean[:, :, None] * one.mean[:, None, :] for one in alone
+    )
+    expected = second / 3 - mean[:, :, None] * mean[:, None, :]
+    torch.testing.assert_close(mixed.covariance_matrix, expected)
+
+
+def test_probabilities_near_one_keep_their_digits():
+    some = [member("binary", seed) for seed in (1, 2)]
+    for la in some:
+        la.model[2].bias.data += 60
+    some = [Laplace(la.model, "binary", params="last_layer", prior_precision=1e6) for la in some]
+    x, y = data("binary")
+    mixture = Mixture([la.fit([(x, y)]) for la in some])
+    log_prob = mixture.predict(x).log_prob(torch.zeros(len(x)).double())
+    assert log_prob.max() < -40
+    expected = torch.stack([la.predict(x).log_prob(torch.zeros(len(x)).double()) for la in some])
+    torch.testing.assert_close(log_prob, expected.logsumexp(0) - torch.tensor(2.0).log())
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_one_member_is_itself(likelihood):
+    la, (x, y) = member(likelihood, 1), data(likelihood, seed=1)
+    mixture = Mixture([la])
+    mixed, alone = mixture.predict(x).sample, la.predict(x).sample
+    torch.manual_seed(0)
+    drawn = mixed()
+    torch.manual_seed(0)
+    torch.testing.assert_close(drawn, alone())
+    for key, value in la.evaluate([(x, y)]).items():
+        assert mixture.evaluate([(x, y)])[key] == pytest.approx(value, rel=1e-9), key
+    parts = [
+        one.uncertainty(x, generator=torch.Generator().manual_seed(0)) for one in (mixture, la)
+    ]
+    for mine, theirs in zip(*parts, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_members_that_disagree_are_uncertain_of_their_parameters(likelihood):
+    some, (x, _) = members(likelihood), data(likelihood, seed=1)
+    found = Mixture(some).uncertainty(x, samples=400, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.total, found.aleatoric + found.epistemic)
+    alone = [la.uncertainty(x, samples=400).epistemic.mean() for la in some]
+    assert found.epistemic.mean() > 1.02 * sum(alone) / 3
+
+
+def test_a_regression_takes_its_variance_apart():
+    some, (x, _) = members("regression"), data("regression", seed=1)
+    found = Mixture(some).uncertainty(x)
+    variances = Mixture(some).predict(x).variance
+    torch.testing.assert_close(found.total, variances)
+    noise = sum(la.likelihood.sigma.double().square() for la in some) / 3
+    torch.testing.assert_close(found.aleatoric, noise.expand(found.aleatoric.shape))
+
+
+def test_evaluation_takes_foreign_inputs():
+    some, (x, y) = members("classification"), data("classification", seed=1)
+    report = Mixture(some).evaluate([(x, y)], ood={"far": [(5 + x, y)]})
+    probs = Mixture(some).predict(x).probs
+    assert report["nll"] == pytest.approx(-probs.log()[range(len(y)), y].mean().item())
+    assert any("far" in key for key in report)
+
+
+def test_a_saved_mixture_predicts_the_same_bits(tmp_path):
+    some, (x, _) = members("classification"), data("classification")
+    path = tmp_path / "mixture.zip"
+    Mixture(some).save(path)
+    first = path.read_bytes()
+    Mixture(some).save(path)
+    assert path.read_bytes() == first
+    loaded = Mixture.load(path, [la.model for la in some])
+    assert torch.equal(loaded.predict(x).probs, Mixture(some).predict(x).probs)
+    assert [p.name for p in tmp_path.iterdir()] == ["mixture.zip"]
+    with pytest.raises(ValueError, match="has 3 members, got 2 models"):
+        Mixture.load(path, [la.model for la in some[:2]])
+    with pytest.raises(ValueError, match=r"does not fit|parameters"):
+        Mixture.load(path, [la.model for la in some[::-1]])
+    path.write_bytes(first[:-30])
+    with pytest.raises(ValueError, match="damaged or no mixture"):
+        Mixture.load(path, [la.model for la in some])
+    some[0].save(path)
+    with pytest.raises(ValueError, match=r"Laplace\.load reads a single posterior"):
+        Mixture.load(path, [la.model for la in some])
+    with pytest.raises(FileNotFoundError):
+        Mixture.load(tmp_path / "nothing", [])
+
+
+def test_members_that_do_not_go_together_are_refused():
+    la = member("classification", 1)
+    with pytest.raises(ValueError, match="at least one member"):
+        Mixture([])
+    with pytest.raises(TypeError, match="Member 2 is Linear"):
+        Mixture([la, nn.Linear(2, 2)])
+    with pytest.raises(RuntimeError, match="Member 2 is not fitted"):
+        Mixture([la, Laplace(la.model)])
+    with pytest.raises(ValueError, match="Member 2 has the likelihood Gaussian"):
+        Mixture([la, member("regression", 1)])
+    two = Laplace(nn.Linear(4, 2).double().eval())
+    two.fit([(data("classification")[0], torch.arange(40) % 2)])
+    with pytest.raises(ValueError, match=r"shapes \[\(40, 40, 3\), \(40, 40, 2\)\]"):
+        Mixture([la, two]).predict(data("classification")[0])
