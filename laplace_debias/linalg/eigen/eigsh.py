@@ -31,7 +31,7 @@ _BOUND_STEPS = 12
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which eigenpairs, how exactly, by how many products, and from which random start."""
+    """Eigenpairs to search for, how exactly, by how many products, and from which random start."""
 
     k: int
     which: str
