@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import datasets
 
-from laplace_debias.sources.corruptions import KINDS, random_corruption
+from laplace_debias.sources.corruptions import KINDS, corrupt
 
 CIFAR_MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
 CIFAR_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
@@ -61,7 +61,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def corrupted(self, severity: int, offset: int = 0, kinds: Sequence[str] = KINDS) -> "Images":
         """The images corrupted, each by one of the kinds."""
-        pixels = random_corruption(self.pixels, severity, offset=offset, kinds=kinds)
+        pixels = corrupt(self.pixels, severity, kinds, offset=offset)
         return replace(self, pixels=pixels)
 
 

@@ -2,7 +2,6 @@
 
 import zipfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from laplace_debias.sources.loaded import Task
 from laplace_debias.sources.parts import Examples, Parts, parted
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
-from laplace_debias.sources.targets import as_targets, task_of
+from laplace_debias.sources.targets import as_targets, check_numbers, task_of
 
 _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
@@ -78,7 +77,7 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         notes = ()
     task = settings.task or task_of(parts["train"][1], f"y_train of {path}")
     pixels = image_pixels(parts["train"][0], settings)
-    if pixels is None and (settings.mean is not None or settings.std is not None):
+    if pixels is None and settings.pixels is not None:
         raise ValueError(
             f"mean and std are of images; {path} has inputs of shape "
             f"{list(parts['train'][0].shape[1:])}: leave them out"
@@ -136,16 +135,8 @@ def as_inputs(x: np.ndarray, where: str) -> Tensor:
         elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
             x = x.transpose(0, 3, 1, 2)
         return torch.from_numpy(np.ascontiguousarray(x))
-    if x.dtype.kind not in "iubf":
-        raise ValueError(f"x of {where} is of type {x.dtype}; expected numbers")
-    if x.dtype.kind == "f":
-        bad = ~np.isfinite(x)
-        if bad.any():
-            raise ValueError(
-                f"x of {where} has {int(bad.sum())} numbers that are NaN or infinite, the first in "
-                f"row {np.argwhere(bad)[0][0]}; remove or repair these examples"
-            )
-    elif x.dtype != np.uint8 and x.dtype.kind != "b" and x.ndim == 2:
+    check_numbers(x, f"x of {where}")
+    if x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2:
         # Whole numbers may be tokens, which an embedding looks up.
         return torch.from_numpy(x.astype(np.int64))
     return torch.from_numpy(x.astype(np.float32))
@@ -154,13 +145,13 @@ def as_inputs(x: np.ndarray, where: str) -> Tensor:
 def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
     """How inputs are made of pixels; None if they are no images of one or three channels."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        return Pixels(settings.mean or (0.0,), settings.std or (1.0,))
+        return settings.pixels or Pixels()
     if x.ndim != 4 or x.shape[1] not in (1, 3) or x.dtype.kind != "f":
         return None
-    if settings.mean is not None or settings.std is not None:
-        return Pixels(settings.mean or (0.0,), settings.std or (1.0,))
+    if settings.pixels is not None:
+        return settings.pixels
     # What black and white are is not known: the least and the greatest value stand for them.
     some = x[:1000]
     low, high = float(some.min()), float(some.max())
     width = max(high - low, 1e-12)
-    return replace(Pixels(), mean=(-low / width,), std=(1 / width,))
+    return Pixels((-low / width,), (1 / width,))

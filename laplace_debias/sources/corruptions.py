@@ -1,6 +1,6 @@
 """Deterministic image corruptions at five severities, after CIFAR-10-C.
 
-Eighteen of the benchmark's nineteen kinds, with the severity constants of CIFAR-10-C; lengths are
+Seventeen of the benchmark's nineteen kinds, with the severity constants of CIFAR-10-C; lengths are
 in pixels for images of any size, except in the elastic transform, whose lengths scale with the
 size. Where they differ from the published files: `frost` is a made-up texture, since the
 benchmark's is cut from photographs; `fog` is value noise instead of the diamond-square fractal; the
@@ -32,34 +32,9 @@ Image = Float[np.ndarray, "height width channels"]
 def corrupt(
     images: UInt8[Tensor, "n channels height width"],
     severity: int,
-    kind: str | None = None,
+    kinds: str | Sequence[str] | None = None,
     seed: int = 0,
     offset: int = 0,
-) -> UInt8[Tensor, "n channels height width"]:
-    """Corrupt images, each by its own random numbers.
-
-    As `random_corruption`, whose arguments and errors these are, with one kind or `KINDS`.
-
-    Args:
-        images: Grey or RGB images, 0 … 255.
-        severity: 1 (slight) to 5 (strong).
-        kind: One of `ALL_KINDS`, or `None`: each image gets one of `KINDS`, chosen uniformly at
-            random and the same at every severity.
-        seed: Non-negative seed.
-        offset: Number of the first image.
-
-    Returns:
-        Corrupted images on the device of `images`.
-    """
-    return random_corruption(images, severity, seed, offset, KINDS if kind is None else (kind,))
-
-
-def random_corruption(
-    images: UInt8[Tensor, "n channels height width"],
-    severity: int,
-    seed: int = 0,
-    offset: int = 0,
-    kinds: Sequence[str] | None = None,
 ) -> UInt8[Tensor, "n channels height width"]:
     """Corrupt images as the paper makes CIFAR-10-C: each by one kind, chosen uniformly at random.
 
@@ -70,27 +45,25 @@ def random_corruption(
     Args:
         images: Grey or RGB images, 0 … 255.
         severity: 1 (slight) to 5 (strong).
+        kinds: One of `ALL_KINDS`, or several to choose from; `KINDS` by default.
         seed: Non-negative seed.
         offset: Number of the first image.
-        kinds: Kinds to choose from, of `ALL_KINDS`; the benchmark's fifteen, `BENCHMARK_KINDS`, by
-            default.
 
     Returns:
         Corrupted images on the device of `images`.
 
     Raises:
         ValueError: If a kind is unknown or there is none, the severity is not in 1 … 5, the images
-            have neither 1 nor 3 channels (only 3 for `saturate`), or the seed or offset is
-            negative.
+            have neither 1 nor 3 channels, or the seed or offset is negative.
 
     Reference:
         Hendrycks & Dietterich (2019), Section 3; the paper, Appendix B.1 (data).
     """
-    kinds = BENCHMARK_KINDS if kinds is None else tuple(kinds)
+    kinds = (kinds,) if isinstance(kinds, str) else KINDS if kinds is None else tuple(kinds)
     if not kinds:
         raise ValueError("kinds is empty; expected at least one corruption")
     for kind in kinds:
-        if kind not in _FUNCTIONS:
+        if kind not in ALL_KINDS:
             close = difflib.get_close_matches(kind, ALL_KINDS, n=1, cutoff=0.0)[0]
             raise ValueError(
                 f"unknown corruption {kind!r}; did you mean {close!r}? Expected one of {ALL_KINDS}"
@@ -99,8 +72,6 @@ def random_corruption(
         raise ValueError(f"severity {severity}; expected 1, 2, 3, 4 or 5")
     if images.shape[1] not in (1, 3):
         raise ValueError(f"images of {images.shape[1]} channels; expected 1 (grey) or 3 (RGB)")
-    if "saturate" in kinds and images.shape[1] == 1:
-        raise ValueError("grey images have no saturation; expected RGB images, or other kinds")
     if seed < 0 or offset < 0:
         raise ValueError(f"seed {seed} and offset {offset}; expected non-negative numbers")
     result = torch.empty_like(images, device="cpu")
@@ -265,17 +236,6 @@ def _contrast(x: Image, severity: int, rng: Generator) -> Image:
     return mean + (0.75, 0.5, 0.4, 0.3, 0.15)[severity - 1] * (x - mean)
 
 
-def _saturate(x: Image, severity: int, rng: Generator) -> Image:
-    factor, shift = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))[severity - 1]
-    # In HSV a channel is V (1 − S f), with f between 0 and 1 given by the hue, which is kept.
-    value = x.max(axis=2, keepdims=True)
-    chroma = value - x.min(axis=2, keepdims=True)
-    saturation = np.divide(chroma, value, out=np.zeros_like(value), where=value > 0.0)
-    red = np.broadcast_to(np.array([0.0, 1.0, 1.0]), x.shape)  # the hue 0 of a grey pixel
-    share = np.divide(value - x, chroma, out=red.copy(), where=chroma > 0.0)
-    return value * (1.0 - (factor * saturation + shift).clip(0.0, 1.0) * share)
-
-
 def _elastic_transform(x: Image, severity: int, rng: Generator) -> Image:
     shift, smoothness, corner = (
         (0.0, 0.0, 0.08),
@@ -332,47 +292,38 @@ def _from_pillow(picture: Any, like: Image) -> Image:
     return np.asarray(picture).reshape(like.shape) / 255.0
 
 
-KINDS: tuple[str, ...] = (
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "speckle_noise",
-    "gaussian_blur",
-    "defocus_blur",
-    "motion_blur",
-    "zoom_blur",
-    "fog",
-    "brightness",
-    "contrast",
-    "pixelate",
-    "jpeg_compression",
-)
-"""Kinds whose distance to the clean image grows with the severity, for grey and tiny images too."""
-
-_BENCHMARK: tuple[Callable[[Image, int, Generator], Image], ...] = (
-    _gaussian_noise,
-    _shot_noise,
-    _impulse_noise,
-    _defocus_blur,
-    _glass_blur,
-    _motion_blur,
-    _zoom_blur,
-    _snow,
-    _frost,
-    _fog,
-    _brightness,
-    _contrast,
-    _elastic_transform,
-    _pixelate,
-    _jpeg_compression,
-)
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[[Image, int, Generator], Image]] = {
     function.__name__[1:]: function
-    for function in (*_BENCHMARK, _speckle_noise, _gaussian_blur, _saturate)
+    for function in (
+        _gaussian_noise,
+        _shot_noise,
+        _impulse_noise,
+        _speckle_noise,
+        _gaussian_blur,
+        _defocus_blur,
+        _glass_blur,
+        _motion_blur,
+        _zoom_blur,
+        _snow,
+        _frost,
+        _fog,
+        _brightness,
+        _contrast,
+        _elastic_transform,
+        _pixelate,
+        _jpeg_compression,
+    )
 }
 
-BENCHMARK_KINDS: tuple[str, ...] = tuple(_FUNCTIONS)[: len(_BENCHMARK)]
+ALL_KINDS: tuple[str, ...] = tuple(_FUNCTIONS)
+"""The benchmark's fifteen kinds and two of its four additional ones."""
+
+BENCHMARK_KINDS: tuple[str, ...] = tuple(
+    kind for kind in ALL_KINDS if kind not in ("speckle_noise", "gaussian_blur")
+)
 """The benchmark's fifteen kinds, for RGB images of 32 × 32 pixels."""
 
-ALL_KINDS: tuple[str, ...] = tuple(_FUNCTIONS)
-"""The fifteen and three of the benchmark's four additional ones."""
+KINDS: tuple[str, ...] = tuple(
+    kind for kind in ALL_KINDS if kind not in ("glass_blur", "snow", "frost", "elastic_transform")
+)
+"""Kinds whose distance to the clean image grows with the severity, for grey and tiny images too."""

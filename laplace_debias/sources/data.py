@@ -13,7 +13,6 @@ from laplace_debias.sources.image_files import ImageFiles, View, images_below, v
 from laplace_debias.sources.imports import called, imported, is_import_path
 from laplace_debias.sources.loaded import OodData
 from laplace_debias.sources.parts import Parts, parted
-from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
 from laplace_debias.sources.tables import Columns, table_files, table_parts
 
@@ -121,7 +120,6 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
         train = found["train"]
         dataset = train.dataset if isinstance(train, DataLoader) else train
         classes = getattr(dataset, "classes", None)
-    has_pixels = settings.mean is not None or settings.std is not None
     return Parts(
         train=found["train"],
         validation=found.get("validation"),
@@ -130,7 +128,7 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
         num_outputs=None if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
         # Inputs are as they were normalised; by what, only the user knows.
-        pixels=Pixels(settings.mean or (0.0,), settings.std or (1.0,)) if has_pixels else None,
+        pixels=settings.pixels,
     )
 
 

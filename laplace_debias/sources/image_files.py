@@ -130,16 +130,14 @@ def view_of(settings: SourceSettings, model: nn.Module) -> tuple[View, tuple[str
         return _timm_view(model, own), ()
     if settings.torchvision is not None and settings.pretrained and not own:
         return _torchvision_view(settings.torchvision), ()
-    pixels = Pixels(settings.mean or (0.0,), settings.std or (1.0,))
+    pixels = settings.pixels or Pixels()
     notes: tuple[str, ...] = ()
-    if settings.mean is None and settings.std is None:
+    if settings.pixels is None:
         notes = (
             "No --mean and --std: the network gets pixels divided by 255. If it was trained with "
             "normalised images, give both.",
         )
-    is_grey = (settings.mean is not None and len(settings.mean) == 1) or (
-        settings.std is not None and len(settings.std) == 1
-    )
+    is_grey = any(given is not None and len(given) == 1 for given in (settings.mean, settings.std))
     view = View(_Steps(()), pixels, is_grey)
     size = settings.image_size
     return (view if size is None else view.of_size(size, size)), notes

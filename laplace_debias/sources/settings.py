@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from laplace_debias.sources.loaded import Task
+from laplace_debias.sources.pixels import Pixels
 from laplace_debias.system.checks import check_at_least
 
 Given = TypeVar("Given", bound="SourceSettings")
@@ -105,6 +106,13 @@ class SourceSettings:
     device: str = "auto"
     progress: bool = True
     json: bool = False
+
+    @property
+    def pixels(self) -> Pixels | None:
+        """How images are made of pixels by mean and std; None if neither is given."""
+        if self.mean is None and self.std is None:
+            return None
+        return Pixels(self.mean or (0.0,), self.std or (1.0,))
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, *_LIMITS, "batch_size", "image_size")

@@ -7,6 +7,22 @@ from torch import Tensor
 from laplace_debias.sources.loaded import Task
 
 
+def check_numbers(values: np.ndarray, where: str) -> None:
+    """Require finite numbers.
+
+    Raises:
+        ValueError: If they are of another type, NaN or infinite.
+    """
+    if values.dtype.kind not in "iubf":
+        raise ValueError(f"{where} is of type {values.dtype}; expected numbers")
+    bad = ~np.isfinite(values)
+    if bad.any():
+        raise ValueError(
+            f"{where} has {int(bad.sum())} numbers that are NaN or infinite, the first in row "
+            f"{np.argwhere(bad)[0][0]}; remove or repair these examples"
+        )
+
+
 def task_of(targets: np.ndarray, where: str) -> Task:
     """The meaning of targets, by their type and shape.
 
@@ -14,13 +30,12 @@ def task_of(targets: np.ndarray, where: str) -> Task:
     regression's targets.
 
     Raises:
-        ValueError: If they are of another type.
+        ValueError: As `check_numbers`.
     """
-    if targets.dtype.kind in "iub":
-        return "classification" if targets.ndim == 1 else "multilabel"
+    check_numbers(targets, where)
     if targets.dtype.kind == "f":
         return "regression"
-    raise ValueError(f"{where} is of type {targets.dtype}; expected numbers")
+    return "classification" if targets.ndim == 1 else "multilabel"
 
 
 def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
@@ -37,15 +52,7 @@ def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
     Raises:
         ValueError: If they do not fit the task or are not finite.
     """
-    if targets.dtype.kind not in "iubf":
-        raise ValueError(f"{where} is of type {targets.dtype}; expected numbers")
-    bad = ~np.isfinite(targets)
-    if bad.any():
-        place = np.argwhere(bad)[0].tolist()
-        raise ValueError(
-            f"{where} has {int(bad.sum())} numbers that are NaN or infinite, the first in row "
-            f"{place[0]}; remove or repair these examples"
-        )
+    check_numbers(targets, where)
     if task in ("classification", "binary"):
         if targets.ndim == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]

@@ -1,6 +1,7 @@
 """Extreme eigenpairs of a symmetric operator: Lanczos, ARPACK, subspace iteration."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,6 +29,17 @@ _BOUND_STEPS = 12
 """Lanczos steps that bound the spectrum for the shift of ARPACK and subspace iteration."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Eigenpairs to search for, how exactly, by how many products, and from which random start."""
+
+    k: int
+    which: str
+    tol: float
+    max_matvecs: int
+    generator: torch.Generator | None
+
+
 def select(
     values: Tensor, vectors: Tensor, residuals: Tensor, k: int, which: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,21 +65,14 @@ def dense_eigenpairs(products: Products, k: int, which: str) -> EigenPairs:
     return EigenPairs(*selected, products.count, Status.CONVERGED, "converged")
 
 
-def lanczos_eigenpairs(
-    products: Products,
-    k: int,
-    which: str,
-    tol: float,
-    max_matvecs: int,
-    generator: torch.Generator | None,
-) -> EigenPairs:
+def lanczos_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
     """Eigenpairs by thick-restart Lanczos from a random start."""
-    A, n, limit = products.operator, products.operator.shape[0], max_matvecs
-    basis = KrylovBasis(A, products, n, capacity(n, k, A.dtype.itemsize), generator)
-    if basis.capacity == n and 2 * n <= max_matvecs:
-        # Where all columns fit, multiplying them out is the better way to end a long search.
-        limit = n
-    result = search(basis, products, k=k, which=which, tol=tol, max_matvecs=limit)
+    A, n = products.operator, products.operator.shape[0]
+    k, which, max_matvecs = wanted.k, wanted.which, wanted.max_matvecs
+    basis = KrylovBasis(A, products, n, capacity(n, k, A.dtype.itemsize), wanted.generator)
+    # Where all columns fit, multiplying them out is the better way to end a long search.
+    limit = n if basis.capacity == n and 2 * n <= max_matvecs else max_matvecs
+    result = search(basis, products, k=k, which=which, tol=wanted.tol, max_matvecs=limit)
     if limit < max_matvecs and not result.was_verified:
         return dense_eigenpairs(products, k, which)
     status, message = Status.CONVERGED, "converged"
@@ -100,14 +105,7 @@ def _unconverged(residuals: Tensor, goal: float, count: int) -> str:
     )
 
 
-def arpack_eigenpairs(
-    products: Products,
-    k: int,
-    which: str,
-    tol: float,
-    max_matvecs: int,
-    generator: torch.Generator | None,
-) -> EigenPairs:
+def arpack_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
     """Eigenpairs by SciPy's ARPACK."""
     # Slow to import, and few need it.
     from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
@@ -115,23 +113,20 @@ def arpack_eigenpairs(
     from scipy.sparse.linalg import eigsh as arpack
 
     A, n = products.operator, products.operator.shape[0]
+    k, which = wanted.k, wanted.which
     num_vectors = min(n, max(2 * k + 1, k + 40))
-    restarts = (max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
-    if restarts < 1:
-        raise ValueError(
-            f"`max_matvecs` is {max_matvecs}; expected at least "
-            f"{_BOUND_STEPS + 2 * num_vectors - k}: ARPACK holds {num_vectors} vectors for {k} "
-            "pairs. Raise it, or use method='lanczos'."
-        )
+    least = _BOUND_STEPS + 2 * num_vectors - k
+    _check_products(wanted, least, f"ARPACK holds {num_vectors} vectors")
+    restarts = (wanted.max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
     # ARPACK's tolerance is relative to each eigenvalue, so that those near zero never converge.
     # Shifted by the unwanted end of the spectrum, the wanted ones are the largest.
-    shift = 0.0 if which == "magnitude" else _far_end(products, which, generator)
+    shift = _far_end(products, wanted)
 
     def multiply(vector: np.ndarray) -> np.ndarray:
         column = torch.from_numpy(vector.ravel()).to(A.device, A.dtype)
         return (products(column) - shift * column).cpu().numpy()
 
-    start = draw(A, 1, "gaussian", generator)[:, 0].cpu().numpy()
+    start = draw(A, 1, "gaussian", wanted.generator)[:, 0].cpu().numpy()
     status, message = (
         Status.UNVERIFIED,
         "converged; ARPACK may have missed copies of an eigenvalue",
@@ -144,7 +139,7 @@ def arpack_eigenpairs(
             v0=start,
             ncv=num_vectors,
             maxiter=restarts,
-            tol=tol,
+            tol=wanted.tol,
         )
     except ArpackNoConvergence as error:
         found, status = error.eigenvectors, Status.MAX_ITER
@@ -154,7 +149,7 @@ def arpack_eigenpairs(
         )
     except ArpackError:
         # It refuses operators that map its start to zero, such as multiples of the identity.
-        return lanczos_eigenpairs(products, k, which, tol, max_matvecs, generator)
+        return lanczos_eigenpairs(products, wanted)
     vectors = torch.from_numpy(np.ascontiguousarray(found)).to(A.device, A.dtype)
     images = products(vectors) if vectors.shape[1] else vectors
     values = (vectors * images).sum(dim=0)
@@ -163,24 +158,13 @@ def arpack_eigenpairs(
     return EigenPairs(*selected, products.count, status, message)
 
 
-def subspace_iteration(
-    products: Products,
-    k: int,
-    which: str,
-    tol: float,
-    max_matvecs: int,
-    generator: torch.Generator | None,
-) -> EigenPairs:
+def subspace_iteration(products: Products, wanted: Wanted) -> EigenPairs:
     """Eigenpairs from products with a block, with a Rayleigh–Ritz step after each."""
-    A, n = products.operator, products.operator.shape[0]
+    A, n, k = products.operator, products.operator.shape[0], wanted.k
     width = min(n, k + max(k, 10))
-    if max_matvecs < width + _BOUND_STEPS:
-        raise ValueError(
-            f"`max_matvecs` is {max_matvecs}; expected at least {width + _BOUND_STEPS}: the block "
-            f"has {width} vectors for {k} pairs. Raise it, or use method='lanczos'."
-        )
-    shift = 0.0 if which == "magnitude" else _far_end(products, which, generator)
-    block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
+    _check_products(wanted, width + _BOUND_STEPS, f"the block has {width} vectors")
+    shift = _far_end(products, wanted)
+    block = torch.linalg.qr(draw(A, width, "gaussian", wanted.generator)).Q
     rounding = 10 * torch.finfo(A.dtype).eps
     # The block may hold none of the largest eigenvalues, to which the tolerance is relative.
     scale = abs(shift)
@@ -192,25 +176,35 @@ def subspace_iteration(
         values, rotation = eigh((projection + projection.T) / 2, "the projected operator")
         block, images = block @ rotation, images @ rotation
         residuals = (images - block * values).norm(dim=0)
-        selected = select(values, block, residuals, k, which)
-        goal = max(tol, rounding) * max(scale, float(values.abs().max()))
+        selected = select(values, block, residuals, k, wanted.which)
+        goal = max(wanted.tol, rounding) * max(scale, float(values.abs().max()))
         if (selected[2] <= goal).all():
             return EigenPairs(*selected, products.count, Status.CONVERGED, "converged")
-        if products.count + width > max_matvecs:
+        if products.count + width > wanted.max_matvecs:
             message = _unconverged(selected[2], goal, products.count)
             return EigenPairs(*selected, products.count, Status.MAX_ITER, message)
         block = torch.linalg.qr(images - shift * block).Q
 
 
-def _far_end(products: Products, which: str, generator: torch.Generator | None) -> float:
+def _check_products(wanted: Wanted, least: int, why: str) -> None:
+    if wanted.max_matvecs < least:
+        raise ValueError(
+            f"`max_matvecs` is {wanted.max_matvecs}; expected at least {least}: {why} for "
+            f"{wanted.k} pairs. Raise it, or use method='lanczos'."
+        )
+
+
+def _far_end(products: Products, wanted: Wanted) -> float:
     """A bound of the unwanted end of the spectrum: from there the wanted end is the largest."""
+    if wanted.which == "magnitude":
+        return 0.0
     A, n = products.operator, products.operator.shape[0]
-    basis = KrylovBasis(A, products, n, min(n, _BOUND_STEPS), generator)
+    basis = KrylovBasis(A, products, n, min(n, _BOUND_STEPS), wanted.generator)
     basis.add_random()
     for _ in range(basis.capacity):
         if not basis.expand(0):
             break
-    unwanted = "smallest" if which == "largest" else "largest"
+    unwanted = "smallest" if wanted.which == "largest" else "largest"
     pairs = ritz_pairs(basis, unwanted)
     end, error = float(pairs.values[0]), float(pairs.residuals[0])
     return end + math.copysign(error, 1 if unwanted == "largest" else -1)
@@ -309,7 +303,8 @@ def eigsh(
         if n <= max(_SMALL, 2 * k) and max_matvecs >= n:
             result = dense_eigenpairs(P, k, which)
         else:
-            result = METHODS[method](P, k, which, tol, max_matvecs, generator)
+            wanted = Wanted(k, which, tol, max_matvecs, generator)
+            result = METHODS[method](P, wanted)
     if not result.converged:
         warn(result.message, RuntimeWarning)
     return result
