@@ -47,7 +47,7 @@ def of_folds(rows, folds):
     rows = rows if rows.ndim == 3 else rows[:, None]
     parts = [rows[k::folds] for k in range(folds)]
     factors = torch.stack([part.flatten(0, 1).T @ part.flatten(0, 1) for part in parts])
-    return factors, torch.tensor([len(part) for part in parts])
+    return factors, [len(part) for part in parts]
 
 
 @settings(max_examples=30, deadline=None)
@@ -117,7 +117,7 @@ def test_rounding_is_no_curvature(precision):
 
 
 def test_of_diagonal_factors_the_entries_are_the_magnitudes():
-    factors, sizes = torch.rand(3, 7).double(), torch.tensor([2, 2, 1])
+    factors, sizes = torch.rand(3, 7).double(), [2, 2, 1]
     close(crossfit_magnitudes(factors, sizes), factors.sum(0) / 5)
 
 

@@ -15,6 +15,7 @@ from examples.paper.networks import (
     wide_resnet,
 )
 from laplace_debias import Laplace
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 
 BATCH = 6
 
@@ -159,9 +160,9 @@ def test_a_thousand_classes_take_no_jacobian(monkeypatch):
     assert mean.shape == variances.shape == (3, 1100)
     weight, bias = la.posterior.curvature.blocks.values()
     phi = torch.tanh(model[0](x[:1]))[0].detach()
-    along = (phi @ weight.U_A).square() / (3 * weight.magnitudes + 1)
-    expected = weight.U_G.square() @ along.sum(1) + bias.U_G.square() @ (
-        1 / (3 * bias.magnitudes[:, 0] + 1)
+    along = coordinates(phi, weight.U_A).square() / (3 * weight.in_frame + 1)
+    expected = frame(weight.U_G).square() @ along.sum(1) + frame(bias.U_G).square() @ (
+        1 / (3 * bias.in_frame[:, 0] + 1)
     )
     torch.testing.assert_close(variances[0], expected, rtol=1e-4, atol=1e-5)
 

@@ -423,7 +423,7 @@ def test_crossfit_is_unbiased_along_the_directions_of_the_other_folds():
 
     dimension, examples, folds = 12, 40, 8
     spectrum = torch.logspace(0, -1, dimension).double()
-    sizes = torch.full((folds,), examples // folds)
+    sizes = [examples // folds] * folds
     crossfit, mini = [], []
     for _ in range(400):
         x = torch.randn(examples, dimension).double() * spectrum.sqrt()

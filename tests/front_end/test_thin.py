@@ -460,6 +460,7 @@ def test_thin_takes_positions_of_sequences():
         assert found[-1].num_inputs == 4
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_of_thin():
     la, x = wide()
     with pytest.raises(RuntimeError, match="Not fitted"):

@@ -287,7 +287,7 @@ class _Within:
     """
 
     def __init__(
-        self, values: Tensor, U: Float[Tensor, "*groups d d"] | None, precision: torch.dtype | None
+        self, values: Tensor, U: Float[Tensor, "*groups d r"] | None, precision: torch.dtype | None
     ) -> None:
         assert U is not None
         self.basis: Tensor | None = None
