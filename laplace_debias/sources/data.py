@@ -19,6 +19,7 @@ from laplace_debias.sources.tables import Columns, table_files, table_parts
 _KINDS = (
     "a folder of images, a .npz file, a .csv or .parquet table, or an import path my_pkg.data:make"
 )
+_OF_TABLES = ("target", "features", "standardise")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,24 +47,20 @@ def find_data(settings: SourceSettings) -> Found:
     text = str(settings.data)
     path = Path(text)
     if is_import_path(text):
-        _check_options(settings, "data of your own", "target", "features", "image_size")
-        if not settings.standardise:
-            raise ValueError("standardise is for tables, not for data of your own: leave it out")
+        _check_options(settings, "data of your own", *_OF_TABLES, "image_size")
         return _read(own_parts(text, settings))
     if not path.exists():
         raise ValueError(f"nothing is at {path}, which --data names: check the path")
     files = table_files(path)
-    if not settings.standardise and files is None:
-        raise ValueError(f"standardise is for tables, and {path} is none: leave it out")
     if path.suffix == ".npz":
-        _check_options(settings, "a .npz file", "target", "features", "image_size")
+        _check_options(settings, "a .npz file", *_OF_TABLES, "image_size")
         return _read(archive_parts(path, settings))
     if files is not None:
         _check_options(settings, "a table", "image_size", "mean", "std")
         parts, columns = table_parts(files, settings)
         return _read(parts, columns)
     if path.is_dir():
-        _check_options(settings, "a folder of images", "target", "features")
+        _check_options(settings, "a folder of images", *_OF_TABLES)
         folder = find_image_folder(path)
         if settings.task not in (None, "classification", "binary"):
             raise ValueError(f"task is {settings.task}; class folders make a classification")
@@ -83,7 +80,7 @@ def _read(parts: Parts, columns: Columns | None = None) -> Found:
 
 def _check_options(settings: SourceSettings, kind: str, *names: str) -> None:
     """Refuse options that would have no effect on a kind of data."""
-    used = [name for name in names if getattr(settings, name) is not None]
+    used = [name for name in names if getattr(settings, name) != getattr(SourceSettings, name)]
     if used:
         raise ValueError(f"{' and '.join(used)} given with {kind}: leave it out")
 

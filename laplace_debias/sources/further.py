@@ -9,7 +9,7 @@ from torch import Tensor
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.arrays import as_inputs, read_archive
 from laplace_debias.sources.changed import Cast
-from laplace_debias.sources.image_files import ImageFiles, View, images_below, size_of
+from laplace_debias.sources.image_files import ImageFiles, View, images_below, size_of, unchanged
 from laplace_debias.sources.imports import called, imported, is_import_path
 from laplace_debias.sources.parts import Examples, Part
 from laplace_debias.sources.pixels import Pixels
@@ -101,7 +101,7 @@ class Reader:
             raise ValueError(f"{what}: the network takes {channels} channels; expected 1 or 3")
         view = self.view
         if view is None or not view.any_size:
-            view = View(lambda image: image, self.pixels, channels == 1).of_size(height, width)
+            view = View(unchanged, self.pixels, channels == 1).of_size(height, width)
         wide, high = size_of(files[0])
         notes: tuple[str, ...] = ()
         if (high, wide) != (height, width):

@@ -1,6 +1,6 @@
 """Folders of images, decoded when fetched."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +40,11 @@ class View:
         """The same, resized to a height and a width in pixels: filled, then cropped."""
         fit = partial(ImageOps.fit, size=(width, height), method=PIL.Image.Resampling.BILINEAR)
         return replace(self, resized=fit, any_size=True)
+
+
+def unchanged(image: Any) -> Any:
+    """The picture itself; unlike a closure, processes of a `DataLoader` can be given it."""
+    return image
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,18 +143,19 @@ def view_of(settings: SourceSettings, model: nn.Module) -> tuple[View, tuple[str
             "normalised images, give both.",
         )
     is_grey = any(given is not None and len(given) == 1 for given in (settings.mean, settings.std))
-    view = View(_Steps(()), pixels, is_grey)
+    view = View(unchanged, pixels, is_grey)
     size = settings.image_size
     return (view if size is None else view.of_size(size, size)), notes
 
 
 def _timm_view(model: nn.Module, own: dict[str, Any]) -> View:
     from timm.data import create_transform, resolve_data_config
+    from torchvision.transforms import Compose
 
     config = resolve_data_config(own, model=model)
     # Without normalisation, which the prefetcher would do: the pixels are needed as bytes, too.
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
-    resized = _Steps(transform.transforms[:-1])
+    resized = Compose(transform.transforms[:-1])
     pixels = Pixels(tuple(config["mean"]), tuple(config["std"]))
     return View(resized, pixels, is_grey=config["input_size"][0] == 1, any_size=True)
 
@@ -159,20 +165,7 @@ def _torchvision_view(name: str) -> View:
     from torchvision.transforms import v2
 
     preset: Any = get_model_weights(name).DEFAULT.transforms()
-    steps = [
-        v2.Resize(preset.resize_size, preset.interpolation),
-        v2.CenterCrop(preset.crop_size),
-    ]
-    return View(_Steps(steps), Pixels(tuple(preset.mean), tuple(preset.std)), any_size=True)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Steps one after the other; unlike a closure, processes of a `DataLoader` can be given it."""
-
-    steps: Sequence[Any]
-
-    def __call__(self, image: Any) -> Any:
-        for step in self.steps:
-            image = step(image)
-        return image
+    resized = v2.Compose(
+        [v2.Resize(preset.resize_size, preset.interpolation), v2.CenterCrop(preset.crop_size)]
+    )
+    return View(resized, Pixels(tuple(preset.mean), tuple(preset.std)), any_size=True)

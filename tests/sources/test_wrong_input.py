@@ -81,7 +81,10 @@ WRONG = {
     "channels": ([*IMAGES, "--mean=[0.5]", "--std=[1.0]"], "as many numbers in --mean"),
     "limit": ([*ROWS, "--train_examples=31"], "train data has 30 examples: lower it"),
     "target": ([*ROWS, "--target=y"], "target given with a .npz file"),
-    "standardise": ([*ROWS, "--standardise=false"], "standardise is for tables, and d.npz is none"),
+    "standardise": (
+        [*ROWS, "--standardise=false"],
+        "standardise given with a .npz file: leave it out",
+    ),
     "no images": ([*ROWS, "--mean=[0.5]"], "mean and std are of images; d.npz has inputs of shape"),
     "task": ([*IMAGES, "--task=regression"], "class folders make a classification"),
     "two classes": ([*IMAGES, "--task=binary"], "has 3 classes, not two"),
