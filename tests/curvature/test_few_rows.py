@@ -84,6 +84,28 @@ def test_curvature_is_that_of_the_matrices(monkeypatch, curvature, mode, sharing
     torch.testing.assert_close(few.log_marginal_likelihood(), whole.log_marginal_likelihood())
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_a_loaded_posterior_has_the_bits_of_the_one_in_memory(
+    monkeypatch, tmp_path, curvature, mode
+):
+    """The order in memory decides in which order matrix products add."""
+    monkeypatch.setattr(factors, "_WIDE", 2)
+    la = fit(curvature, mode)
+    assert thin(la)
+    la.save(tmp_path / "posterior")
+    again = Laplace.load(tmp_path / "posterior", la.model)
+    x = batches(40)[0][0]
+    for one, other in zip(la.functional(x), again.functional(x), strict=True):
+        assert torch.equal(one, other)
+    draws = [each.sample(2, torch.Generator().manual_seed(0)) for each in (la, again)]
+    assert torch.equal(*draws)
+    pairs = (each.posterior.curvature.blocks.values() for each in (la, again))
+    for one, other in zip(*pairs, strict=True):
+        if one.U_A is not None and one.U_A.shape[1] > 1:
+            assert one.U_A.stride() == other.U_A.stride()
+
+
 def test_debiased_magnitudes_are_those_of_the_oracle(monkeypatch):
     monkeypatch.setattr(factors, "_WIDE", 2)
     one, two = batches(3, 2)

@@ -80,7 +80,8 @@ class Eigenbasis:
             measured = pooled(measured, along_G, precision, left_by(self.U_G))
         if self.U_A is not None:
             measured = pooled(measured.mT, along_A, precision, left_by(self.U_A)).mT
-        return measured
+        # As a file has them: their order in memory decides in which order products add.
+        return measured.contiguous()
 
 
 def left_by(U: Tensor) -> int:
@@ -136,7 +137,9 @@ def eigh(
         Q, R = torch.linalg.qr(factor.rows.mT)
         values, inner = decomposition.eigh(R @ R.mT, what)
         rank = max(1, numerical_rank(values.flip(-1)))
-        return F.pad(values.flip(-1)[:rank], (0, 1)), _signed((Q @ inner).flip(-1)[:, :rank])
+        # Eigenvectors lie one after the other in memory, as torch has them.
+        U = (Q @ inner).flip(-1)[:, :rank].mT.contiguous().mT
+        return F.pad(values.flip(-1)[:rank], (0, 1)), _signed(U)
     if factor.ndim == 1:
         return factor, None
     values, vectors = decomposition.eigh(factor, what)
