@@ -316,7 +316,9 @@ def edit_numbers(raw: bytes, chance: random.Random) -> bytes:
     text, data = _parts(raw)
     changed = bytearray(data)
     header = json.loads(text)
-    entry = header[chance.choice([name for name in header if name != "__metadata__"])]
+    # A tensor without a number (a table of no kept direction) has none to change.
+    full = [name for name in header if name != "__metadata__" and 0 not in header[name]["shape"]]
+    entry = header[chance.choice(full)]
     size, code = {"F32": (4, "<f"), "F64": (8, "<d")}[entry["dtype"]]
     start, end = entry["data_offsets"]
     place = start + size * chance.randrange((end - start) // size)
