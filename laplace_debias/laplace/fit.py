@@ -92,6 +92,8 @@ def of_loader(
     check_mode(mode, folds)
     if scale and mode in ("full", "auto"):
         raise ValueError(f'mode="{mode}" sees what it needs, and takes no scale: leave it out.')
+    if mode == "auto":
+        return of_scheme(subject, Auto(loader), num_data, generator, resume)
     if scale:
         check_scale(loader)
     check_resumable(resume, subject.settings.fisher.kind, generator, loader)
@@ -102,8 +104,6 @@ def of_loader(
         all_data.check(subject.settings.kind)
         expected = expected_of_all(loader, given)
         return Request(all_data, mode, expected, generator, resume, None, is_shared, progress)
-    if mode == "auto":
-        return of_scheme(subject, Auto(loader), num_data, generator, resume)
     num_batches = OF_FIRST_BATCHES[mode].num_batches
     expected = expected_of_some(loader, given, mode)
     batches = list(itertools.islice(subject.stream(loader, generator).raw(), num_batches))
