@@ -66,14 +66,16 @@ def fit_anytime(problem: Problem, scheme: Auto, fitted: Callable[[CurvatureFit],
             error = max(curve)
             best = now, replicates, reading.seen.num_examples, curve
             rounds.append((best[2], error))
-            seconds, next_round = perf_counter() - start, 2 * (perf_counter() - before)
+            seconds, round_seconds = perf_counter() - start, perf_counter() - before
             if error <= scheme.tolerance:
                 ended_by = "tolerance"
             elif scheme.examples is not None and most == scheme.examples:
                 ended_by = "examples"
-            elif scheme.seconds is not None and seconds + next_round > scheme.seconds:
+            elif scheme.seconds is not None and seconds + 2 * round_seconds > scheme.seconds:
                 ended_by = "seconds"
-            target = 2 * best[2]
+            # The error falls with the root of the number: twice the tolerance takes four times.
+            growth = 4 if error > 2 * scheme.tolerance else 2
+            target = growth * best[2]
     except KeyboardInterrupt:
         if best is None:
             raise

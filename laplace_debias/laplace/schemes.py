@@ -23,7 +23,7 @@ FOLDS = 2
 AUTO_FOLDS = 4
 """How many a fit of `mode="auto"` takes, whose errors are told by the folds' differences."""
 FIRST_ROUND = 64
-"""Examples of its first round; each further one doubles what was seen."""
+"""Examples of its first round."""
 
 
 @dataclass(frozen=True)

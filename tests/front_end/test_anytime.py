@@ -147,8 +147,8 @@ def interrupted(batches: DataLoader, after: int) -> Iterator:
 
 def test_an_interrupt_leaves_the_last_round():
     torch.manual_seed(0)
-    stream = interrupted(loader(), after=5)
-    with pytest.warns(UserWarning, match="ended by interrupt: after 128 examples"):
+    stream = interrupted(loader(), after=8)
+    with pytest.warns(UserWarning, match="ended by interrupt: after 256 examples"):
         la = Laplace(network()).fit(Auto(stream, tolerance=1e-9), num_data=SIZE)
     assert la.fit_report.ended_by == "interrupt"
     assert la.posterior.num_data == SIZE
