@@ -91,7 +91,7 @@ def of_loader(
     check_generator(generator)
     check_mode(mode, folds)
     if scale and mode in ("full", "auto"):
-        raise ValueError(f'mode="{mode}" sees what it needs, and takes no scale: leave it out.')
+        raise ValueError(f'mode="{mode}" needs no scale: leave out scale=True.')
     if mode == "auto":
         return of_scheme(subject, Auto(loader), num_data, generator, resume)
     if scale:

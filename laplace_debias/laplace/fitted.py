@@ -48,7 +48,8 @@ class FitReport:
     in the fit. In some nine of ten fits the true error is smaller.
 
     Attributes:
-        num_examples: How many examples were used.
+        num_examples: How many examples were drawn, and went backward.
+        num_read: How many were read, and went forward.
         seconds: How long it took.
         ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`, or `"data"` (all of it
             was read: the fit is that of all the data).
@@ -58,6 +59,7 @@ class FitReport:
     """
 
     num_examples: int
+    num_read: int
     seconds: float
     ended_by: str
     rounds: tuple[tuple[int, float], ...]
@@ -84,7 +86,8 @@ class FitReport:
             return f"All {self.num_examples:,} examples were read: the fit is that of all the data."
         factors = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
         return (
-            f"{self.num_examples:,} examples in {self.seconds:.3g} s, ended by {self.ended_by}. "
+            f"{self.num_examples:,} examples, drawn from {self.num_read:,}, in "
+            f"{self.seconds:.3g} s, ended by {self.ended_by}. "
             f"Standard deviations of the outputs are within {self.error:.1%} of those of a fit of "
             f"all the data; of twice the examples, within some {self.error_of_twice:.1%}. By "
             f"multiples of the prior precision: {factors}. The largest part is that of "

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Auto, Laplace
-from laplace_debias.laplace.anytime import NUM_ERRORS, jackknife
+from laplace_debias.curvature.fits.sums import factor_sums
+from laplace_debias.curvature.network.batches import Placed
+from laplace_debias.laplace.anytime import LOOKS, NUM_ERRORS, inclusion, jackknife
 from laplace_debias.laplace.functional.linearised import moments
 
-SIZE = 600
+SIZE = 3000
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -36,19 +38,6 @@ def magnitudes(la: Laplace) -> list[Tensor]:
     return [block.magnitudes for block in la.posterior.curvature.blocks.values()]
 
 
-@pytest.mark.filterwarnings("ignore:The tolerance")
-def test_posterior_is_the_crossfitted_one_of_the_examples_read():
-    x, y = data()
-    batches = [(x[a : a + 50], y[a : a + 50]) for a in range(0, SIZE, 50)]
-    la = Laplace(network()).fit(Auto(batches, tolerance=1e-9, examples=100), num_data=SIZE)
-    # Sixteen are set aside.
-    same = Laplace(network()).fit_batches([(x[16:116], y[16:116])], folds=4, num_data=SIZE)
-    for own, expected in zip(magnitudes(la), magnitudes(same), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-10, atol=0)
-    assert la.fit_report.num_examples == 100
-    assert [n for n, _ in la.fit_report.rounds] == [64, 100]
-
-
 @pytest.mark.parametrize("batch_size", [2, 40, SIZE])
 def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: int):
     shuffled = loader(batch_size=batch_size)
@@ -61,39 +50,89 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
     assert la.posterior.num_data == SIZE
 
 
-def factors(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the factors G and A of a linear classifier, by hand."""
-    p = model(x).softmax(1).detach()
-    return (torch.diag_embed(p) - p[:, :, None] * p[:, None]).sum(0), x.mT @ x
+def test_weights_of_whole_numbers_are_repeated_examples():
+    x, y = data(12)
+    weights = torch.tensor([0, 1, 2, 3] * 3)
+    repeated = x.repeat_interleave(weights, 0), y.repeat_interleave(weights)
+    for fisher in ("exact", "empirical"):
+        subject = Laplace(network(), fisher=fisher)._subject
+        problem = subject.problem([(x, y)], None, Laplace(network())._prior)[0]
+        weighed, _ = factor_sums(problem, Placed([(x, y)], weights=[weights.double()]))
+        expected, _ = factor_sums(problem, [repeated])
+        for block, (G, A) in expected.items():
+            torch.testing.assert_close(weighed[block][0], G, rtol=1e-12, atol=1e-14)
+            if not block.is_exact:
+                torch.testing.assert_close(weighed[block][1], A, rtol=1e-12, atol=1e-14)
+
+
+def test_inverse_probabilities_are_unbiased_and_bounded():
+    curvatures = torch.rand(500, generator=torch.Generator().manual_seed(0)).double() ** 6
+    chances = inclusion(curvatures, float(curvatures.mean()))
+    assert chances.reciprocal().max() <= 2 * LOOKS
+    assert float(chances.sum()) == pytest.approx(500 / LOOKS, rel=0.05)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.rand(4000, 500, generator=generator, dtype=torch.float64) < chances
+    means = (drawn / chances * curvatures).mean(1)
+    assert float(means.mean()) == pytest.approx(float(curvatures.mean()), rel=4e-3)
+    # Drawn alike, they vary far more.
+    alike = torch.rand(4000, 500, generator=generator, dtype=torch.float64) < 1 / LOOKS
+    assert means.std() < 0.6 * (alike * LOOKS * curvatures).mean(1).std()
+
+
+def of_folds(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """G and A of a linear classifier, fold by fold, by hand: means over what was read."""
+    with torch.no_grad():
+        p = model(x).softmax(1)
+    hessians = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    traces = 1 - p.square().sum(1)
+    # The data comes in one batch, behind the probes.
+    chances = ((1 + traces / traces.mean()) / 16).clamp_max(1)
+    uniforms = torch.rand(len(x), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.where(uniforms < chances, 1 / chances, 0)
+    folds = []
+    for k in range(4):
+        H, t, w, a = hessians[k::4], traces[k::4], weights[k::4], x[k::4]
+        G = t.sum() / (w * t).sum() * (w[:, None, None] * H).sum(0)
+        A = len(a) / w.sum() * (w[:, None] * a).mT @ a
+        folds.append((G, A))
+    return folds
 
 
 @pytest.mark.filterwarnings("ignore:The tolerance")
-def test_error_is_the_jackknife_of_dense_replicates():
+def test_posterior_and_error_are_those_of_dense_matrices():
     torch.manual_seed(0)
     model = nn.Linear(6, 3, bias=False).double().eval()
     x, y = data()
     la = Laplace(model, prior_precision=0.5)
-    la.fit(Auto([(x[:80], y[:80]), (x[80:], y[80:])], tolerance=1e-9, examples=64), num_data=SIZE)
-    probes, seen = x[:16], x[16:80]
-    folds = [factors(model, seen[k::4]) for k in range(4)]
-    replicates = []
+    la.fit(Auto([(x, y)], tolerance=1e-9, examples=64), num_data=SIZE)
+    probes, folds = x[:16], of_folds(model, x[16:])
+    sizes = [len(x[16 + k :: 4]) for k in range(4)]
+    all_of = sum(sizes)
+    bases, replicates = [], []
     for side in (0, 1):
         total = sum(fold[side] for fold in folds)
-        pairs = [torch.linalg.eigh((total - fold[side]) / 48) for fold in folds]
+        others = zip(folds, sizes, strict=True)
+        pairs = [torch.linalg.eigh((total - f[side]) / (all_of - size)) for f, size in others]
         along = sum(
-            (U.T @ fold[side] @ U).diag() / 64 for fold, (_, U) in zip(folds, pairs, strict=True)
+            (U.T @ f[side] @ U).diag() / all_of for f, (_, U) in zip(folds, pairs, strict=True)
         )
+        bases.append((along, torch.linalg.eigh(total)[1]))
         mean = torch.stack([values for values, _ in pairs]).mean(0)
         # Probabilities sum to one: one direction of G has no curvature, and no ratio.
-        replicates.append([(along * torch.where(mean > 1e-9, L / mean, 1), U) for L, U in pairs])
-    logs = []
-    for (of_G, U_G), (of_A, U_A) in zip(*replicates, strict=True):
-        precision = SIZE * torch.outer(of_G, of_A) + 0.5
-        J = torch.einsum("cg,ba->bcga", U_G, probes @ U_A)
-        logs.append((J.square() / precision).sum((2, 3)).log() / 2)
-    deviations = torch.stack(logs) - torch.stack(logs).mean(0)
-    error = (3 / 4 * deviations.square().sum(0)).mean().sqrt()
+        ratios = [torch.where(mean > 1e-9, L / mean, 1) for L, _ in pairs]
+        replicates.append([(along * r, U) for r, (_, U) in zip(ratios, pairs, strict=True)])
+
+    def variances(of_G: tuple[Tensor, Tensor], of_A: tuple[Tensor, Tensor]) -> Tensor:
+        precision = SIZE * torch.outer(of_G[0], of_A[0]) + 0.5
+        J = torch.einsum("cg,ba->bcga", of_G[1], probes @ of_A[1])
+        return (J.square() / precision).sum((2, 3))
+
+    found = la.functional(probes, diagonal=True)[1]
+    torch.testing.assert_close(found, variances(*bases), rtol=1e-9, atol=0)
+    logs = torch.stack([variances(*of).log() / 2 for of in zip(*replicates, strict=True)])
+    error = (3 / 4 * (logs - logs.mean(0)).square().sum(0)).mean().sqrt()
     assert la.fit_report.curve[1.0] == pytest.approx(NUM_ERRORS * float(error), rel=1e-6)
+    assert la.fit_report.num_read == SIZE - 16
 
 
 def test_jackknife_of_means_is_their_standard_error():
@@ -109,7 +148,7 @@ def true_errors(la: Laplace, full: Laplace, x: Tensor) -> Tensor:
     return (found - exact).square().mean((1, 2)).sqrt()
 
 
-@pytest.mark.parametrize("tolerance", [0.15, 0.08])
+@pytest.mark.parametrize("tolerance", [0.1, 0.05])
 def test_told_error_covers_the_true_one(tolerance: float):
     model, full = network(), Laplace(network()).fit([data()])
     fresh = 2 * torch.randn(100, 6, generator=torch.Generator().manual_seed(7)).double()
@@ -147,8 +186,8 @@ def interrupted(batches: DataLoader, after: int) -> Iterator:
 
 def test_an_interrupt_leaves_the_last_round():
     torch.manual_seed(0)
-    stream = interrupted(loader(), after=8)
-    with pytest.warns(UserWarning, match="ended by interrupt: after 256 examples"):
+    stream = interrupted(loader(), after=40)
+    with pytest.warns(UserWarning, match="ended by interrupt"):
         la = Laplace(network()).fit(Auto(stream, tolerance=1e-9), num_data=SIZE)
     assert la.fit_report.ended_by == "interrupt"
     assert la.posterior.num_data == SIZE
@@ -163,7 +202,7 @@ def test_an_interrupt_of_the_first_round_leaves_what_was():
 
 
 def test_a_budget_of_seconds_ends_it():
-    with pytest.warns(UserWarning, match="ended by seconds: after 64 examples"):
+    with pytest.warns(UserWarning, match="ended by seconds"):
         la = Laplace(network()).fit(Auto(loader(), tolerance=1e-9, seconds=1e-6))
     assert la.fit_report.ended_by == "seconds"
 
@@ -208,7 +247,7 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         la.fit(in_order, mode="auto")
     with pytest.raises(ValueError, match="leave out resume"):
         la.fit(loader(), mode="auto", resume=tmp_path)
-    with pytest.raises(ValueError, match="takes no scale"):
+    with pytest.raises(ValueError, match="needs no scale"):
         la.fit(loader(), mode="auto", scale=True)
     with pytest.raises(ValueError, match="batches of two examples"):
         la.fit(loader(batch_size=1), mode="auto")
