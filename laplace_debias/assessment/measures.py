@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace_debias import metrics
 from laplace_debias.assessment.conclusion import conclude
 from laplace_debias.assessment.examples import write_examples
+from laplace_debias.assessment.predictions import SCORES
 from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.run_folder import read_predictions, write_json
 from laplace_debias.report.run_folder import read_json
@@ -64,7 +65,7 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
     scores = {"entropy": table["entropy"]}
     if task != "multilabel":
         scores["max_probability"] = metrics.max_probability(table["probs"])
-    for name in ("mutual_information", "variance"):
+    for name in SCORES:
         if not bool(table[name].isnan().any()):
             scores[name] = table[name]
     return scores

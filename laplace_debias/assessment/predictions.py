@@ -1,8 +1,8 @@
 """Predictions of a method for a set: one table, each column a tensor with a row an example.
 
 Columns of classes and labels are `log_probs` (logarithms of probabilities `[n, C]`; of labels that
-apply or not their logits), `aleatoric` and `mutual_information` (nats, `[n]`) and `variance` (mean
-variance of the logits, `[n]`), NaN where they are not known; of a regression `mean`,
+apply or not their logits), `aleatoric` (nats) and the scores of `SCORES`, `[n]`, NaN where they are
+not known; of a regression `mean`,
 `standard_deviation` (with the noise) and `epistemic` (without), `[n, C]`. All are float64 on the
 CPU; beside them are `index`, positions in the set, and `targets`.
 """
@@ -21,7 +21,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace, links
-from laplace_debias.laplace.predictive import of_draws
+from laplace_debias.laplace.predictive import of_draws, scores_of_moments
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.sources.loaded import Loaded
@@ -30,9 +30,12 @@ from laplace_debias.system.ranks import current
 
 Table = dict[str, Tensor]
 
+SCORES = ("mutual_information", "variance", "instability", "energy", "max_logit")
+"""Scores besides those of the probabilities: the first three of posteriors, which have the energy
+and the largest logit of the network; these are the network's alone."""
 MOST_OUTPUTS = 100
-"""Of more outputs the covariance costs too much: their variances are found alone, and neither the
-mutual information nor the aleatoric uncertainty is known."""
+"""Of more outputs the covariance costs too much: their variances are found alone, the common part
+included, and neither mutual information, aleatoric uncertainty nor instability is known."""
 
 
 def chosen_positions(num_examples: int, wanted: int | None, seed: int) -> Tensor | None:
@@ -118,12 +121,14 @@ def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | No
         assert sigma is not None
         spread = torch.full_like(outputs, sigma)
         return {"mean": outputs, "standard_deviation": spread, "epistemic": 0 * spread}
-    log_probs = outputs.log_softmax(1) if task == "classification" else outputs
-    return {"log_probs": log_probs} | _unknown(len(outputs))
+    if task != "classification":
+        return {"log_probs": outputs} | _unknown(len(outputs))
+    scores = {"energy": metrics.energy(outputs), "max_logit": metrics.max_logit(outputs)}
+    return {"log_probs": outputs.log_softmax(1)} | _unknown(len(outputs)) | scores
 
 
 def _unknown(n: int) -> Table:
-    names = ("aleatoric", "mutual_information", "variance")
+    names = ("aleatoric", *SCORES)
     return {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
 
 
@@ -150,6 +155,8 @@ def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
     if is_small:
         draws = _draws(mean, covariance)
         _, table["aleatoric"], table["mutual_information"] = of_draws(la.likelihood, draws)
+        scores = scores_of_moments(la.likelihood, mean.double(), covariance.double())
+        table |= {name: score.cpu() for name, score in scores.items()}
     link = la.link or links.default_link(la.likelihood, mean.shape)
     needs_all = is_small and not links.variances_suffice(la.likelihood, link)
     given = covariance if needs_all else variances

@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import of_log_probs, of_rmse
+from laplace_debias.metrics.evaluation import separation
 from laplace_debias.metrics.report import report_of
 from laplace_debias.system.ranks import current
 
@@ -83,6 +84,7 @@ def evaluate_predictions(
     *,
     intervals: bool = True,
     level: float = 0.95,
+    score_of: Callable[[Inputs], Tensor] | None = None,
 ) -> metrics.Report:
     """Metrics of a predictive on labelled data, and of its uncertainty on OOD data.
 
@@ -94,6 +96,8 @@ def evaluate_predictions(
         class_dim: As `score`.
         intervals: As `metrics.evaluate`.
         level: As `metrics.evaluate`.
+        score_of: From inputs to the scores by which OOD data are separated, `[B, ...]`, larger for
+            them; by default the entropy, or the variance.
 
     Returns:
         For class probabilities what `metrics.evaluate` gives; for several labels what
@@ -106,6 +110,12 @@ def evaluate_predictions(
     """
     # Before the predictions, which may take long.
     check_level(level)
+    if score_of is not None:
+        of_sets = {name: _over(data, name, score_of).flatten() for name, data in ood.items()}
+        separated = separation(_over(batches, "test", score_of).flatten(), of_sets)
+        plain = evaluate_predictions(predict, likelihood, batches, {}, class_dim, level=level)
+        statistics = plain._statistics | separated
+        return report_of(statistics, plain._targets, level, intervals)
     parts, has_probabilities, is_multilabel = [], False, False
     for x, y in batches:
         predictive = predict(x)

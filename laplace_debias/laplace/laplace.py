@@ -777,6 +777,7 @@ class Laplace:
         link: str | Link | None = None,
         intervals: bool = True,
         level: float = 0.95,
+        score: str | None = None,
     ) -> Report:
         """Accuracy, NLL and calibration on labelled data; OOD detection by the uncertainty.
 
@@ -794,6 +795,8 @@ class Laplace:
             intervals: Whether to make confidence intervals.
             level: Coverage that they aim at; for regression also the probability of the
                 predictive's own intervals, whose coverage and width are measured.
+            score: Name of the score of `uncertainty(x).scores` by which OOD data are separated; by
+                default the entropy of the predictive, of a regression its variance.
 
         Returns:
             The metrics by name, each a float with `.low` and `.high`, as `metrics.evaluate` has
@@ -804,15 +807,26 @@ class Laplace:
         Raises:
             ValueError: As `predict`; for an empty loader or one whose targets are all ignored; for
                 `ood` with a regression whose predictive is not normal; for a level that is not
-                between 0 and 1.
+                between 0 and 1; for a score that likelihood or method do not have, or without
+                `ood`.
         """
         check_is(ood, "ood", Mapping, type(None))
-        self._agree(ood=list(ood or ()), method=method, samples=samples, link=link, level=level)
+        options = {"samples": samples, "link": link, "level": level, "score": score}
+        self._agree(ood=list(ood or ()), method=method, **options)
+        if score is not None and not ood:
+            raise ValueError(f"score={score!r} is for out-of-distribution data: give `ood`, too.")
         self._state.check_model()
         check_held_out(loader, *(ood or {}).values())
 
         def predict(x: Inputs) -> Distribution:
             return self.predict(x, method, samples, generator, link=link)
+
+        def scored(x: Inputs) -> Tensor:
+            scores = self.uncertainty(x, method, samples, generator).scores
+            if score is None or score not in scores:
+                there = ", ".join(scores) or "none"
+                raise ValueError(f"There is no score={score!r} of these predictions; use {there}.")
+            return scores[score]
 
         def batches(data: Batches) -> Batches:
             return self._subject.stream(data, generator, "evaluate" if progress else None)
@@ -825,6 +839,7 @@ class Laplace:
             self._settings.class_dim,
             intervals=intervals,
             level=level,
+            score_of=None if score is None else scored,
         )
 
     def uncertainty(
@@ -851,7 +866,11 @@ class Laplace:
             positions: As `predict`.
 
         Returns:
-            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`.
+            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`. Of class
+            probabilities `.scores` has further ones by name: `entropy`, `max_probability` (not of
+            several labels) and `mutual_information`; with `method="glm"` also `variance` (of the
+            logits, without their common part) and `instability` (the log-probability of another
+            decision), of classes `energy` and `max_logit`.
 
         Raises:
             ValueError: For `method="map"`, which has no uncertainty about the parameters; as

@@ -1,13 +1,14 @@
 """Predictives of a fit, by each method: from moments or samples of the outputs to distributions."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent
 
+from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Categorical as CategoricalLikelihood
 from laplace_debias.curvature.losses.likelihoods import (
     Gaussian,
@@ -114,18 +115,25 @@ class Prediction:
             asked = linearised.Asked.of(network, x, self.positions, lambda _: True)
             return asked.shaped(linearised.map_outputs(asked.network, asked.x), None)
 
+    @property
+    def num_samples(self) -> int:
+        """How many draws."""
+        return DEFAULT_SAMPLES if self.samples is None else self.samples
+
+    def draws_of(self, mean: Tensor, covariance: Tensor) -> Float[Tensor, "samples batch *outputs"]:
+        """Samples of Gaussian outputs by their moments, `[S, B, ..., C]`."""
+        found = sampling.sample_outputs(
+            mean.flatten(1), covariance, self.num_samples, self.generator
+        )
+        return found.unflatten(2, mean.shape[1:])
+
     def draws(self, fitted: Fitted, x: Inputs | Record) -> Float[Tensor, "samples batch *outputs"]:
         """Samples of the outputs, `[S, B, ..., C]`."""
-        num_samples = DEFAULT_SAMPLES if self.samples is None else self.samples
         if self.method == "glm":
-            mean, covariance = self.moments(fitted, x, diagonal=False)
-            outputs = sampling.sample_outputs(
-                mean.flatten(1), covariance, num_samples, self.generator
-            )
-            return outputs.unflatten(2, mean.shape[1:])
+            return self.draws_of(*self.moments(fitted, x, diagonal=False))
         x, network = fitted.moved(x), fitted.network
         with explaining_unbatched(network, x):
-            parameters = fitted.posterior.sample(num_samples, self.generator)
+            parameters = fitted.posterior.sample(self.num_samples, self.generator)
             is_linear = self.method == "glm-mc"
             push = sampling.linearised_outputs if is_linear else sampling.sampled_outputs
             asked = linearised.Asked.of(network, x, self.positions, lambda _: True)
@@ -166,7 +174,40 @@ def uncertainty(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Uncertai
     if how.is_closed and isinstance(fitted.likelihood, Gaussian | HeteroscedasticGaussian):
         return _of_moments(fitted.likelihood, *how.moments(fitted, x, diagonal=True))
     with torch.inference_mode(False):
-        return of_draws(fitted.likelihood, how.draws(fitted, x))
+        if how.method != "glm" or not links.has_links(fitted.likelihood):
+            return of_draws(fitted.likelihood, how.draws(fitted, x))
+        mean, covariance = how.moments(fitted, x, diagonal=False)
+        found = of_draws(fitted.likelihood, how.draws_of(mean, covariance))
+        if mean.ndim > 2:
+            covariance = _within_positions(covariance, mean.shape)
+        more = scores_of_moments(fitted.likelihood, mean, covariance)
+        if type(fitted.likelihood) is CategoricalLikelihood:
+            more |= {"energy": metrics.energy(mean), "max_logit": metrics.max_logit(mean)}
+        return replace(found, scores={**found.scores, **more})
+
+
+def scores_of_moments(
+    likelihood: Likelihood, mean: Float[Tensor, "*n outputs"], covariance: Float[Tensor, "..."]
+) -> dict[str, Float[Tensor, "*n"]]:
+    """The scores `variance` and `instability` of Gaussian logits, each `[...]`.
+
+    Of labels that apply or not the variance is the mean over the labels, and the instability that
+    of the least stable one.
+
+    Args:
+        likelihood: One that `links.has_links`.
+        mean: Mean logits, `[..., C]`.
+        covariance: Of the logits, `[..., C, C]`.
+    """
+    if type(likelihood) is CategoricalLikelihood:
+        scores = metrics.logit_variance(covariance), metrics.instability(mean, covariance)
+    else:
+        variances = covariance.diagonal(dim1=-2, dim2=-1)
+        # A label that applies or not is a choice between its logit and zero.
+        both, of_both = (torch.stack([torch.zeros_like(x), x], -1) for x in (mean, variances))
+        of_labels = metrics.instability(both, torch.diag_embed(of_both))
+        scores = variances.mean(-1), of_labels.amax(-1)
+    return dict(zip(("variance", "instability"), scores, strict=True))
 
 
 def closed(
@@ -284,18 +325,24 @@ def of_draws(likelihood: Likelihood, draws: Float[Tensor, "samples *batch output
         draws: Samples of the outputs, `[S, B, ..., C]`.
     """
     each = likelihood.predictive(draws, None)
-    if isinstance(each, Categorical):
+    if isinstance(each, Categorical | Bernoulli):
         shape = each.batch_shape[1:]
-        found = of_probabilities(each.probs.flatten(1, -2))
-        return Uncertainty(*(part.view(shape) for part in found))
-    if isinstance(each, Bernoulli):
-        shape = each.batch_shape[1:]
-        found = of_probabilities(each.probs.flatten(1))
-        return Uncertainty(*(part.view(shape) for part in found))
+        probs = each.probs.flatten(1, len(shape))
+        parts = [part.view(shape) for part in of_probabilities(probs)]
+        most = metrics.max_probability(probs.mean(0)).view(shape)
+        return _with_scores(*parts, max_probability=most)
     if isinstance(each, Independent) and isinstance(each.base_dist, Bernoulli):
         shape = each.base_dist.batch_shape[1:]
         found = of_probabilities(each.mean.flatten(1))
-        return Uncertainty(*(part.view(shape).sum(-1) for part in found))
+        parts = [part.view(shape).sum(-1) for part in found]
+        return _with_scores(*parts)
     aleatoric = each.variance.mean(0)
     epistemic = torch.var(each.mean, dim=0, unbiased=False)
     return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
+
+
+def _with_scores(
+    total: Tensor, aleatoric: Tensor, epistemic: Tensor, **more: Tensor
+) -> Uncertainty:
+    scores = {"entropy": total, **more, "mutual_information": epistemic}
+    return Uncertainty(total, aleatoric, epistemic, scores)

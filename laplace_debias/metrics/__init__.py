@@ -31,7 +31,15 @@ from laplace_debias.metrics.regression import (
 )
 from laplace_debias.metrics.report import Report, compare
 from laplace_debias.metrics.selective import RiskCoverageCurve, aurc, risk_coverage_curve
-from laplace_debias.metrics.uncertainties import Uncertainty, max_probability, uncertainty
+from laplace_debias.metrics.uncertainties import (
+    Uncertainty,
+    energy,
+    instability,
+    logit_variance,
+    max_logit,
+    max_probability,
+    uncertainty,
+)
 
 __all__ = [
     "METRICS",
@@ -52,6 +60,7 @@ __all__ = [
     "crps",
     "ece",
     "ece_equal_mass",
+    "energy",
     "entropy",
     "evaluate",
     "evaluate_multilabel",
@@ -61,8 +70,11 @@ __all__ = [
     "gaussian_interval",
     "gaussian_nll",
     "gaussian_pit",
+    "instability",
     "interval_coverage",
     "interval_width",
+    "logit_variance",
+    "max_logit",
     "max_probability",
     "mce",
     "nll",

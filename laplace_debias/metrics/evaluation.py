@@ -77,7 +77,7 @@ def evaluate(
     statistics = {metric.name: metric.statistic(probs, labels) for metric in OF_PROBS}
     if log_probs is not None:
         statistics["nll"] = _checked_nll(log_probs, len(labels))
-    statistics |= _separation(entropy(probs), {name: entropy(p) for name, p in checked.items()})
+    statistics |= separation(entropy(probs), {name: entropy(p) for name, p in checked.items()})
     return report_of(statistics, labels, level, intervals)
 
 
@@ -145,7 +145,7 @@ def evaluate_multilabel(
     if log_probs is not None:
         statistics["nll"] = _checked_nll(log_probs, len(labels))
     scores = {name: label_entropy(other) for name, other in checked.items()}
-    statistics |= _separation(label_entropy(probs), scores)
+    statistics |= separation(label_entropy(probs), scores)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -195,7 +195,7 @@ def evaluate_regression(
     for name, deviation in (ood or {}).items():
         check_gaussian(deviation, deviation)
         variances[name] = per_example(deviation.double().square())
-    statistics |= _separation(per_example(given[1].square()), variances)
+    statistics |= separation(per_example(given[1].square()), variances)
     return report_of(statistics, targets, level, intervals)
 
 
@@ -227,7 +227,7 @@ def evaluate_ood(
     return report_of(statistics, None, level, intervals)
 
 
-def _separation(scores_id: Tensor, sets: Mapping[str, Tensor]) -> dict[str, Statistic]:
+def separation(scores_id: Tensor, sets: Mapping[str, Tensor]) -> dict[str, Statistic]:
     """`auroc_<name>`, `aupr_<name>`, `aupr_in_<name>`, `fpr95_<name>` of each OOD set's scores."""
     return {
         f"{metric.name.removesuffix('_out')}_{name}": metric.statistic(scores_id, scores)

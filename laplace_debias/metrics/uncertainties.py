@@ -4,30 +4,40 @@ Every score is higher where the predictive is more uncertain: it can tell out-of
 examples, as `auroc` and the like take them.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Float
-from torch import Tensor, special
+from torch import Tensor, nn, special
 
-from laplace_debias.metrics.checks import check_probs
+from laplace_debias.metrics.checks import check_probs, check_real
 
 
-class Uncertainty(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Uncertainty:
     """The uncertainty of each example and its two parts, `[n]` (or `[n, outputs]`).
 
     For class probabilities all three are in nats, for regression they are variances, in squared
-    units of the targets.
+    units of the targets. It unpacks into the three.
 
     Attributes:
         total: Of the predictive: the entropy, or the variance.
         aleatoric: Uncertainty that would remain if the parameters were known.
         epistemic: The rest, which more training data would take away: the mutual information of
             label and parameters (BALD), or the variance of the mean.
+        scores: By name the scores `[n]` that there are of class probabilities, each higher where
+            the predictive is less certain: `entropy`, `max_probability`, `mutual_information`,
+            `variance`, `instability`, `energy`, `max_logit`.
     """
 
     total: Float[Tensor, "*n"]
     aleatoric: Float[Tensor, "*n"]
     epistemic: Float[Tensor, "*n"]
+    scores: Mapping[str, Float[Tensor, "..."]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Float[Tensor, "*n"]]:
+        return iter((self.total, self.aleatoric, self.epistemic))
 
 
 def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
@@ -90,3 +100,96 @@ def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
         in neural networks. ICLR, 2017.
     """
     return 1 - check_probs(probs).max(dim=1).values
+
+
+def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
+    """The free energy `-log Σ_c exp f_c`: higher where no class has any evidence.
+
+    Args:
+        logits: Of the network, `[..., C]`.
+
+    Raises:
+        TypeError: `logits` is not a tensor.
+        ValueError: `logits` is empty or not finite.
+
+    Reference:
+        Liu, Wang, Owens, Li. Energy-based out-of-distribution detection. NeurIPS, 2020.
+    """
+    check_real({"logits": logits})
+    return -logits.logsumexp(-1)
+
+
+def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
+    """Minus the largest logit; arguments and errors as `energy`.
+
+    Reference:
+        Hendrycks et al. Scaling out-of-distribution detection for real-world settings. ICML, 2022.
+    """
+    check_real({"logits": logits})
+    return -logits.amax(-1)
+
+
+def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Tensor, "*n"]:
+    """Mean variance of the logits without their common part, `(tr Σ - 1ᵀΣ1 / C) / C`.
+
+    A shift of all logits together changes no probability, so its variance does not count.
+
+    Args:
+        covariance: Of the logits, `[..., C, C]`.
+
+    Raises:
+        TypeError: `covariance` is not a tensor.
+        ValueError: `covariance` is empty, not finite or not square.
+    """
+    _check_covariance(covariance, covariance.shape[-1:] if isinstance(covariance, Tensor) else ())
+    sigma = covariance.double()  # The common part may be large.
+    own = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return (own - sigma.mean((-2, -1))).clamp(min=0).to(covariance.dtype)
+
+
+def instability(
+    mean: Float[Tensor, "*n classes"], covariance: Float[Tensor, "*n classes classes"]
+) -> Float[Tensor, "*n"]:
+    """Log-probability that the posterior prefers the runner-up to the predicted class, in nats.
+
+    `log Φ(-m / s)` with m the margin between the two largest mean logits and s its standard
+    deviation: at most `log ½`. As a logarithm it tells apart decisions of which all are safe.
+
+    Args:
+        mean: Mean logits, `[..., C]`, of at least two classes.
+        covariance: Of the logits, `[..., C, C]`.
+
+    Returns:
+        `[...]`, in nats; minus infinity where the margin has no variance.
+
+    Raises:
+        TypeError: One is not a tensor.
+        ValueError: One is empty or not finite, shapes do not fit, or there is one class.
+
+    Example:
+        >>> import torch
+        >>> mean, covariance = torch.tensor([[1.0, 0.0]]), torch.eye(2)[None]
+        >>> round(instability(mean, covariance).exp().item(), 4)  # Φ(-1 / √2)
+        0.2398
+    """
+    check_real({"mean": mean})
+    _check_covariance(covariance, mean.shape[-1:], mean.shape[:-1])
+    if mean.shape[-1] < 2:
+        raise ValueError(f"`mean` has shape {list(mean.shape)}; expected at least two classes.")
+    first, second = mean.topk(2).indices.unbind(-1)
+    one_hot = nn.functional.one_hot(torch.stack([first, second]), mean.shape[-1]).double()
+    apart = one_hot[0] - one_hot[1]
+    margin = (apart * mean.double()).sum(-1)
+    variance = torch.einsum("...i,...ij,...j->...", apart, covariance.double(), apart).clamp(min=0)
+    # A tie is one whatever its variance.
+    return special.log_ndtr(torch.where(margin > 0, -margin / variance.sqrt(), 0)).to(mean.dtype)
+
+
+def _check_covariance(
+    covariance: Tensor, classes: tuple[int, ...], batch: tuple[int, ...] | None = None
+) -> None:
+    check_real({"covariance": covariance})
+    shape, own = (*classes, *classes), tuple(covariance.shape)
+    if own[-2:] != shape or batch not in (None, own[:-2]):
+        expected = ["...", *shape] if batch is None else [*batch, *shape]
+        raise ValueError(f"`covariance` has shape {list(own)}; expected {expected}.")

@@ -10,6 +10,9 @@ SCORES = {
     "max_probability": "largest probability",
     "mutual_information": "mutual information",
     "variance": "variance",
+    "instability": "instability of the decision",
+    "energy": "energy",
+    "max_logit": "largest logit",
 }
 """Scores that tell familiar examples from strange ones."""
 

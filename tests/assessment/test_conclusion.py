@@ -25,6 +25,7 @@ def table_of(logits, labels=None, index=None, extra=0.0):
         "aleatoric": nothing,
         "mutual_information": nothing,
         "variance": torch.full_like(nothing, extra) if extra else nothing,
+        **dict.fromkeys(("instability", "energy", "max_logit"), nothing),
     }
     return columns if labels is None else columns | {"label": labels}
 

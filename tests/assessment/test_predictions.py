@@ -33,9 +33,10 @@ def test_probabilities_are_those_of_predict(fitted):
     torch.testing.assert_close(
         probs_of(found["log_probs"], "classification").float(), la.predict(x).probs
     )
-    _, covariance = la.functional(x)
-    variance = covariance.diagonal(dim1=1, dim2=2).mean(1)
-    torch.testing.assert_close(found["variance"].float(), variance)
+    scores = la.uncertainty(x).scores
+    for name in ("variance", "instability"):
+        torch.testing.assert_close(found[name].float(), scores[name], rtol=1e-3, atol=1e-6)
+    assert found["energy"].isnan().all()
 
 
 def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
@@ -97,6 +98,10 @@ def test_labels_that_apply_or_not(task):
     torch.testing.assert_close(probs_of(found["log_probs"], task).float(), expected)
     assert (found["mutual_information"] >= 0).all()
     assert found["mutual_information"].max() > 0.01
+    mean, variances = la.functional(x, diagonal=True)
+    torch.testing.assert_close(found["variance"].float(), variances.mean(1))
+    least = torch.special.ndtr(-mean.abs() / variances.sqrt()).amax(1)
+    torch.testing.assert_close(found["instability"].exp().float(), least)
 
 
 def test_the_entropy_of_several_labels_is_the_sum_of_theirs():

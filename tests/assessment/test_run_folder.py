@@ -167,10 +167,15 @@ def test_ood_rows_are_the_share_of_pairs_in_the_right_order(run_of_images):
         for r in rows
         if r["set"] == "shuffled" and r["metric"] == "auroc"
     }
-    for method, scores in (("network", 2), ("temperature", 2), ("last-layer", 4), ("laplace", 4)):
+    own = {"network": ("energy", "max_logit"), "temperature": ()}
+    of_posterior = ("mutual_information", "variance", "instability")
+    for method in METHODS[:3]:
         test, ood = (predictions(run_of_images, method, name) for name in ("test", "shuffled"))
-        assert sum(key[0] == method for key in found) == scores
-        for score in ("entropy", "variance")[: scores // 2]:
+        scores = own.get(method, of_posterior)
+        assert {key[1] for key in found if key[0] == method} == {
+            *("entropy", "max_probability", *scores)
+        }
+        for score in ("entropy", *scores):
             pairs = [(b > a) + 0.5 * (b == a) for a in test[score] for b in ood[score]]
             expected = sum(pairs) / len(pairs)
             assert found[method, score] == pytest.approx(expected, abs=1e-6)
@@ -185,7 +190,7 @@ def test_differences_are_of_the_same_examples(run_of_images):
         ("network", "entropy")
     }
     # Every method and score but the reference.
-    assert len(of_ood) == 2 + 2 + 4 + 2 + 4 - 1
+    assert len(of_ood) == 4 + 2 + 5 + 2 + 5 - 1
     for method, reference in sorted(keys):
         (row,) = (
             row

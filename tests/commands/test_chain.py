@@ -28,7 +28,7 @@ VERBS = {
     "tune by blocks": lambda la, x, y: vars(la.tune(method="marglik", per="block")),
     "functional": lambda la, x, y: la.functional(x),
     "predict": lambda la, x, y: (la.predict(x).mean, la.predict(x).variance),
-    "uncertainty": lambda la, x, y: la.uncertainty(x, generator=seeded()),
+    "uncertainty": lambda la, x, y: vars(la.uncertainty(x, generator=seeded())),
     "sample": lambda la, x, y: la.sample(3, generator=seeded()),
     "evidence": lambda la, x, y: la.log_marginal_likelihood(),
     "evaluate": lambda la, x, y: la.evaluate([(x, y)]),

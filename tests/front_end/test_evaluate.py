@@ -111,6 +111,54 @@ def test_uncertainty_of_classes_is_that_of_draws_of_the_logits():
     torch.testing.assert_close(drawn.double(), expected, rtol=0, atol=0.01)
 
 
+def test_the_scores_of_classes_are_those_of_the_functional_gaussian():
+    la = classification()
+    scores = la.uncertainty(X, samples=64, generator=seed()).scores
+    probs = la.predict(X, samples=64, generator=seed()).probs
+    torch.testing.assert_close(scores["max_probability"], 1 - probs.amax(1))
+    mean, covariance = la.functional(X)
+    torch.testing.assert_close(scores["energy"], -mean.exp().sum(1).log())
+    many = torch.distributions.MultivariateNormal(
+        mean.double(), covariance.double() + 1e-12 * torch.eye(3)
+    ).sample((20_000,))
+    top, second = mean.topk(2).indices.T[:, None, :, None].expand(-1, 20_000, -1, 1)
+    flipped = (many.gather(2, second) > many.gather(2, top)).double().mean(0)[:, 0]
+    torch.testing.assert_close(scores["instability"].exp().double(), flipped, rtol=0, atol=0.02)
+    apart = (many - many.mean(2, keepdim=True)).var(0).mean(1)
+    torch.testing.assert_close(scores["variance"].double(), apart, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "binary", "multilabel"])
+def test_every_score_separates_foreign_inputs(likelihood):
+    """By the area of the pairs in the right order."""
+    targets = {"binary": (Y > 0).long()[:, 0], "multilabel": (Y > 0).float()}
+    la = Laplace(network(1 if likelihood == "binary" else 2), likelihood)
+    y = targets.get(likelihood, targets["binary"])
+    la.fit_batches([(X, y)])
+    far = [(4 * X, y)]
+    found = la.uncertainty(X, generator=seed()).scores
+    assert {"energy", "max_logit"} <= set(found) or likelihood != "classification"
+    for name, inside in found.items():
+        report = la.evaluate([(X, y)], {"far": far}, generator=seed(), score=name)
+        outside = la.uncertainty(4 * X, generator=seed()).scores[name]
+        inside = la.uncertainty(X, generator=seed()).scores[name]
+        pairs = (outside[:, None] > inside).double() + 0.5 * (outside[:, None] == inside)
+        if name in ("variance", "instability", "energy", "max_logit"):  # Nothing is drawn.
+            assert report["auroc_far"] == pytest.approx(pairs.mean().item(), abs=1e-6)
+        assert report["nll"] == pytest.approx(la.evaluate([(X, y)])["nll"])
+        assert report["auroc_far"].low <= report["auroc_far"] <= report["auroc_far"].high
+
+
+def test_a_score_that_there_is_not_is_refused():
+    la, far = classification(), {"far": [(X, LABELS)]}
+    with pytest.raises(ValueError, match=r"no score='margin'.*use entropy"):
+        la.evaluate([(X, LABELS)], far, score="margin")
+    with pytest.raises(ValueError, match="give `ood`"):
+        la.evaluate([(X, LABELS)], score="energy")
+    with pytest.raises(ValueError, match=r"score='energy'.*use none"):
+        regression().evaluate([(X, Y)], far, score="energy")
+
+
 @pytest.mark.parametrize("method", ["glm-mc", "nn"])
 def test_uncertainty_of_weight_samples_falls_as_the_prior_tightens(method):
     la = classification()

@@ -34,6 +34,67 @@ def test_scores_are_higher_where_less_is_known():
     torch.testing.assert_close(metrics.max_probability(probs), torch.tensor([0.1, 0.5]))
 
 
+def moments(n=6, classes=4, seed=0):
+    """Mean and covariance of Gaussian logits with a large common part."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randn(n, classes, generator=generator, dtype=torch.float64)
+    root = torch.randn(n, classes, classes, generator=generator, dtype=torch.float64)
+    return mean, root @ root.mT + 50
+
+
+def test_the_instability_is_how_often_the_runner_up_wins():
+    mean, covariance = moments()
+    drawn = torch.distributions.MultivariateNormal(mean, covariance).sample((40_000,))
+    for row, (top, second) in enumerate(mean.topk(2).indices.tolist()):
+        share = (drawn[:, row, second] > drawn[:, row, top]).double().mean().item()
+        found = metrics.instability(mean, covariance)[row].exp().item()
+        assert found == pytest.approx(share, abs=4 * math.sqrt(share / 40_000))
+
+
+def test_the_instability_tells_safe_decisions_apart():
+    mean = torch.tensor([[60.0, 0.0], [90.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+    covariance = torch.eye(2).repeat(4, 1, 1)
+    covariance[3] = 1.0  # Both logits move together.
+    found = metrics.instability(mean, covariance)
+    assert 0 > found[0] > found[1] > -math.inf
+    assert found[2].exp() == pytest.approx(0.5)
+    assert found[3] == -math.inf
+
+
+def test_what_all_logits_have_in_common_does_not_count():
+    mean, covariance = moments()
+    drawn = torch.distributions.MultivariateNormal(mean, covariance).sample((40_000,))
+    expected = (drawn - drawn.mean(-1, keepdim=True)).var(0).mean(-1)
+    torch.testing.assert_close(metrics.logit_variance(covariance), expected, rtol=0.05, atol=0)
+    for score in (metrics.logit_variance, lambda sigma: metrics.instability(mean, sigma)):
+        torch.testing.assert_close(score(covariance + 1000), score(covariance))
+
+
+def test_energy_and_the_largest_logit():
+    mean, _ = moments()
+    expected = [-math.log(sum(math.exp(f) for f in row)) for row in mean.tolist()]
+    assert metrics.energy(mean).tolist() == pytest.approx(expected)
+    assert metrics.max_logit(mean).tolist() == [-max(row) for row in mean.tolist()]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda m, s: metrics.energy([0.0]), TypeError, "`logits` is a list"),
+        (lambda m, s: metrics.max_logit(m / 0), ValueError, "`logits`.*finite"),
+        (lambda m, s: metrics.logit_variance(s[0, 0]), ValueError, r"`covariance` has shape \[4\]"),
+        (lambda m, s: metrics.logit_variance(s[..., :3]), ValueError, r"expected \['...', 3, 3\]"),
+        (lambda m, s: metrics.instability(m, s[:2]), ValueError, r"expected \[6, 4, 4\]"),
+        (lambda m, s: metrics.instability(m, [1.0]), TypeError, "`covariance` is a list"),
+        (lambda m, s: metrics.instability(m[:, :1], s[:, :1, :1]), ValueError, "two classes"),
+    ],
+)
+def test_scores_refuse_bad_input(call, error, match):
+    with pytest.raises(error, match=match):
+        call(*moments())
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"samples, n, classes"):
