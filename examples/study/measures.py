@@ -36,13 +36,13 @@ def scores(method: Method, x: Tensor, predictive: Distribution) -> dict[str, Ten
     """Scores that are larger where it is less certain: of the posterior, and of the predictive."""
     found: dict[str, Tensor] = {}
     if method.posterior is not None:
-        g = torch.Generator().manual_seed(0)
-        found = method.posterior.uncertainty(x, generator=g)._asdict()
+        uncertainty = method.posterior.uncertainty(x, generator=torch.Generator().manual_seed(0))
+        found = dict(uncertainty.scores) or {"epistemic": uncertainty.epistemic}
     if isinstance(predictive, Categorical):
         found["entropy"] = predictive.entropy()
     else:
-        found["total"] = predictive.variance
-    return {name: of.reshape(len(x)) for name, of in found.items() if of is not None}
+        found["variance"] = predictive.variance
+    return {name: score.reshape(len(x)) for name, score in found.items()}
 
 
 def calibration(predictive: Distribution, y: Tensor) -> dict[str, Any]:

@@ -95,10 +95,9 @@ def vector_scaled(
     network: nn.Module, x: Tensor, y: Tensor, start: float
 ) -> Callable[[Tensor], Distribution]:
     """A scale and a shift of each class, with a unit normal prior around `start` and 0."""
-    logits = outputs(network, x)
-    around = torch.zeros_like(logits[:2])
+    logits, around = outputs(network, x), torch.zeros(2, 1, dtype=torch.float64)
     around[0] = start
-    at = around.clone().requires_grad_()
+    at = around.repeat(1, logits.shape[1]).requires_grad_()
     optimizer = torch.optim.LBFGS([at], max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
@@ -109,7 +108,8 @@ def vector_scaled(
         return value
 
     optimizer.step(loss)
-    return lambda x: Categorical(logits=outputs(network, x) * at[0].detach() + at[1].detach())
+    scale, shift = at.detach()
+    return lambda x: Categorical(logits=outputs(network, x) * scale + shift)
 
 
 def fitted(problem: Problem, network: nn.Module, params: str) -> Laplace:
@@ -132,7 +132,7 @@ def tune(la: Laplace, problem: Problem, link: Link | None = None) -> str:
 
 
 def of_posteriors(problem: Problem, params: str) -> Iterator[Method]:
-    """A posterior by `tune`, by the default link at T = 1, and with the identity as curvature."""
+    """A posterior by `tune`; at T = 1; by the evidence; with the identity as curvature."""
     name, start = params.replace("_", " "), time.perf_counter()
     la = fitted(problem, problem.networks[0], params)
     fit, chosen = time.perf_counter() - start, tune(la, problem)
@@ -142,6 +142,10 @@ def of_posteriors(problem: Problem, params: str) -> Iterator[Method]:
     if not same:
         start, chosen = time.perf_counter() - fit, tune(la, problem, DEFAULT)
         yield Method([f"{name}, T = 1"], la.predict, time.perf_counter() - start, la, chosen)
-    la.temperature, start = _NO_CURVATURE, time.perf_counter()
+    start, la.link = time.perf_counter() - fit, None
+    found = la.tune_evidence(sigma=problem.is_regression)
+    seconds = time.perf_counter() - start
+    yield Method([f"{name}, evidence"], la.predict, seconds, la, repr(found))
+    la.temperature, start = _NO_CURVATURE, time.perf_counter() - fit
     chosen = tune(la, problem)
     yield Method([f"{name}, identity"], la.predict, time.perf_counter() - start, la, chosen)

@@ -4,7 +4,7 @@ import importlib
 import os
 import random
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from safetensors.torch import load_file
@@ -15,7 +15,7 @@ from examples.paper.networks import all_cnn_c, wide_resnet
 from examples.study.problems import Examples, MissingError, Problem, trained
 
 
-def example(name: str) -> Any:
+def example(name: str) -> ModuleType:
     """Another example, if what it needs is installed."""
     try:
         return importlib.import_module(f"examples.{name}")
@@ -44,8 +44,7 @@ def resnet(seed: int) -> Problem:
     pool, images = paper.cifar(10, given("LAPLACE_DEBIAS_DATA"))
     g = torch.Generator().manual_seed(seed)
     train, validation = torch.randperm(len(pool), generator=g)[:2200].split([2000, 200])
-    test = images.subset(torch.randperm(len(images), generator=g)[:300])
-    at = torch.arange(len(test))
+    test, at = images.subset(torch.randperm(len(images), generator=g)[:200]), torch.arange(200)
 
     def build() -> nn.Module:
         return nn.Sequential(nn.AvgPool2d(2), wide_resnet(10, 1, num_classes=10))
@@ -65,7 +64,7 @@ def all_cnn(seed: int) -> Problem:
     train, validation = (p[torch.randperm(len(p), generator=g)] for p in parts)
     # Other test images at every seed.
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    test, at = images.subset(order[60 * seed : 60 * (seed + 1)]), torch.arange(60)
+    test, at = images.subset(order[40 * seed : 40 * (seed + 1)]), torch.arange(40)
     sets = sets_of(test.batch(at), test.corrupted(3).batch(at)[0], g)
     used = pool.batch(train[:256]), pool.batch(validation[:100])
     return Problem([network.eval()], *used, sets, len(train), "crossfit")
@@ -77,11 +76,9 @@ def timm_network(seed: int) -> Problem:
     g, (images, y) = torch.Generator().manual_seed(seed), drawn.drawn_digits().tensors
     order = torch.randperm(len(y), generator=g)[:550].split([300, 100, 150])
     train, validation, test = ((images[part].contiguous(), y[part]) for part in order)
-
-    def build() -> nn.Module:
-        return drawn.timm.create_model("test_resnet", num_classes=10)
-
-    network = trained(build, train, seed, 8)
+    network = trained(
+        lambda: drawn.timm.create_model("test_resnet", num_classes=10), train, seed, 8
+    )
     noisy = test[0] + 0.2 * torch.randn(test[0].shape, generator=g)
     return Problem([network], train, validation, sets_of(test, noisy, g))
 
@@ -89,15 +86,14 @@ def timm_network(seed: int) -> Problem:
 class Classifier(nn.Module):
     """A tiny DistilBERT with LoRA: what is neither an adapter nor in the head is frozen."""
 
-    def __init__(self, made_of: Any, num_words: int) -> None:
+    def __init__(self, parts: ModuleType, num_words: int) -> None:
         super().__init__()
-        config = made_of.DistilBertConfig(
-            vocab_size=num_words, dim=32, hidden_dim=64, n_layers=2, n_heads=4, num_labels=2
-        )
+        sizes = {"vocab_size": num_words, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+        config = parts.DistilBertConfig(**sizes, num_labels=2)
         modules = ["q_lin", "v_lin"]
-        lora = made_of.LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=16, target_modules=modules)
-        network = made_of.DistilBertForSequenceClassification(config)
-        self.network = made_of.get_peft_model(network, lora)
+        lora = parts.LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=16, target_modules=modules)
+        network = parts.DistilBertForSequenceClassification(config)
+        self.network = parts.get_peft_model(network, lora)
 
     def forward(self, words: Tensor) -> Tensor:
         """Logits `[B, 2]` of numbers of words `[B, L]`, 0 for padding."""
@@ -106,28 +102,28 @@ class Classifier(nn.Module):
 
 def text(seed: int) -> Problem:
     """Reviews that praise or blame, one label in ten wrong. Foreign ones have both."""
-    made_of = example("hugging_face_lora")
+    parts, moods, unknown = example("hugging_face_lora"), ("blame", "praise"), 1
     random.seed(seed)
-    g, unknown, moods = torch.Generator().manual_seed(seed), 1, ("blame", "praise")
-    words = [*made_of.FILLERS, *made_of.WORDS["blame"], *made_of.WORDS["praise"]]
+    g = torch.Generator().manual_seed(seed)
+    words = [*parts.FILLERS, *parts.WORDS["blame"], *parts.WORDS["praise"]]
     numbers = {word: number for number, word in enumerate(words, unknown + 1)}
 
-    def read(*of: str) -> list[int]:
-        found = [numbers[word] for word in made_of.review(*of).split()]
+    def review(*of: str) -> list[int]:
+        found = [numbers[word] for word in parts.review(*of).split()]
         return found + [0] * (11 - len(found))
 
     def reviews(number: int) -> Examples:
         labels, wrong = torch.arange(number) % 2, torch.rand(number, generator=g) < 0.1
-        x = torch.tensor([read(moods[label]) for label in labels.tolist()])
+        x = torch.tensor([review(moods[label]) for label in labels.tolist()])
         return x, torch.where(wrong, 1 - labels, labels)
 
     train, validation, test = reviews(256), reviews(128), reviews(400)
-    network = trained(lambda: Classifier(made_of, len(words) + 2), train, seed, 60, 1e-2)
+    network = trained(lambda: Classifier(parts, len(words) + 2), train, seed, 60, 1e-2)
     # A third of the words is not known any more.
     lost = (torch.rand(test[0].shape, generator=g) < 1 / 3) & (test[0] > 0)
-    foreign = torch.tensor([read(*moods) for _ in range(400)])
-    shifted = test[0].masked_fill(lost, unknown)
-    sets = {"test": test, "shifted": (shifted, test[1]), "foreign": (foreign, test[1])}
+    foreign = torch.tensor([review(*moods) for _ in range(400)]), test[1]
+    shifted = test[0].masked_fill(lost, unknown), test[1]
+    sets = {"test": test, "shifted": shifted, "foreign": foreign}
     return Problem([network], train, validation, sets)
 
 

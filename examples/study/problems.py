@@ -3,15 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
 
 Examples = tuple[Tensor, Tensor]
-NOISE = 0.5
-"""Standard deviation of what is added to standardised inputs: the shift."""
 
 
 class MissingError(Exception):
@@ -64,47 +61,42 @@ def trained(
     return network.eval()
 
 
-def perceptron(sizes: list[int], activation: type[nn.Module]) -> nn.Module:
-    """Linear layers with activations between them."""
-    layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), activation())]
-    return nn.Sequential(*layers[:-1])
-
-
-def perceptrons(
-    x: Tensor, y: Tensor, numbers: tuple[int, int], seed: int, g: torch.Generator
-) -> Problem:
+def perceptrons(x: Tensor, y: Tensor, numbers: tuple[int, int], g: torch.Generator) -> Problem:
     """Three perceptrons; test examples with noise are shifted, with shuffled columns foreign.
+
+    Those of a regression are foreign twice as far from the mean.
 
     Args:
         x: Standardised inputs.
         y: Targets.
         numbers: Of training and of validation examples, which come first.
-        seed: Of the networks.
-        g: Of noise and order.
+        g: Of noise and order; its seed is that of the networks.
     """
     sizes = [*numbers, len(y) - sum(numbers)]
     train, validation, test = zip(x.split(sizes), y.split(sizes), strict=True)
-    regression = y.is_floating_point()
-    widths = [x.shape[1], 50, 50, 1 if regression else int(y.max()) + 1]
-    build = partial(perceptron, widths, nn.Tanh if regression else nn.ReLU)
-    networks = [trained(build, train, 1000 * number + seed) for number in range(3)]
-    shifted = test[0] + NOISE * torch.randn(test[0].shape, generator=g)
-    foreign = test[0].gather(0, torch.rand(test[0].shape, generator=g).argsort(0))
+    is_regression = y.is_floating_point()
+    activation = nn.Tanh if is_regression else nn.ReLU
+    num_outputs = 1 if is_regression else int(y.max()) + 1
+
+    def build() -> nn.Module:
+        first, second = nn.Linear(x.shape[1], 50), nn.Linear(50, 50)
+        return nn.Sequential(first, activation(), second, activation(), nn.Linear(50, num_outputs))
+
+    networks = [trained(build, train, 1000 * number + g.initial_seed()) for number in range(3)]
+    shifted = test[0] + 0.5 * torch.randn(test[0].shape, generator=g)
+    order = torch.rand(test[0].shape, generator=g).argsort(0)
+    foreign = 2 * test[0] if is_regression else test[0].gather(0, order)
     sets = {"test": test, "shifted": (shifted, test[1]), "foreign": (foreign, test[1])}
     return Problem(networks, train, validation, sets)
 
 
 def table(
-    load: Callable[..., Examples], numbers: tuple[int, int], seed: int, labels: str = ""
+    load: Callable[..., Examples], train: int, validation: int, seed: int, labels: str = ""
 ) -> Problem:
-    """A table of scikit-learn.
+    """A table of scikit-learn; what neither training nor validation takes is judged.
 
-    Args:
-        load: Gives the table.
-        numbers: Of training and of validation examples; the others are judged.
-        seed: Of everything.
-        labels: `wrong`: 15 % of all labels are drawn anew. `rare`: of each class there are 0.7
-            times as many examples as of the one before.
+    Of `wrong` labels 15 % are drawn anew, everywhere; of `rare` ones each class has 0.7 times as
+    many examples as the one before.
     """
     g = torch.Generator().manual_seed(seed)
     x, y = map(torch.as_tensor, load(return_X_y=True))
@@ -117,47 +109,47 @@ def table(
         wrong = torch.rand(len(y), generator=g) < 0.15
         y[wrong] = torch.randint(int(y.max()) + 1, (int(wrong.sum()),), generator=g)
     # Pixels have one scale: some are the same in all images.
-    along, train = None if x.shape[1] == 64 else 0, slice(numbers[0])
-    x = (x - x[train].mean(along)) / x[train].std(along)
+    along = None if x.shape[1] == 64 else 0
+    x = (x - x[:train].mean(along)) / x[:train].std(along)
     if y.is_floating_point():
-        y = ((y - y[train].mean()) / y[train].std()).float()[:, None]
-    return perceptrons(x, y, numbers, seed, g)
+        y = ((y - y[:train].mean()) / y[:train].std()).float()[:, None]
+    return perceptrons(x, y, (train, validation), g)
 
 
-def friedman(seed: int) -> Problem:
+def friedman(return_X_y: bool) -> Examples:
     """Friedman's first function of ten variables, of which five count."""
-    made = datasets.make_friedman1(860, noise=1.0, random_state=seed)
-    return table(lambda return_X_y: made, (100, 60), seed)
+    return datasets.make_friedman1(860, noise=1.0, random_state=0)
 
 
 def gap(seed: int) -> Problem:
     """A noisy sine without examples between −1 and 1, where it is shifted; foreign is beyond."""
     g = torch.Generator().manual_seed(seed)
 
-    def between(low: float, high: float, number: int) -> Tensor:
-        return low + (high - low) * torch.rand(number, 1, generator=g)
-
-    def at(x: Tensor) -> Examples:
+    def between(*ends: tuple[float, float], number: int) -> Examples:
+        x = torch.cat(
+            [low + (high - low) * torch.rand(number, 1, generator=g) for low, high in ends]
+        )
         return x / 2.5, x.sin() + 0.15 * torch.randn(x.shape, generator=g)
 
-    sides = torch.cat([between(-4, -1, 340), between(1, 5, 340)])
-    found = perceptrons(*at(sides[torch.randperm(680, generator=g)]), (120, 60), seed, g)
-    found.sets["shifted"] = at(between(-1, 1, 500))
-    found.sets["foreign"] = at(torch.cat([between(-7, -4, 250), between(5, 8, 250)]))
+    order = torch.randperm(680, generator=g)
+    x, y = (part[order] for part in between((-4, -1), (1, 5), number=340))
+    found = perceptrons(x, y, (120, 60), g)
+    found.sets["shifted"] = between((-1, 1), number=500)
+    found.sets["foreign"] = between((-7, -4), (5, 8), number=250)
     return found
 
 
 PROBLEMS: dict[str, Callable[[int], Problem]] = {
-    "wine-few": partial(table, datasets.load_wine, (30, 30)),
-    "wine": partial(table, datasets.load_wine, (70, 36)),
-    "cancer-few": partial(table, datasets.load_breast_cancer, (50, 50)),
-    "cancer": partial(table, datasets.load_breast_cancer, (230, 115)),
-    "digits-few": partial(table, datasets.load_digits, (100, 100)),
-    "digits": partial(table, datasets.load_digits, (720, 360)),
-    "digits-wrong": partial(table, datasets.load_digits, (720, 360), labels="wrong"),
-    "digits-rare": partial(table, datasets.load_digits, (240, 120), labels="rare"),
-    "diabetes": partial(table, datasets.load_diabetes, (200, 60)),
-    "friedman": friedman,
+    "wine-few": partial(table, datasets.load_wine, 30, 30),
+    "wine": partial(table, datasets.load_wine, 70, 36),
+    "cancer-few": partial(table, datasets.load_breast_cancer, 50, 50),
+    "cancer": partial(table, datasets.load_breast_cancer, 230, 115),
+    "diabetes": partial(table, datasets.load_diabetes, 200, 60),
+    "friedman": partial(table, friedman, 100, 60),
     "gap": gap,
+    "digits-few": partial(table, datasets.load_digits, 100, 100),
+    "digits-rare": partial(table, datasets.load_digits, 240, 120, labels="rare"),
+    "digits-wrong": partial(table, datasets.load_digits, 720, 360, labels="wrong"),
+    "digits": partial(table, datasets.load_digits, 720, 360),
 }
 """From a name to what makes the problem of a seed; those of `more` come behind."""

@@ -1,7 +1,7 @@
-"""Markdown tables of the results, paired by seed."""
+"""Markdown tables of the results: means over seeds, or differences paired by seed."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,11 @@ import numpy as np
 from scipy import stats
 
 Row = dict[str, Any]
-Measure = Callable[[Row], float]
+What = tuple[str, ...]
+"""A method, a measure and perhaps a score."""
 REFERENCE = "temperature"
+METHODS = ("network", "vector", "last layer", "all", "ensemble, tempered", "mixture")
+IDENTITY = "all, identity"
 
 
 def read(file: Path) -> list[Row]:
@@ -19,111 +22,92 @@ def read(file: Path) -> list[Row]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def of(method: str, measure: str, score: str = "") -> Measure:
-    """From a row to a number of it; NaN if it has none."""
-
-    def value(row: Row) -> float:
-        found = row["methods"].get(method, {}).get(measure, {} if score else np.nan)
-        return found.get(score, np.nan) if score else found
-
-    return value
+def values(rows: Sequence[Row], what: What) -> np.ndarray:
+    """A number of each row, NaN where it has none."""
+    found: list[Any] = [row["methods"] for row in rows]
+    for key in what:
+        found = [one.get(key, {}) for one in found]
+    return np.array([np.nan if one == {} else one for one in found])
 
 
-def difference(rows: Sequence[Row], one: Measure, other: Measure) -> str:
-    """Mean and half width of a 95 % t interval over seeds; bold if 0 is outside."""
-    values = np.array([one(row) - other(row) for row in rows])
-    values = values[~np.isnan(values)]
-    if not len(values):
-        return "–"
-    mean, n = values.mean(), len(values)
-    half = stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5 if n > 1 else np.inf
-    text = f"{mean:+.3f} ± {half:.3f}".replace("-", "−")
-    return f"**{text}**" if abs(mean) > half else text
+def cell(rows: Sequence[Row], one: What, other: What | None) -> tuple[str, int]:
+    """A mean, or a mean difference with the half width of its 95 % t interval over seeds.
+
+    Returns:
+        The text, bold if the interval leaves out 0, and the difference's sign then, else 0.
+    """
+    found = values(rows, one) - (0 if other is None else values(rows, other))
+    found, n = found[~np.isnan(found)], int((~np.isnan(found)).sum())
+    if not n:
+        return "–", 0
+    if other is None:
+        return f"{found.mean():.3f}".replace("-", "−"), 0
+    half = stats.t.ppf(0.975, n - 1) * found.std(ddof=1) / n**0.5 if n > 1 else np.inf
+    text = f"{found.mean():+.3f} ± {half:.3f}".replace("-", "−")
+    sign = int(np.sign(found.mean()) * (abs(found.mean()) > half))
+    return f"**{text}**" if sign else text, sign
 
 
-def mean(rows: Sequence[Row], one: Measure, digits: int = 3) -> str:
-    """The mean over seeds."""
-    value = np.mean([one(row) for row in rows])
-    return "–" if np.isnan(value) else f"{value:.{digits}f}".replace("-", "−")
-
-
-def table(title: str, rows: Sequence[Row], columns: dict[str, Callable[[list[Row]], str]]) -> str:
-    """A line for each problem."""
-    lines = [title, "", "| problem | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1)]
-    lines[-1] += "|"
+def table(
+    title: str, rows: Sequence[Row], columns: dict[str, tuple[What, What | None]], better: int = -1
+) -> str:
+    """A line for each problem; the last one says on how many a column is ahead, and behind."""
+    if not rows:
+        return ""
+    lines = [f"### {title}", "", f"| problem | {' | '.join(columns)} |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    signs = []
     for name in dict.fromkeys(row["problem"] for row in rows):
         some = [row for row in rows if row["problem"] == name]
-        cells = [column(some) for column in columns.values()]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        cells = [cell(some, *column) for column in columns.values()]
+        lines.append(f"| {name} | {' | '.join(text for text, _ in cells)} |")
+        signs.append([better * sign for _, sign in cells])
+    counts = [f"{of.count(1)}, {of.count(-1)}" for of in zip(*signs, strict=True)]
+    shown = [
+        "" if other is None else n for n, (_, other) in zip(counts, columns.values(), strict=True)
+    ]
+    lines.append(f"| ahead, behind | {' | '.join(shown)} |")
     return "\n".join([*lines, ""])
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """All tables."""
-
-    def to(one: Measure, other: Measure) -> Callable[[list[Row]], str]:
-        return lambda some: difference(some, one, other)
-
-    def beside(measure: str, methods: Sequence[str]) -> dict[str, Callable[[list[Row]], str]]:
-        reference = of(REFERENCE, measure)
-        first = {REFERENCE: lambda some: mean(some, reference)}
-        return first | {name: to(of(name, measure), reference) for name in methods}
-
-    entropy = of(REFERENCE, "auroc", "entropy")
-    scores = dict.fromkeys(
-        score
-        for row in rows
-        for score in row["methods"]["all"]["auroc"]
-        if score not in ("entropy", "aleatoric")
-    )
-    classes = [row for row in rows if "entropy" in row["methods"]["all"]["auroc"]]
-    numbers = [row for row in rows if row not in classes]
-    methods = ["network", "vector", "last layer", "all", "ensemble, tempered", "mixture"]
-    parts = [
-        table("NLL, less that of temperature scaling", rows, beside("nll", methods)),
-        table(
-            "NLL of what replaces a part, less that of the posterior",
-            rows,
-            {
-                f"{name}, {part}": to(of(f"{name}, {part}", "nll"), of(name, "nll"))
-                for part in ("identity", "T = 1")
-                for name in ("last layer", "all")
-            },
-        ),
-        table("NLL of shifted inputs, likewise", rows, beside("nll shifted", methods)),
-        table("Brier score or CRPS, likewise", rows, beside("brier", methods)),
-        table("Smooth ECE or error of quantiles, likewise", rows, beside("calibration", methods)),
-        table(
-            "AUROC of foreign inputs by a score, less that of temperature scaling's entropy",
-            classes,
-            {
-                REFERENCE: lambda some: mean(some, entropy),
-                "network": to(of("network", "auroc", "entropy"), entropy),
-                **{
-                    f"{name}, {score}": to(of(name, "auroc", score), entropy)
-                    for name in ("last layer", "all")
-                    for score in ("entropy", *scores)
-                },
-                "identity, epistemic": to(of("all, identity", "auroc", "epistemic"), entropy),
-                "ensemble": to(of("ensemble, tempered", "auroc", "entropy"), entropy),
-                "mixture, epistemic": to(of("mixture", "auroc", "epistemic"), entropy),
-            },
-        ),
-        table(
-            "AUROC of foreign inputs by the variance",
-            numbers,
-            {
-                name: lambda some, name=name: mean(some, of(name, "auroc", "total"))
-                for name in ("last layer", "all", "all, identity", "ensemble, tempered", "mixture")
-            },
-        ),
-        table(
-            "Seconds after the training",
-            rows,
-            {
-                name: lambda some, name=name: mean(some, of(name, "seconds"), 2)
-                for name in (REFERENCE, "last layer", "all", "mixture")
-            },
-        ),
-    ]
+    """All tables, on classes alone where a score is of classes."""
+    classes = [row for row in rows if "accuracy" in row["methods"]["network"]]
+    numbers = [row for row in rows if "accuracy" not in row["methods"]["network"]]
+    parts = []
+    for title, measure in (
+        ("NLL, less that of temperature scaling", "nll"),
+        ("NLL of shifted inputs, likewise", "nll shifted"),
+        ("Brier score (numbers: CRPS), likewise", "brier"),
+        ("Smooth ECE (numbers: error of quantiles), likewise", "calibration"),
+    ):
+        reference = (REFERENCE, measure)
+        paired = {name: ((name, measure), reference) for name in METHODS}
+        parts.append(table(title, rows, {REFERENCE: (reference, None), **paired}))
+    instead = {
+        f"{name}, {part}": ((f"{name}, {part}", "nll"), (name, "nll"))
+        for part in ("identity", "T = 1", "evidence")
+        for name in ("last layer", "all")
+    }
+    parts.append(table("NLL with one part replaced, less that of the posterior", rows, instead))
+    entropy = (REFERENCE, "auroc", "entropy")
+    known = dict.fromkeys(s for row in classes for s in row["methods"]["all"]["auroc"])
+    for name in ("last layer", "all", IDENTITY, "mixture"):
+        paired = {score: ((name, "auroc", score), entropy) for score in known}
+        title = f"AUROC of foreign inputs by scores of {name}, less temperature scaling's entropy"
+        parts.append(table(title, classes, {REFERENCE: (entropy, None), **paired}, 1))
+    of_variance = {
+        name: ((name, "auroc", "variance"), None)
+        for name in (
+            "last layer",
+            "all",
+            IDENTITY,
+            "all, evidence",
+            "ensemble, tempered",
+            "mixture",
+        )
+    }
+    parts.append(table("AUROC of foreign inputs by the variance", numbers, of_variance))
+    seconds = {n: ((n, "seconds"), None) for n in (REFERENCE, "last layer", "all", "mixture")}
+    parts.append(table("Seconds after the training", rows, seconds))
     return "\n".join(parts)
