@@ -62,11 +62,9 @@ def table(
         cells = [cell(some, *column) for column in columns.values()]
         lines.append(f"| {name} | {' | '.join(text for text, _ in cells)} |")
         signs.append([better * sign for _, sign in cells])
-    counts = [f"{of.count(1)}, {of.count(-1)}" for of in zip(*signs, strict=True)]
-    shown = [
-        "" if other is None else n for n, (_, other) in zip(counts, columns.values(), strict=True)
-    ]
-    lines.append(f"| ahead, behind | {' | '.join(shown)} |")
+    if any(other for _, other in columns.values()):
+        counts = [f"{of.count(1)}, {of.count(-1)}" for of in zip(*signs, strict=True)]
+        lines.append(f"| ahead, behind | {' | '.join(counts)} |")
     return "\n".join([*lines, ""])
 
 
@@ -110,4 +108,4 @@ def tables(rows: Sequence[Row]) -> str:
     parts.append(table("AUROC of foreign inputs by the variance", numbers, of_variance))
     seconds = {n: ((n, "seconds"), None) for n in (REFERENCE, "last layer", "all", "mixture")}
     parts.append(table("Seconds after the training", rows, seconds))
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
