@@ -150,7 +150,8 @@ def _choose_examples(run: Run, la: Laplace, family: Family) -> None:
     passes = sum(method.has_temperature for method in family.methods)
     if family.posterior is not None and family.posterior.path is None:
         passes += _PASSES_OF_TUNING
-    sets = [part.batches for part in run.sets] + [run.loaded.validation] * passes
+    sets: list[Batches | None] = [part.batches for part in [*run.sets, *run.sets_of_choice]]
+    sets += [run.loaded.validation] * passes
     each = current().from_rank(seconds_an_example(la, run.loaded) / current().size, 0)
     examples, label = family.examples, family.methods[0].label
     if examples is None and not (family.posterior and family.posterior.params == "last_layer"):
@@ -266,12 +267,13 @@ def predict(run: Run, posteriors: Mapping[str, Laplace]) -> None:
         run: The run.
         posteriors: The fitted posteriors by their families' keys.
     """
-    for part in run.sets:
+    for part in [*run.sets, *run.sets_of_choice]:
         with run.stage("predict"):
             for family in run.families:
                 _predict(run, family, part, posteriors.get(family.key))
-            (entry,) = (entry for entry in run.said["sets"] if entry["name"] == part.name)
-            entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
+            for entry in run.said["sets"]:
+                if entry["name"] == part.name:
+                    entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
 
 
 def _predict(run: Run, family: Family, part: DataSet, la: Laplace | None) -> None:
