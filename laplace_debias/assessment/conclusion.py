@@ -104,6 +104,7 @@ class _Verdict:
             (row["method"], row["reference"], row["metric"], row["set"]): row
             for row in self._differences
         }
+        self._recommended: Row | None = found.get("recommended")
 
     # ----------------------------------------------------------------- what the files say
 
@@ -295,7 +296,25 @@ class _Verdict:
         """How well foreign inputs are noticed, and by which score."""
         sets = (part for part in self._run["sets"] if part["role"] == "ood")
         told = [sentence for part in sets if (sentence := self._noticed(part))]
-        return [f"Foreign inputs: {'; '.join(told)}."] if told else []
+        return [f"Foreign inputs: {self._rule()}{'; '.join(told)}."] if told else []
+
+    def _rule(self) -> str:
+        """The score that is recommended, and why."""
+        if self._is_regression:
+            return ""
+        if self._recommended is None:
+            return "the entropy is recommended, without validation images to choose a score on; "
+        found = self._recommended
+        return (
+            f"{self._whose(found['score'], found['method'])} is recommended, as of all scores it "
+            f"separates {self._inputs(found['num_examples'])} of the validation set best from the "
+            f"same ones corrupted (AUROC {number(found['auroc'])}); "
+        )
+
+    def _whose(self, score: str, method: str) -> str:
+        if method == self._network:
+            return f"the network's {SCORES[score]}"
+        return f"the {SCORES[score]} of {self._labels[method]}"
 
     def _noticed(self, part: Row) -> str:
         of = part["name"]
@@ -304,27 +323,27 @@ class _Verdict:
         row = next((row for row in found if row is not None), None)
         if row is None:
             return ""
-        score = row["score"]
-        whose = f"the {SCORES[score]} of {self._labels[row['method']]}"
-        if row["method"] == self._network:
-            whose = f"the network's {SCORES[score]}"
+        whose = self._whose(row["score"], row["method"])
         kind = f" ({part['kind']})" if part.get("kind") else ""
         told = (
             f"“{of}”{kind} is {'not ' if row['low'] <= 0.5 else ''}separated from test "
             f"{self._run['input_name']}s by {whose}, AUROC {_ends(row)}"
         )
-        better = [
+        chosen = self._recommended
+        if chosen is None or (chosen["method"], chosen["score"]) == (row["method"], row["score"]):
+            return told
+        (change,) = (
             other
             for other in self._differences
-            if (other["set"], other["metric"], other.get("reference_score")) == (of, "auroc", score)
-            and other["low"] > 0
-        ]
-        if not better:
-            return told
-        most = max(better, key=lambda other: other["low"])
-        name = f"the {SCORES[most['score']]} of {self._labels[most['method']]}"
-        count = self._inputs(most["num_examples"])
-        return f"{told}; on the same {count} {name} is better by {_ends(most)}"
+            if (other["set"], other["metric"]) == (of, "auroc")
+            and (other["method"], other["score"]) == (chosen["method"], chosen["score"])
+        )
+        on = f"on the same {self._inputs(change['num_examples'])} the recommended score"
+        if not _sign(change):
+            return f"{told}; {on} makes no clear difference ({_ends(change)})"
+        way = "better" if _sign(change) > 0 else "worse"
+        words = _in_words(change, number)
+        return f"{told}; {on} is {way} by {words['amount']} ({words['interval']})"
 
 
 def _with_ends(row: Row) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,15 @@ def measure(run: Run) -> None:
             for part in run.sets
         }
         compared = Comparison(tables, {part.name: part.role for part in run.sets}, run.loaded.task)
-        found = {"rows": compared.rows(), "differences": list(compared.differences())}
+        of_choice = [
+            {m.key: read_predictions(run.path(m, part)) for m in run.methods}
+            for part in run.sets_of_choice
+        ]
+        found = {
+            "rows": compared.rows(),
+            "differences": list(compared.differences()),
+            "recommended": recommended(of_choice, run.loaded.task) if of_choice else None,
+        }
         write_json(run.folder / "metrics.json", found)
         of_test = {method.key: tables[method.key, TEST] for method in run.methods}
         write_examples(run.folder, run.loaded, of_test, run.methods[0].key)
@@ -69,6 +77,35 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
         if not bool(table[name].isnan().any()):
             scores[name] = table[name]
     return scores
+
+
+def recommended(of_choice: Sequence[Mapping[str, Table]], task: str) -> dict[str, Any]:
+    """The score for OOD examples: the best at separating validation images from corrupted ones.
+
+    A rule that is fixed before test and OOD sets are looked at. Of equals the first one is taken,
+    beginning with the network's entropy.
+
+    Args:
+        of_choice: By method its predictions for the validation images, and for the corrupted ones.
+        task: As in `Loaded`.
+
+    Returns:
+        As `recommended` of `metrics.json`.
+    """
+    shared, *others = (table["index"] for table in of_choice[0].values())
+    for index in others:
+        shared = shared[torch.isin(shared, index)]
+    areas = {}
+    for method in of_choice[0]:
+        inside, outside = (
+            scores_of(_where(tables[method], torch.isin(tables[method]["index"], shared)), task)
+            for tables in of_choice
+        )
+        for score in inside:
+            areas[method, score] = metrics.auroc(inside[score], outside[score]).item()
+    method, score = max(areas, key=lambda key: areas[key])
+    area = areas[method, score]
+    return {"method": method, "score": score, "auroc": area, "num_examples": len(shared)}
 
 
 def common(ours: Table, theirs: Table) -> tuple[Table, Table]:

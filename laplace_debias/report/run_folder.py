@@ -78,6 +78,8 @@ class Run:
         test: The test set.
         rows: `rows` of `metrics.json`: `method`, `set`, `metric`, `value`, `low`, `high`, `score`.
         differences: Its `differences`: the same with `reference`.
+        recommended: Its `recommended`: `method` and `score` for out-of-distribution examples, None
+            where none was chosen.
     """
 
     folder: Path
@@ -87,6 +89,7 @@ class Run:
     test: DataSet
     rows: pd.DataFrame
     differences: pd.DataFrame
+    recommended: Mapping[str, Any] | None = None
 
     @property
     def is_regression(self) -> bool:
@@ -180,7 +183,9 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     metrics = read_json(measured)
     with _telling_of(measured):
         tables = [_table(metrics[name]) for name in ("rows", "differences")]
-    return Run(folder, meta, methods, sets, tests[0], *tables)
+    return Run(
+        folder, meta, methods, sets, tests[0], tables[0], tables[1], metrics.get("recommended")
+    )
 
 
 def predictions_path(folder: Path, method: str, data: str) -> Path:

@@ -2,7 +2,9 @@
 
 import math
 import re
+from dataclasses import replace
 
+import a_run
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,6 +17,7 @@ from laplace_debias.report.page.table import (
     difference_tables,
     full_tables,
     main_table,
+    recommended_table,
 )
 from laplace_debias.report.run_folder import read_run
 
@@ -32,6 +35,34 @@ def run(folder):
 @pytest.fixture(scope="module")
 def numbers_run(tmp_path_factory):
     return read_run(make_run(tmp_path_factory.mktemp("numbers") / "run", "regression", n=400))
+
+
+def test_the_recommended_score_stands_beside_the_networks_entropy(tmp_path, run):
+    """With the paired difference; the figures are those of the measured run."""
+    assert recommended_table(run) is None
+    folder = a_run.make_run(tmp_path / "run", num_test=60, num_ood=40, severities=())
+    measured = read_run(folder)
+    chosen = {"method": "laplace", "score": "variance"}
+    table = recommended_table(replace(measured, recommended=chosen))
+    assert [column.where for column in table.columns] == ["shuffled", "static"]
+    assert [method.label for method, _ in table.rows] == [
+        "Network: entropy",
+        "Laplace, all parameters: variance, recommended",
+        "Difference, paired",
+    ]
+    for frame, number_of, (_, cells) in zip(
+        (measured.rows, measured.rows, measured.differences), range(3), table.rows, strict=True
+    ):
+        key = ("network", "entropy") if number_of == 0 else ("laplace", "variance")
+        for name, cell in zip(("shuffled", "static"), cells, strict=True):
+            row = frame[(frame["set"] == name) & (frame["metric"] == "auroc")]
+            row = row[(row["method"] == key[0]) & (row["score"] == key[1])]
+            assert numbers_in(cell.value.replace("−", "-").replace("+", "")) == pytest.approx(
+                [row["value"].item()], abs=0.006
+            )
+            assert bool(cell.verdict) == (number_of == 2)
+    same = {"method": "network", "score": "entropy"}
+    assert len(recommended_table(replace(measured, recommended=same)).rows) == 1
 
 
 @pytest.fixture

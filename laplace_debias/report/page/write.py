@@ -12,7 +12,12 @@ from laplace_debias.report.names import duration, size
 from laplace_debias.report.page.examples import example_groups
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
 from laplace_debias.report.page.sections import Section, sections
-from laplace_debias.report.page.table import difference_tables, full_tables, main_table
+from laplace_debias.report.page.table import (
+    difference_tables,
+    full_tables,
+    main_table,
+    recommended_table,
+)
 from laplace_debias.report.run_folder import Run, read_run
 from laplace_debias.report.style import GRID, INK, OKABE_ITO
 from laplace_debias.system.atomic import written_atomically
@@ -122,6 +127,7 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
         notes=run.meta.get("notes") or (),
         main=main,
         differences=differences,
+        recommended=recommended_table(run),
         num_intervals=sum(map(bool, intervals)),
         full=[(data, full_tables(run, data.name)) for data in run.sets],
         looks=by_key,

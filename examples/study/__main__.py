@@ -1,0 +1,61 @@
+"""Runs the study and makes its tables; goes on where it was broken off."""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.study.measures import measured
+from examples.study.methods import methods_of
+from examples.study.more import MORE
+from examples.study.problems import PROBLEMS, MissingError
+from examples.study.tables import read, tables
+
+ALL = PROBLEMS | MORE
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    """Run what is not there yet, a line of JSON a problem and seed; returns and prints tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--problems", default=",".join(ALL), help="names, with commas between")
+    parser.add_argument("--seeds", type=int, default=5, help="how many; 0 makes tables alone")
+    parser.add_argument("--out", type=Path, default=Path("results/study"), help="folder")
+    options = parser.parse_args(arguments)
+    names = options.problems.split(",")
+    if unknown := set(names) - set(ALL):
+        parser.error(f"no problem {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "study.jsonl"
+    rows = read(file)
+    # Without a line that was broken off.
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    done = {(row["problem"], row["seed"]) for row in rows}
+    for name in names:
+        try:
+            for seed in range(options.seeds):
+                if (name, seed) not in done:
+                    run(name, seed, file)
+        except MissingError as missing:
+            print(f"{name} is skipped: {missing}", flush=True)
+    made = tables(read(file))
+    (options.out / "tables.md").write_text(made, encoding="utf-8")
+    print(made)
+    return made
+
+
+def run(name: str, seed: int, file: Path) -> None:
+    """Train, measure every method, add a line to the file."""
+    start = time.perf_counter()
+    problem, found = ALL[name](seed), {}
+    for method in methods_of(problem):
+        found |= dict.fromkeys(method.names, measured(method, problem))
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"problem": name, "seed": seed, "methods": found}) + "\n")
+    print(f"{name}, seed {seed}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

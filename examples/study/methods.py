@@ -1,0 +1,151 @@
+"""Methods: what makes predictives of trained networks, tuned on validation examples."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Normal
+
+from examples.study.problems import Examples, Problem
+from laplace_debias import Laplace, Link, Mixture
+from laplace_debias.assessment.temperature import fit_temperature
+
+DEFAULT = Link("pairwise")
+"""The link where nothing was tuned."""
+# Validation examples that are all right want T = 0; `tune` stops here, too.
+_LEAST_TEMPERATURE = 0.5
+# N C / T is nothing beside δ then: the identity is left as the posterior's precision.
+_NO_CURVATURE = 1e15
+
+
+class Method(NamedTuple):
+    """A way to predict: its names (several if they come to the same) and predictive.
+
+    `seconds` is what it took after the training, `posterior` what tells uncertainties.
+    """
+
+    names: Sequence[str]
+    predict: Callable[[Tensor], Distribution]
+    seconds: float
+    posterior: Laplace | Mixture | None = None
+    chosen: str = ""
+
+
+def methods_of(problem: Problem) -> Iterator[Method]:
+    """All methods; each is to be used before the next one is asked for."""
+    yield from of_networks(problem)
+    yield from of_posteriors(problem, "last_layer")
+    yield from of_posteriors(problem, "all")
+    if len(problem.networks) > 1:
+        start = time.perf_counter()
+        members = [fitted(problem, network, "all") for network in problem.networks]
+        for member in members:
+            tune(member, problem)
+        mixture = Mixture(members)
+        yield Method(["mixture"], mixture.predict, time.perf_counter() - start, mixture)
+
+
+def of_networks(problem: Problem) -> Iterator[Method]:
+    """Networks without a posterior: one or all, with a temperature (of a regression a σ) or not."""
+    x, y = problem.validation
+    for number in sorted({1, len(problem.networks)}):
+        some, start = problem.networks[:number], time.perf_counter()
+        plain = [noise(one, problem.train) if problem.is_regression else 1.0 for one in some]
+        name = "ensemble" if number > 1 else "network"
+        yield Method([name], mean_of(some, plain), time.perf_counter() - start)
+        if problem.is_regression:
+            scales = [noise(one, problem.validation) for one in some]
+        else:
+            found = [fit_temperature(outputs(one, x), y, "classification").value for one in some]
+            scales = [max(value, _LEAST_TEMPERATURE) for value in found]
+        name = "ensemble, tempered" if number > 1 else "temperature"
+        yield Method([name], mean_of(some, scales), time.perf_counter() - start)
+        if number == 1 and not problem.is_regression:
+            predict = vector_scaled(some[0], x, y, 1 / scales[0])
+            yield Method(["vector"], predict, time.perf_counter() - start)
+
+
+def outputs(network: nn.Module, x: Tensor) -> Tensor:
+    """The network's outputs, without gradients."""
+    with torch.no_grad():
+        return network(x).double()
+
+
+def noise(network: nn.Module, data: Examples) -> float:
+    """Root of the mean squared residual."""
+    return float((outputs(network, data[0]) - data[1]).square().mean().sqrt())
+
+
+def mean_of(networks: Sequence[nn.Module], by: Sequence[float]) -> Callable[[Tensor], Distribution]:
+    """The mixture of networks, with a temperature each, or with a σ if they have one output."""
+
+    def predict(x: Tensor) -> Distribution:
+        each, scales = torch.stack([outputs(one, x) for one in networks]), torch.tensor(by)
+        if each.shape[2] == 1:
+            variance = scales.square().mean() + each.var(0, unbiased=False)
+            return Normal(each.mean(0), variance.sqrt())
+        return Categorical(logits=(each / scales[:, None, None]).log_softmax(2).logsumexp(0))
+
+    return predict
+
+
+def vector_scaled(
+    network: nn.Module, x: Tensor, y: Tensor, start: float
+) -> Callable[[Tensor], Distribution]:
+    """A scale and a shift of each class, with a unit normal prior around `start` and 0."""
+    logits, around = outputs(network, x), torch.zeros(2, 1, dtype=torch.float64)
+    around[0] = start
+    at = around.repeat(1, logits.shape[1]).requires_grad_()
+    optimizer = torch.optim.LBFGS([at], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        nll = nn.functional.cross_entropy(logits * at[0] + at[1], y, reduction="sum")
+        value = nll + 0.5 * (at - around).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    scale, shift = at.detach()
+    return lambda x: Categorical(logits=outputs(network, x) * scale + shift)
+
+
+def fitted(problem: Problem, network: nn.Module, params: str) -> Laplace:
+    """A posterior with the package's defaults."""
+    kind, sigma = ("regression", 1.0) if problem.is_regression else ("classification", None)
+    la = Laplace(network, kind, params=params, sigma=sigma)
+    mode = problem.mode if params == "all" else "full"
+    return la.fit(batches(problem.train), mode, num_data=problem.num_data)
+
+
+def batches(data: Examples) -> list[Examples]:
+    """The examples, some at a time."""
+    return list(zip(*(part.split(256) for part in data), strict=True))
+
+
+def tune(la: Laplace, problem: Problem, link: Link | None = None) -> str:
+    """Tune a posterior, by the given link alone or by all; what was chosen, in words."""
+    sigma = True if problem.is_regression else None
+    return repr(la.tune(batches(problem.validation), sigma=sigma, link=link))
+
+
+def of_posteriors(problem: Problem, params: str) -> Iterator[Method]:
+    """A posterior by `tune`; at T = 1; by the evidence; with the identity as curvature."""
+    name, start = params.replace("_", " "), time.perf_counter()
+    la = fitted(problem, problem.networks[0], params)
+    fit, chosen = time.perf_counter() - start, tune(la, problem)
+    same = la.link in (DEFAULT, None)
+    names = [name, f"{name}, T = 1"][: 1 + same]
+    yield Method(names, la.predict, time.perf_counter() - start, la, chosen)
+    if not same:
+        start, chosen = time.perf_counter() - fit, tune(la, problem, DEFAULT)
+        yield Method([f"{name}, T = 1"], la.predict, time.perf_counter() - start, la, chosen)
+    start, la.link = time.perf_counter() - fit, None
+    found = la.tune_evidence(sigma=problem.is_regression)
+    seconds = time.perf_counter() - start
+    yield Method([f"{name}, evidence"], la.predict, seconds, la, repr(found))
+    la.temperature, start = _NO_CURVATURE, time.perf_counter() - fit
+    chosen = tune(la, problem)
+    yield Method([f"{name}, identity"], la.predict, time.perf_counter() - start, la, chosen)

@@ -1,0 +1,111 @@
+"""Markdown tables of the results: means over seeds, or differences paired by seed."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+Row = dict[str, Any]
+What = tuple[str, ...]
+"""A method, a measure and perhaps a score."""
+REFERENCE = "temperature"
+METHODS = ("network", "vector", "last layer", "all", "ensemble, tempered", "mixture")
+IDENTITY = "all, identity"
+
+
+def read(file: Path) -> list[Row]:
+    """The complete lines of a file; none if it is not there."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def values(rows: Sequence[Row], what: What) -> np.ndarray:
+    """A number of each row, NaN where it has none."""
+    found: list[Any] = [row["methods"] for row in rows]
+    for key in what:
+        found = [one.get(key, {}) for one in found]
+    return np.array([np.nan if one == {} else one for one in found])
+
+
+def cell(rows: Sequence[Row], one: What, other: What | None) -> tuple[str, int]:
+    """A mean, or a mean difference with the half width of its 95 % t interval over seeds.
+
+    Returns:
+        The text, bold if the interval leaves out 0, and the difference's sign then, else 0.
+    """
+    found = values(rows, one) - (0 if other is None else values(rows, other))
+    found, n = found[~np.isnan(found)], int((~np.isnan(found)).sum())
+    if not n:
+        return "–", 0
+    if other is None:
+        return f"{found.mean():.3f}".replace("-", "−"), 0
+    half = stats.t.ppf(0.975, n - 1) * found.std(ddof=1) / n**0.5 if n > 1 else np.inf
+    text = f"{found.mean():+.3f} ± {half:.3f}".replace("-", "−")
+    sign = int(np.sign(found.mean()) * (abs(found.mean()) > half))
+    return f"**{text}**" if sign else text, sign
+
+
+def table(
+    title: str, rows: Sequence[Row], columns: dict[str, tuple[What, What | None]], better: int = -1
+) -> str:
+    """A line for each problem; the last one says on how many a column is ahead, and behind."""
+    if not rows:
+        return ""
+    lines = [f"### {title}", "", f"| problem | {' | '.join(columns)} |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    signs = []
+    for name in dict.fromkeys(row["problem"] for row in rows):
+        some = [row for row in rows if row["problem"] == name]
+        cells = [cell(some, *column) for column in columns.values()]
+        lines.append(f"| {name} | {' | '.join(text for text, _ in cells)} |")
+        signs.append([better * sign for _, sign in cells])
+    if any(other for _, other in columns.values()):
+        counts = [f"{of.count(1)}, {of.count(-1)}" for of in zip(*signs, strict=True)]
+        lines.append(f"| ahead, behind | {' | '.join(counts)} |")
+    return "\n".join([*lines, ""])
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All tables, on classes alone where a score is of classes."""
+    classes = [row for row in rows if "accuracy" in row["methods"]["network"]]
+    numbers = [row for row in rows if "accuracy" not in row["methods"]["network"]]
+    parts = []
+    for title, measure in (
+        ("NLL, less that of temperature scaling", "nll"),
+        ("NLL of shifted inputs, likewise", "nll shifted"),
+        ("Brier score (numbers: CRPS), likewise", "brier"),
+        ("Smooth ECE (numbers: error of quantiles), likewise", "calibration"),
+    ):
+        reference = (REFERENCE, measure)
+        paired = {name: ((name, measure), reference) for name in METHODS}
+        parts.append(table(title, rows, {REFERENCE: (reference, None), **paired}))
+    instead = {
+        f"{name}, {part}": ((f"{name}, {part}", "nll"), (name, "nll"))
+        for part in ("identity", "T = 1", "evidence")
+        for name in ("last layer", "all")
+    }
+    parts.append(table("NLL with one part replaced, less that of the posterior", rows, instead))
+    entropy = (REFERENCE, "auroc", "entropy")
+    known = dict.fromkeys(s for row in classes for s in row["methods"]["all"]["auroc"])
+    for name in ("last layer", "all", IDENTITY, "mixture"):
+        paired = {score: ((name, "auroc", score), entropy) for score in known}
+        title = f"AUROC of foreign inputs by scores of {name}, less temperature scaling's entropy"
+        parts.append(table(title, classes, {REFERENCE: (entropy, None), **paired}, 1))
+    of_variance = {
+        name: ((name, "auroc", "variance"), None)
+        for name in (
+            "last layer",
+            "all",
+            IDENTITY,
+            "all, evidence",
+            "ensemble, tempered",
+            "mixture",
+        )
+    }
+    parts.append(table("AUROC of foreign inputs by the variance", numbers, of_variance))
+    seconds = {n: ((n, "seconds"), None) for n in (REFERENCE, "last layer", "all", "mixture")}
+    parts.append(table("Seconds after the training", rows, seconds))
+    return "\n".join(part for part in parts if part)

@@ -1,0 +1,83 @@
+"""The study: one problem runs, goes on where it was broken off, and makes its tables."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from examples.study.__main__ import ALL, main
+from examples.study.problems import PROBLEMS, MissingError
+from examples.study.tables import cell, read
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    tables = main(["--problems", "wine-few", "--seeds", "1", "--out", str(folder)])
+    return folder, tables
+
+
+def test_one_problem_has_every_method_and_measure(done):
+    folder, tables = done
+    (row,) = read(folder / "study.jsonl")
+    methods = row["methods"]
+    assert {"network", "temperature", "vector", "ensemble, tempered", "mixture"} <= set(methods)
+    for name in ("last layer", "all"):
+        assert {name, f"{name}, T = 1", f"{name}, identity", f"{name}, evidence"} <= set(methods)
+    # One number more or less does not change which class is the most probable.
+    assert methods["temperature"]["accuracy"] == methods["network"]["accuracy"]
+    assert methods["temperature"]["auroc"].keys() == {"entropy"}
+    assert {"entropy", "mutual_information"} <= methods["all"]["auroc"].keys()
+    assert f"| wine-few | {methods['temperature']['nll']:.3f} | " in tables
+    assert (folder / "tables.md").read_text(encoding="utf-8") == tables
+
+
+def test_a_killed_run_goes_on(done, tmp_path, capsys):
+    folder, tables = done
+    file = tmp_path / "study.jsonl"
+    file.write_text((folder / "study.jsonl").read_text() + '{"problem": "wine-few", "seed": 1, ')
+    arguments = ["--problems", "wine-few", "--seeds", "1", "--out", str(tmp_path)]
+    assert main(arguments) == tables
+    assert file.read_text() == (folder / "study.jsonl").read_text()
+    assert "seed" not in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_and_skipped(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("LAPLACE_DEBIAS_DATA", raising=False)
+    with pytest.raises(MissingError):
+        ALL["resnet"](0)
+    assert main(["--problems", "resnet,all-cnn-c", "--out", str(tmp_path)]) == ""
+    assert "resnet is skipped: LAPLACE_DEBIAS_DATA is not set" in capsys.readouterr().out
+
+
+def test_unknown_problems_are_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["--problems", "wines"])
+    assert "no problem wines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["friedman", "digits-rare"])
+def test_parts_are_disjoint_and_repeatable(name, monkeypatch):
+    monkeypatch.setattr("examples.study.problems.trained", lambda *_, **__: None)
+    problem, again, other = (PROBLEMS[name](seed) for seed in (0, 0, 1))
+    parts = [problem.train, problem.validation, problem.sets["test"]]
+    x = torch.cat([x for x, _ in parts])
+    assert len(x.unique(dim=0)) == len(x)
+    assert all(torch.equal(x, y) for x, y in zip(problem.train, again.train, strict=True))
+    assert not torch.equal(problem.train[0], other.train[0])
+    shifted = problem.sets["shifted"][0] - problem.sets["test"][0]
+    assert float(shifted.std()) == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_cell_is_a_paired_t_interval():
+    pairs = np.array([[1.0, 1.5], [2.0, 2.4], [4.0, 4.7]])
+    rows = [{"methods": {"a": {"nll": a}, "b": {"nll": b}}} for a, b in pairs.tolist()]
+    text, sign = cell(rows, ("a", "nll"), ("b", "nll"))
+    found = stats.ttest_rel(*pairs.T).confidence_interval()
+    middle, half = (found.low + found.high) / 2, (found.high - found.low) / 2
+    assert text == f"**−{-middle:.3f} ± {half:.3f}**"
+    assert sign == -1
+    assert cell(rows, ("a", "nll"), None) == ("2.333", 0)
+    assert cell([json.loads('{"methods": {}}')], ("a", "nll"), None) == ("–", 0)
