@@ -14,6 +14,7 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     rest = [argument for argument in given if argument != _TRACEBACK]
-    stderr = sys.stderr
+    stderr, as_python_does = sys.stderr, warnings.formatwarning
+    warnings.formatwarning = _warned
     try:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return _run(rest)
@@ -64,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, line = _ended_by(error)
         print(line, file=stderr, flush=True)
         return status
+    finally:
+        warnings.formatwarning = as_python_does
+
+
+def _warned(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning in one line, without the place in the source."""
+    return f"Warning: {' '.join(str(message).split())}\n"
 
 
 @contextlib.contextmanager

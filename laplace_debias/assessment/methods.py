@@ -88,9 +88,9 @@ class Method:
         posterior: The posterior that it predicts with; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
             logarithms of the predicted probabilities.
-        examples: How many examples of each set it predicts where all would take more than a minute,
-            chosen at random, the same ones for every method of that many; all if None. The
-            validation set is limited likewise.
+        examples: How many examples of each set it predicts, chosen at random, the same ones for
+            every method of that many. If None all; of a posterior over more than the last layer as
+            many as take about ten minutes. The validation set is limited likewise.
         of_all: Whether the networks of all checkpoints predict, each with such a posterior, and
             their predictives are averaged.
 
@@ -122,7 +122,7 @@ class Family:
 
     Attributes:
         posterior: The posterior; None for the network itself.
-        examples: How many examples of each set they predict where all would take long.
+        examples: How many examples of each set they predict, as `Method` takes it.
         of_all: As in `Method`.
         methods: Its methods; the first one names the posterior's files.
     """
@@ -186,7 +186,6 @@ LAPLACE = Method(
         "examples."
     ),
     posterior=PosteriorChoice(mode="crossfit", fit_examples=512, or_fewer=True),
-    examples=300,
 )
 ENSEMBLE = Method(
     key="ensemble",

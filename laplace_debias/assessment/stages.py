@@ -5,6 +5,7 @@ What the run's folder holds is read; what it does not hold is made and written.
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,8 +45,13 @@ from laplace_debias.system.ranks import alone, current
 Member = tuple[Loaded, Laplace | None]
 """A network with its data, and its posterior where it has one."""
 SHORT = 60.0
-"""Seconds below which all examples are predicted, and above which the time is told."""
-_TIMED = 4
+"""Seconds above which the time is told before."""
+AFFORDED = 600.0
+"""Seconds that fit the examples that a posterior over more than the last layer predicts."""
+FEWEST = 100
+"""Examples of each set that are predicted whatever time they take."""
+_MEASURED = 2.0
+"""Seconds after which no more examples are taken to measure the time of one."""
 _PASSES_OF_TUNING = 2
 
 
@@ -173,24 +179,49 @@ def _took(run: Run, family: Family, what: str, start: float) -> None:
 
 
 def _choose_examples(run: Run, la: Laplace, family: Family) -> None:
-    """Predict all examples where that is quick; where it is not, tell how long it takes."""
+    """Choose how many examples are predicted where nobody said; tell how long it takes."""
     passes = sum(method.has_temperature for method in family.methods)
     if family.posterior is not None and family.posterior.path is None:
         passes += _PASSES_OF_TUNING
     sets: list[Batches | None] = [part.batches for part in [*run.sets, *run.sets_of_choice]]
     sets += [run.loaded.validation] * passes
-    each = seconds_an_example(la, run.loaded) / current().size
-    all_of_them = num_predictions(sets, None)
-    is_short = all_of_them is not None and each * all_of_them < SHORT
-    examples = current().from_rank(None if is_short else family.examples, 0)
+    each = current().from_rank(seconds_an_example(la, run.loaded) / current().size, 0)
+    examples, label = family.examples, family.methods[0].label
+    if examples is None and not (family.posterior and family.posterior.params == "last_layer"):
+        examples = most_examples(sets, AFFORDED / each)
     for method in family.methods:
         run.entry(method.key)["examples"] = examples
-    number = num_predictions(sets, examples)
+    number, every = num_predictions(sets, examples), num_predictions(sets, None)
     if number is not None and each * number >= SHORT:
         run.say(
-            f"{family.methods[0].label}: tuning and predicting ({number:,} predictions) will "
-            f"take about {duration(each * number)}; fewer --examples take less time."
+            f"{label}: tuning and predicting ({number:,} predictions) will take about "
+            f"{duration(each * number)}; fewer --examples take less time."
         )
+    if examples != family.examples:
+        all_of_them = "" if every is None else f"; all would take about {duration(each * every)}"
+        run.note(
+            f"{label} predicts {examples:,} examples of each set, chosen at random, as many as "
+            f"about {duration(AFFORDED)} allow{all_of_them} (--examples)."
+        )
+
+
+def most_examples(sets: Sequence[Batches | None], number: float) -> int | None:
+    """How many examples of each set make a number of predictions at most, 100 at least.
+
+    Args:
+        sets: As `num_predictions` takes them.
+        number: The number.
+
+    Returns:
+        The most; None if all do.
+    """
+    every = num_predictions(sets, None)
+    if every is not None and every <= number:
+        return None
+    counts = range(int(number) + 2)
+    return max(
+        FEWEST, bisect_right(counts, number, key=lambda k: num_predictions(sets, k) or 0) - 1
+    )
 
 
 def _temperatures(run: Run, family: Family, la: Laplace | None) -> None:
@@ -216,7 +247,9 @@ def _temperatures(run: Run, family: Family, la: Laplace | None) -> None:
 
 
 def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
-    """Seconds that predicting one example takes, by the first few test examples.
+    """Seconds that predicting one example takes, by the first batch of the test set.
+
+    Of a batch that takes long its first examples tell.
 
     Args:
         la: The fitted posterior.
@@ -224,12 +257,16 @@ def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
     """
     with alone():
         x, _ = next(iter(Chosen(loaded.model, loaded.test)))
-    x = take(x, slice(_TIMED))
     # Once before: first calls also choose algorithms and allocate.
     of_laplace(la, take(x, slice(1)), loaded.task)
-    start = time.perf_counter()
-    of_laplace(la, x, loaded.task)
-    return (time.perf_counter() - start) / num_examples(x)
+    size, most = 1, num_examples(x)
+    while True:
+        start = time.perf_counter()
+        of_laplace(la, take(x, slice(size)), loaded.task)
+        seconds = time.perf_counter() - start
+        if size == most or seconds > _MEASURED:
+            return seconds / size
+        size = min(4 * size, most)
 
 
 def num_predictions(sets: Iterable[Batches | None], examples: int | None) -> int | None:

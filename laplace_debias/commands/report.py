@@ -36,7 +36,7 @@ class Settings(SourceSettings):
             `methods` is not given.
         with_temperature: Compare each posterior a second time with a temperature on top.
         examples: Number of examples of each set, chosen at random, that posteriors over more than
-            the last layer predict where all would take more than a minute; `null` for all.
+            the last layer predict; by default as many as take about ten minutes.
         overwrite: Replace an earlier run in the folder.
         spelled: Other names of options, where Python reserves the word.
         again: Names of options that are given again.
@@ -57,7 +57,7 @@ class Settings(SourceSettings):
     methods: tuple[str, ...] | None = None
     posteriors: dict[str, PosteriorChoice] = field(default_factory=dict)
     with_temperature: bool = False
-    examples: int | None = 300
+    examples: int | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
