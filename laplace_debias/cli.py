@@ -235,10 +235,15 @@ def _how_to_go_on(options: Any) -> str:
 
 
 def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
-    """Options that the settings have under another name, such as a word of Python's."""
+    """Options that the settings have under another name: words of Python's, ones given again."""
     spelled: Mapping[str, str] = getattr(settings, "spelled", {})
-    parts = [argument.partition("=") for argument in arguments]
-    return [f"{spelled.get(option, option)}{equals}{value}" for option, equals, value in parts]
+    again: Mapping[str, str] = getattr(settings, "again", {})
+    found: list[str] = []
+    for option, equals, value in (argument.partition("=") for argument in arguments):
+        is_again = any(option == one.partition("=")[0] for one in found)
+        name = again.get(option, option) if is_again else spelled.get(option, option)
+        found.append(f"{name}{equals}{value}")
+    return found
 
 
 def _listed(settings: type, arguments: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laplace_debias.laplace.links import Link
+from laplace_debias.system.shown import html_table
 
 Row = dict[str, Any]
 
@@ -141,6 +142,10 @@ class Tuning:
             tried = self._tried
             parts.append(f"tried={len(tried)} from {tried[0]:.3g} to {tried[-1]:.3g}")
         return f"Tuning({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        header = list(dict.fromkeys(name for row in self.table for name in row))
+        return html_table([[row.get(name) for name in header] for row in self.table], header)
 
     @property
     def _by(self) -> str:
