@@ -206,7 +206,7 @@ def inclusion(
 
 @dataclass
 class _Fold:
-    """What was read of a fold: factors of those drawn, and what they stand for.
+    """A fold: factors of the examples drawn, and what they stand for.
 
     Attributes:
         sums: Factors of the examples drawn, weighed by their inverse probabilities.
@@ -245,7 +245,7 @@ class _Fold:
 
 
 class _Reading:
-    """What was read so far.
+    """Examples that were read.
 
     Everything that is read goes forward. Of it examples are drawn that go backward, with weights
     that are the inverse of the probability with which each was drawn.
