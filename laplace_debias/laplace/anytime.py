@@ -114,11 +114,17 @@ def fit_anytime(problem: Problem, scheme: Auto, fitted: Callable[[CurvatureFit],
 def _round(reading: "_Reading", fitted: Callable[[CurvatureFit], Fitted]) -> _Round:
     """The posterior of what was read, and its error."""
     sums, sizes = [fold.calibrated() for fold in reading.folds], [f.num_read for f in reading.folds]
-    curvature, replicates = crossfit_with_replicates(reading.problem, sizes, sums)
+    curvature, plain, replicates = crossfit_with_replicates(reading.problem, sizes, sums)
     now = fitted(CurvatureFit(curvature, reading.seen))
     deltas = _own(now) * now.posterior.mean.new_tensor(_CURVE)[:, None]
-    logs = [_variances(now, without, reading.probes, deltas).log() / 2 for without in replicates]
-    errors = NUM_ERRORS * jackknife(torch.stack(logs)).square().mean((1, 2)).sqrt()
+    crossed, biased, *logs = [
+        _variances(now, of, reading.probes, deltas).log() / 2
+        for of in (curvature, plain, *replicates)
+    ]
+    # The true variance lies between those of magnitudes in fold and out of fold.
+    bias = (biased - crossed).nan_to_num(0.0) / 2
+    chance = NUM_ERRORS * jackknife(torch.stack(logs))
+    errors = (chance.square() + bias.square()).mean((1, 2)).sqrt()
     return _Round(now, replicates, reading.num_drawn, reading.seen.num_examples, errors.tolist())
 
 

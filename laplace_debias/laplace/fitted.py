@@ -43,9 +43,9 @@ class Noise:
 class FitReport:
     """How far a fit of `mode="auto"` is from the one of all the data.
 
-    An error is that of standard deviations of outputs, relative: twice the jackknife's standard
-    error of their logarithms over four folds, as the root mean square over inputs that had no part
-    in the fit. In some nine of ten fits the true error is smaller.
+    An error is that of standard deviations of outputs, relative, as the root mean square over
+    inputs that had no part in the fit: what they differ by from fold to fold, and by magnitudes in
+    fold and out of fold (see the page on the method). In nine of ten fits the true one is smaller.
 
     Attributes:
         num_examples: How many examples were drawn, and went backward.

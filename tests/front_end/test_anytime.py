@@ -108,7 +108,7 @@ def test_posterior_and_error_are_those_of_dense_matrices():
     probes, folds = x[:16], of_folds(model, x[16:])
     sizes = [len(x[16 + k :: 4]) for k in range(4)]
     all_of = sum(sizes)
-    bases, replicates = [], []
+    bases, in_fold, replicates = [], [], []
     for side in (0, 1):
         total = sum(fold[side] for fold in folds)
         others = zip(folds, sizes, strict=True)
@@ -116,7 +116,9 @@ def test_posterior_and_error_are_those_of_dense_matrices():
         along = sum(
             (U.T @ f[side] @ U).diag() / all_of for f, (_, U) in zip(folds, pairs, strict=True)
         )
-        bases.append((along, torch.linalg.eigh(total)[1]))
+        own, U_of_all = torch.linalg.eigh(total / all_of)
+        bases.append((along, U_of_all))
+        in_fold.append((own, U_of_all))
         mean = torch.stack([values for values, _ in pairs]).mean(0)
         # Probabilities sum to one: one direction of G has no curvature, and no ratio.
         ratios = [torch.where(mean > 1e-9, L / mean, 1) for L, _ in pairs]
@@ -130,8 +132,10 @@ def test_posterior_and_error_are_those_of_dense_matrices():
     found = la.functional(probes, diagonal=True)[1]
     torch.testing.assert_close(found, variances(*bases), rtol=1e-9, atol=0)
     logs = torch.stack([variances(*of).log() / 2 for of in zip(*replicates, strict=True)])
-    error = (3 / 4 * (logs - logs.mean(0)).square().sum(0)).mean().sqrt()
-    assert la.fit_report.curve[1.0] == pytest.approx(NUM_ERRORS * float(error), rel=1e-6)
+    jackknifed = 3 / 4 * (logs - logs.mean(0)).square().sum(0)
+    bias = (variances(*in_fold) / variances(*bases)).log() / 4
+    error = (NUM_ERRORS**2 * jackknifed + bias.square()).mean().sqrt()
+    assert la.fit_report.curve[1.0] == pytest.approx(float(error), rel=1e-6)
     assert la.fit_report.num_read == SIZE - 16
 
 

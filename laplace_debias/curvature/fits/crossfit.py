@@ -192,12 +192,12 @@ def _of_factors(
 
 def crossfit_with_replicates(
     problem: Problem, sizes: Sequence[int], of_folds: Sequence[FactorSums]
-) -> tuple[BlockDiagonal, list[BlockDiagonal]]:
-    """K-FAC cross-fitted from factors, and a replicate of it without each fold, for a jackknife.
+) -> tuple[BlockDiagonal, BlockDiagonal, list[BlockDiagonal]]:
+    """K-FAC cross-fitted from factors, the plain one, and replicates without each fold.
 
-    A replicate has the eigenbasis of the other folds, which cross-fitting makes anyway. Its
-    magnitudes are the cross-fitted ones, each times the ratio of the other folds' eigenvalue to the
-    mean of that over the replicates: so no factor is decomposed for them.
+    A replicate is for a jackknife. It has the eigenbasis of the other folds, which cross-fitting
+    makes anyway. Its magnitudes are the cross-fitted ones, each times the ratio of the other folds'
+    eigenvalue to the mean of that over the replicates: so no factor is decomposed for them.
 
     Args:
         problem: The network and its blocks, of one process.
@@ -208,6 +208,7 @@ def crossfit_with_replicates(
     _make_alike(of_folds)
     bases: dict[Block, Eigenbasis] = {}
     table: Sums = {}
+    plain: dict[str, LinearOperator] = {}
     replicates: list[dict[str, LinearOperator]] = [{} for _ in sizes]
     for block in problem.blocks:
         G, A = _stacked(of_folds, block)
@@ -226,9 +227,12 @@ def crossfit_with_replicates(
         for replicate, ((along_G, U_G), (along_A, U_A)) in zip(replicates, without, strict=True):
             of_block = EigenKronecker(U_G, U_A, outer(along_G, along_A))
             replicate[block.name] = of_block.to(problem.dtype)
+        of_block = EigenKronecker(basis.U_G, basis.U_A, basis.magnitudes)
+        plain[block.name] = of_block.to(problem.dtype)
         bases[block] = basis
         table[block] = basis.pooled(outer(of_G[0], of_A[0]), problem.dtype)
-    return assemble(problem, bases, table), [BlockDiagonal(blocks) for blocks in replicates]
+    without = [BlockDiagonal(blocks) for blocks in replicates]
+    return assemble(problem, bases, table), BlockDiagonal(plain), without
 
 
 # Factors of all folds, `[K, ...]`, or the rows of each.
