@@ -14,6 +14,7 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     rest = [argument for argument in given if argument != _TRACEBACK]
-    stderr = sys.stderr
+    stderr, as_python_does = sys.stderr, warnings.formatwarning
+    warnings.formatwarning = _warned
     try:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return _run(rest)
@@ -64,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, line = _ended_by(error)
         print(line, file=stderr, flush=True)
         return status
+    finally:
+        warnings.formatwarning = as_python_does
+
+
+def _warned(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning in one line, without the place in the source."""
+    return f"Warning: {' '.join(str(message).split())}\n"
 
 
 @contextlib.contextmanager
@@ -226,10 +235,15 @@ def _how_to_go_on(options: Any) -> str:
 
 
 def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
-    """Options that the settings have under another name, such as a word of Python's."""
+    """Options that the settings have under another name: words of Python's, ones given again."""
     spelled: Mapping[str, str] = getattr(settings, "spelled", {})
-    parts = [argument.partition("=") for argument in arguments]
-    return [f"{spelled.get(option, option)}{equals}{value}" for option, equals, value in parts]
+    again: Mapping[str, str] = getattr(settings, "again", {})
+    found: list[str] = []
+    for option, equals, value in (argument.partition("=") for argument in arguments):
+        is_again = any(option == one.partition("=")[0] for one in found)
+        name = again.get(option, option) if is_again else spelled.get(option, option)
+        found.append(f"{name}{equals}{value}")
+    return found
 
 
 def _listed(settings: type, arguments: Sequence[str]) -> list[str]:

@@ -72,6 +72,7 @@ def assess(
         "settings": dict(settings or {}),
         "methods": {method.key: dataclasses.asdict(method) for method in methods},
         "model": checksum(loaded.model),
+        "others": [checksum(model) for model in loaded.others],
         "data": {
             part.name: _digest_of_batch(part.batches) for part in [*sets, *sets_of_choice(loaded)]
         },

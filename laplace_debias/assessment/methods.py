@@ -88,9 +88,11 @@ class Method:
         posterior: The posterior that it predicts with; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
             logarithms of the predicted probabilities.
-        examples: How many examples of each set it predicts where all would take more than a minute,
-            chosen at random, the same ones for every method of that many; all if None. The
-            validation set is limited likewise.
+        examples: How many examples of each set it predicts, chosen at random, the same ones for
+            every method of that many. If None all; of a posterior over more than the last layer as
+            many as take about ten minutes. The validation set is limited likewise.
+        of_all: Whether the networks of all checkpoints predict, each with such a posterior, and
+            their predictives are averaged.
 
     Raises:
         ValueError: For a key that is no file name, or `examples` below 2.
@@ -102,6 +104,7 @@ class Method:
     posterior: PosteriorChoice | None = None
     has_temperature: bool = False
     examples: int | None = None
+    of_all: bool = False
 
     def __post_init__(self) -> None:
         if not _KEY.fullmatch(self.key):
@@ -119,12 +122,14 @@ class Family:
 
     Attributes:
         posterior: The posterior; None for the network itself.
-        examples: How many examples of each set they predict where all would take long.
+        examples: How many examples of each set they predict, as `Method` takes it.
+        of_all: As in `Method`.
         methods: Its methods; the first one names the posterior's files.
     """
 
     posterior: PosteriorChoice | None
     examples: int | None
+    of_all: bool
     methods: tuple[Method, ...]
 
     @property
@@ -135,9 +140,9 @@ class Family:
 
 def families_of(methods: Sequence[Method]) -> list[Family]:
     """The methods in families, in the order of their first ones."""
-    found: dict[tuple[PosteriorChoice | None, int | None], list[Method]] = {}
+    found: dict[tuple[PosteriorChoice | None, int | None, bool], list[Method]] = {}
     for method in methods:
-        found.setdefault((method.posterior, method.examples), []).append(method)
+        found.setdefault((method.posterior, method.examples, method.of_all), []).append(method)
     return [Family(*shared, tuple(members)) for shared, members in found.items()]
 
 
@@ -181,7 +186,19 @@ LAPLACE = Method(
         "examples."
     ),
     posterior=PosteriorChoice(mode="crossfit", fit_examples=512, or_fewer=True),
-    examples=300,
+)
+ENSEMBLE = Method(
+    key="ensemble",
+    label="Ensemble",
+    describes="The mean of the predictions of all checkpoints' networks.",
+    of_all=True,
+)
+MIXTURE = Method(
+    key="mixture",
+    label="Mixture, last layers",
+    describes="The mean of the predictives of a last-layer posterior of each checkpoint.",
+    posterior=LAST_LAYER.posterior,
+    of_all=True,
 )
 
 

@@ -8,7 +8,7 @@ CPU; beside them are `index`, positions in the set, and `targets`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace, links
+from laplace_debias.laplace.mixture import mean_logits
 from laplace_debias.laplace.predictive import of_draws, scores_of_moments
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.operators.eigh import eigh
@@ -226,6 +227,37 @@ def with_temperature(table: Table, temperature: float, task: str) -> Table:
     return table | {"log_probs": log_probs} | _unknown(len(log_probs))
 
 
+def mixed(tables: Sequence[Table], task: str) -> Table:
+    """The mean of several predictives; of a regression the normal with its mean and variance.
+
+    The mutual information is that of label, member and parameters; of what belongs to one posterior
+    nothing else is known.
+
+    Args:
+        tables: As `predict_set` returns them, of the same examples.
+        task: As in `Loaded`.
+    """
+    columns = {name: torch.stack([table[name] for table in tables]) for name in tables[0]}
+    same = {name: tables[0][name] for name in ("targets", "index")}
+    if task == "regression":
+        mean, between = columns["mean"].mean(0), columns["mean"].var(0, unbiased=False)
+        names = ("standard_deviation", "epistemic")
+        spreads = {name: (columns[name].square().mean(0) + between).sqrt() for name in names}
+        return same | {"mean": mean, **spreads}
+    log_probs = mean_logits(columns["log_probs"], exclusive=task == "classification")
+    total, *of_members = (_entropy(one, task) for one in (log_probs, *columns["log_probs"]))
+    # The chain rule: label and member, and given the member its parameters.
+    apart = (total - torch.stack(of_members).mean(0)).clamp(min=0)
+    mutual = apart + columns["mutual_information"].nan_to_num(0).mean(0)
+    parts = {"aleatoric": columns["aleatoric"].mean(0), "mutual_information": mutual}
+    return same | {"log_probs": log_probs} | _unknown(len(total)) | parts
+
+
+def _entropy(log_probs: Tensor, task: str) -> Float[Tensor, " n"]:
+    probs = probs_of(log_probs, task)
+    return label_entropy(probs) if task == "multilabel" else metrics.entropy(probs)
+
+
 def written(table: Table, task: str, has_labels: bool) -> Table:
     """The columns of `predictions/METHOD/SET.parquet`.
 
@@ -243,9 +275,9 @@ def written(table: Table, task: str, has_labels: bool) -> Table:
         return {name: _narrow(column) for name, column in {**columns, **table}.items()}
     if has_labels:
         columns["label"] = _narrow(targets.long())
-    probs = probs_of(table.pop("log_probs"), task)
-    entropy = label_entropy if task == "multilabel" else metrics.entropy
-    return {**columns, "probs": probs, "entropy": entropy(probs), **table}
+    log_probs = table.pop("log_probs")
+    probs, entropy = probs_of(log_probs, task), _entropy(log_probs, task)
+    return {**columns, "probs": probs, "entropy": entropy, **table}
 
 
 def probs_of(log_probs: Float[Tensor, "n outputs"], task: str) -> Float[Tensor, "n classes"]:

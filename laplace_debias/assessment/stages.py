@@ -5,7 +5,9 @@ What the run's folder holds is read; what it does not hold is made and written.
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +24,7 @@ from laplace_debias.assessment.posteriors import (
 from laplace_debias.assessment.predictions import (
     Chosen,
     chosen_positions,
+    mixed,
     of_laplace,
     predict_set,
     with_temperature,
@@ -39,19 +42,27 @@ from laplace_debias.sources.changed import Cast, Changed
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import alone, current
 
+Member = tuple[Loaded, Laplace | None]
+"""A network with its data, and its posterior where it has one."""
 SHORT = 60.0
-"""Seconds below which all examples are predicted, and above which the time is told."""
-_TIMED = 4
-_PASSES_OF_TUNING = 2
+"""Seconds above which the time is told before."""
+AFFORDED = 600.0
+"""Seconds that fit the examples that a posterior over more than the last layer predicts."""
+FEWEST = 100
+"""Examples of each set that are predicted whatever time they take."""
+_MEASURED = 2.0
+"""Seconds after which no more examples are taken to measure the time of one."""
+# Two at most, and each looks at a grid: of the All-CNN-C 1.6 predictions (last layer) to 4.2 (all).
+_PASSES_OF_TUNING = 3
 
 
-def fit(run: Run) -> dict[str, Laplace]:
-    """Find the noise, the posteriors and the temperatures; the posteriors by their families' keys.
+def fit(run: Run) -> dict[str, list[Member]]:
+    """Find the noise, the posteriors and the temperatures; by families' keys what predicts.
 
     Args:
         run: The run.
     """
-    posteriors: dict[str, Laplace] = {}
+    members: dict[str, list[Member]] = {}
     with run.stage("fit"):
         if run.loaded.task == "regression" and run.said["sigma"] is None:
             run.said["sigma"] = _noise(run.loaded)
@@ -59,11 +70,40 @@ def fit(run: Run) -> dict[str, Laplace]:
             run.said["training"] = of_training(run.loaded)
         run.write()
         for family in run.families:
-            if family.posterior is not None:
-                posteriors[family.key] = _posterior(run, family, family.posterior)
-            _temperatures(run, family, posteriors.get(family.key))
+            if family.of_all:
+                members[family.key] = _of_all(run, family)
+                continue
+            choice = family.posterior
+            la = None if choice is None else _posterior(run, family, choice)
+            members[family.key] = [(run.loaded, la)]
+            _temperatures(run, family, la)
             run.write()
-    return posteriors
+    return members
+
+
+def _of_all(run: Run, family: Family) -> list[Member]:
+    """The networks of all checkpoints, each with its posterior, fitted and tuned or read."""
+    choice, start, num_bytes = family.posterior, time.perf_counter(), 0
+    found: list[Member] = []
+    for number, model in enumerate([run.loaded.model, *run.loaded.others], start=1):
+        loaded, la = replace(run.loaded, model=model), None
+        if choice is not None:
+            path = run.folder / "posteriors" / f"{family.key}-{number}.safetensors"
+            if not current().from_rank(path.exists(), 0):
+                run.say(f"Fitting {family.methods[0].label}, checkpoint {number}")
+                resume = run.folder / "state" / f"{family.key}-{number}.fit"
+                la = fitted(loaded, choice, run.said["sigma"], run.seed, resume)
+                data = loaded.validation
+                tuned(la, choice, None if data is None else Chosen(model, data))
+                if current().rank == 0:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                la.save(path)
+                _took(run, family, "fit", start)
+            la = Laplace.load(path, model)
+            num_bytes += path.stat().st_size
+        found.append((loaded, la))
+    run.entry(family.key)["bytes"] = num_bytes or None
+    return found
 
 
 def _noise(loaded: Loaded) -> float:
@@ -140,24 +180,49 @@ def _took(run: Run, family: Family, what: str, start: float) -> None:
 
 
 def _choose_examples(run: Run, la: Laplace, family: Family) -> None:
-    """Predict all examples where that is quick; where it is not, tell how long it takes."""
+    """Choose how many examples are predicted where nobody said; tell how long it takes."""
     passes = sum(method.has_temperature for method in family.methods)
     if family.posterior is not None and family.posterior.path is None:
         passes += _PASSES_OF_TUNING
     sets: list[Batches | None] = [part.batches for part in [*run.sets, *run.sets_of_choice]]
     sets += [run.loaded.validation] * passes
-    each = seconds_an_example(la, run.loaded) / current().size
-    all_of_them = num_predictions(sets, None)
-    is_short = all_of_them is not None and each * all_of_them < SHORT
-    examples = current().from_rank(None if is_short else family.examples, 0)
+    each = current().from_rank(seconds_an_example(la, run.loaded) / current().size, 0)
+    examples, label = family.examples, family.methods[0].label
+    if examples is None and not (family.posterior and family.posterior.params == "last_layer"):
+        examples = most_examples(sets, AFFORDED / each)
     for method in family.methods:
         run.entry(method.key)["examples"] = examples
-    number = num_predictions(sets, examples)
+    number, every = num_predictions(sets, examples), num_predictions(sets, None)
     if number is not None and each * number >= SHORT:
         run.say(
-            f"{family.methods[0].label}: tuning and predicting ({number:,} predictions) will "
-            f"take about {duration(each * number)}; fewer --examples take less time."
+            f"{label}: tuning and predicting ({number:,} predictions) will take about "
+            f"{duration(each * number)}; fewer --examples take less time."
         )
+    if examples != family.examples:
+        all_of_them = "" if every is None else f"; all would take about {duration(each * every)}"
+        run.note(
+            f"{label} predicts {examples:,} examples of each set, chosen at random, as many as "
+            f"about {duration(AFFORDED)} allow{all_of_them} (--examples)."
+        )
+
+
+def most_examples(sets: Sequence[Batches | None], number: float) -> int | None:
+    """How many examples of each set make a number of predictions at most, 100 at least.
+
+    Args:
+        sets: As `num_predictions` takes them.
+        number: The number.
+
+    Returns:
+        The most; None if all do.
+    """
+    every = num_predictions(sets, None)
+    if every is not None and every <= number:
+        return None
+    counts = range(int(number) + 2)
+    return max(
+        FEWEST, bisect_right(counts, number, key=lambda k: num_predictions(sets, k) or 0) - 1
+    )
 
 
 def _temperatures(run: Run, family: Family, la: Laplace | None) -> None:
@@ -183,7 +248,9 @@ def _temperatures(run: Run, family: Family, la: Laplace | None) -> None:
 
 
 def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
-    """Seconds that predicting one example takes, by the first few test examples.
+    """Seconds that predicting one example takes, by the first batch of the test set.
+
+    Of a batch that takes long its first examples tell.
 
     Args:
         la: The fitted posterior.
@@ -191,12 +258,16 @@ def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
     """
     with alone():
         x, _ = next(iter(Chosen(loaded.model, loaded.test)))
-    x = take(x, slice(_TIMED))
     # Once before: first calls also choose algorithms and allocate.
     of_laplace(la, take(x, slice(1)), loaded.task)
-    start = time.perf_counter()
-    of_laplace(la, x, loaded.task)
-    return (time.perf_counter() - start) / num_examples(x)
+    size, most = 1, num_examples(x)
+    while True:
+        start = time.perf_counter()
+        of_laplace(la, take(x, slice(size)), loaded.task)
+        seconds = time.perf_counter() - start
+        if size == most or seconds > _MEASURED:
+            return seconds / size
+        size = min(4 * size, most)
 
 
 def num_predictions(sets: Iterable[Batches | None], examples: int | None) -> int | None:
@@ -223,23 +294,23 @@ def num_predictions(sets: Iterable[Batches | None], examples: int | None) -> int
     return total
 
 
-def predict(run: Run, posteriors: Mapping[str, Laplace]) -> None:
+def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
     """Write the predictions of every method for every set, but for those that are complete.
 
     Args:
         run: The run.
-        posteriors: The fitted posteriors by their families' keys.
+        members: As `fit` returns it.
     """
     for part in [*run.sets, *run.sets_of_choice]:
         with run.stage("predict"):
             for family in run.families:
-                _predict(run, family, part, posteriors.get(family.key))
+                _predict(run, family, part, members[family.key])
             for entry in run.said["sets"]:
                 if entry["name"] == part.name:
                     entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
 
 
-def _predict(run: Run, family: Family, part: DataSet, la: Laplace | None) -> None:
+def _predict(run: Run, family: Family, part: DataSet, members: Sequence[Member]) -> None:
     missing = [method for method in family.methods if not run.told(method, part)]
     if not missing:
         return
@@ -249,11 +320,14 @@ def _predict(run: Run, family: Family, part: DataSet, la: Laplace | None) -> Non
         # The network comes first and predicts all: its table knows how many there are.
         size = run.told(run.methods[0], part)["num_examples"]
         positions = chosen_positions(size, examples, run.seed)
-    table, seconds = predict_set(run.loaded, part.batches, la, positions, run.said["sigma"])
+    sigma, task = run.said["sigma"], run.loaded.task
+    found = [predict_set(one, part.batches, la, positions, sigma) for one, la in members]
+    table = mixed([table for table, _ in found], task) if family.of_all else found[0][0]
+    seconds = sum(seconds for _, seconds in found)
     told = {"num_examples": len(table["index"]), "seconds": seconds}
     for method in missing:
-        found, temperature = table, run.entry(method.key)["temperature"]
+        shown, temperature = table, run.entry(method.key)["temperature"]
         if method.has_temperature:
-            found = with_temperature(table, temperature, run.loaded.task)
-        columns = written(found, run.loaded.task, part.role != "ood")
+            shown = with_temperature(table, temperature, task)
+        columns = written(shown, task, part.role != "ood")
         write_table(run.path(method, part), columns, told)

@@ -14,7 +14,7 @@ from laplace_debias.system.console import Printer
 
 _PLACES = {
     *("output", "from_run", "overwrite", "title", "json", "progress"),
-    *("device", "workers", "checkpoint"),
+    *("device", "workers", "checkpoint", "more_checkpoints"),
 }
 """Settings that do not change what is found. Of a checkpoint the content counts, not the path."""
 

@@ -29,8 +29,8 @@ class Settings(SourceSettings):
         posterior: A file or folder that `laplace-debias fit` or `tune` wrote, as often as wanted.
             Each is used as it is and gives its name to a method.
         with_temperature: Compare each posterior a second time with a temperature on top.
-        examples: Number of examples of each set, chosen at random, that the posteriors predict
-            where all would take more than a minute; all by default.
+        examples: Number of examples of each set, chosen at random, that the posteriors predict; by
+            default as many as take about ten minutes.
         spelled: An option that is given again adds to what was given.
 
     Raises:

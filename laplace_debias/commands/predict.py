@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 from tqdm import tqdm
 
+from laplace_debias.assessment.predictions import of_laplace
 from laplace_debias.commands.network import (
     check_output,
     check_posterior,
@@ -32,6 +33,8 @@ from laplace_debias.system.console import Lines, Printer
 from laplace_debias.system.ranks import alone, current
 
 _SUFFIXES = (".parquet", ".csv")
+_LEVEL = 1.959963984540054
+"""Standard deviations on each side of a 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +84,10 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     Its columns are `name` (of images in a folder, their path) or `row` (their number, from 0); the
     `label` or `target` of test data; for classification `prediction`, `probability_CLASS` and
     `entropy` (nats); for one logit `probability` and `entropy`; for several labels
-    `probability_NUMBER`; for regression `mean` and `standard_deviation`, which has the noise in it,
-    in the target's unit, with `_NUMBER` behind them where there are several targets.
+    `probability_NUMBER`; for regression, in the target's unit, `mean`, `standard_deviation`, which
+    has the noise in it, `lower` and `upper`, the ends of its 95 % interval, and `epistemic`, the
+    standard deviation without the noise, with `_NUMBER` behind them where there are several
+    targets.
 
     Returns:
         The table, a pandas data frame.
@@ -104,11 +109,21 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     la = Laplace.load(settings.posterior, loaded.model)
     generator = torch.Generator(la.mean.device).manual_seed(settings.seed)
 
-    def predictive(x: Any) -> Distribution:
-        return la.predict(x, settings.method, settings.samples, generator)
+    def predicted(x: Any) -> dict[str, Tensor]:
+        if loaded.task == "regression" and settings.method == "glm" and not settings.samples:
+            return _of_regression(**of_laplace(la, x, loaded.task))
+        found = la.predict(x, settings.method, settings.samples, generator)
+        if loaded.task != "regression":
+            return _of_batch(found, loaded)
+        variance = found.variance.double()
+        # What draws of the mean add to the noise.
+        epistemic = (variance - la.sigma.to(variance).square()).clamp_min(0).sqrt()
+        if settings.method == "map":
+            epistemic = 0 * epistemic
+        return _of_regression(found.mean, variance.sqrt(), epistemic)
 
     draws = settings.method in ("glm-mc", "nn") or settings.samples is not None
-    columns = _columns(predictive, batches, loaded, settings, draws)
+    columns = _columns(predicted, batches, loaded, settings, draws)
     first = {"row": range(len(next(iter(columns.values()))))} if names is None else {"name": names}
     table = pandas.DataFrame({**first, **columns})
     if current().rank > 0:
@@ -145,7 +160,7 @@ def _inputs(
 
 
 def _columns(
-    predictive: Callable[[Any], Distribution],
+    predicted: Callable[[Any], dict[str, Tensor]],
     batches: Batches,
     loaded: Loaded,
     settings: Settings,
@@ -159,8 +174,7 @@ def _columns(
         own = _Own(batches, loaded) if is_first or not draws else ()
         bar = tqdm(own, "predicting", unit="batch", leave=False, disable=not settings.progress)
         for number, x, y in bar:
-            of_batch = _of_batch(predictive(x), loaded)
-            parts.append((number, {name: v.detach().cpu() for name, v in of_batch.items()}, y))
+            parts.append((number, {name: v.detach().cpu() for name, v in predicted(x).items()}, y))
     # In the order of the batches, which were dealt to the processes.
     of_all = sorted(itertools.chain(*current().exchange(parts)), key=lambda part: part[0])
     if not of_all:
@@ -192,7 +206,7 @@ class _Own:
 
 
 def _of_batch(found: Distribution, loaded: Loaded) -> dict[str, Tensor]:
-    """The columns of one batch."""
+    """The columns of a batch of classes or labels."""
     if isinstance(found, Categorical):
         probs = found.probs
         names = loaded.classes or tuple(map(str, range(probs.shape[-1])))
@@ -200,12 +214,21 @@ def _of_batch(found: Distribution, loaded: Loaded) -> dict[str, Tensor]:
         return {"prediction": probs.argmax(1), **each, "entropy": found.entropy()}
     if loaded.task == "binary":
         return {"probability": found.mean.flatten(), "entropy": found.entropy().flatten()}
-    if loaded.task == "multilabel":
-        return _numbered("probability", found.mean)
-    return {
-        **_numbered("mean", found.mean),
-        **_numbered("standard_deviation", found.variance.sqrt()),
+    return _numbered("probability", found.mean)
+
+
+def _of_regression(
+    mean: Tensor, standard_deviation: Tensor, epistemic: Tensor
+) -> dict[str, Tensor]:
+    half = _LEVEL * standard_deviation
+    columns = {
+        "mean": mean,
+        "standard_deviation": standard_deviation,
+        "lower": mean - half,
+        "upper": mean + half,
+        "epistemic": epistemic,
     }
+    return {key: part for name, v in columns.items() for key, part in _numbered(name, v).items()}
 
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:

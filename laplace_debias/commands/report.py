@@ -1,16 +1,17 @@
 """`laplace-debias report`: is a network's uncertainty any good, in one page."""
 
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from laplace_debias.assessment import PosteriorChoice, assess
-from laplace_debias.assessment.methods import LAPLACE, chosen_methods
+from laplace_debias.assessment.methods import ENSEMBLE, LAPLACE, MIXTURE, chosen_methods
 from laplace_debias.commands.compared import config_of, found_in, identity_of, tell
 from laplace_debias.report.page import write_page
 from laplace_debias.report.run_folder import read_run
 from laplace_debias.sources import SourceSettings, load
+from laplace_debias.sources.weights import with_weights
 from laplace_debias.system.atomic import check_target
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.console import Lines, Printer
@@ -25,6 +26,9 @@ class Settings(SourceSettings):
         output: Run folder: predictions, metrics, posteriors, pictures and `report.html`.
         from_run: Run folder whose page is drawn again, without computing: `--from RUN`.
         title: Title of the page; the network's name by default.
+        more_checkpoints: Weights of more networks of the same architecture, of other seeds or
+            epochs: `--checkpoint` given again adds one. They give the rows `ensemble`, the mean of
+            the networks' predictions, and `mixture`, that of a last-layer posterior of each.
         methods: Methods to compare: `network`, `temperature`, `last-layer`,
             `last-layer-temperature`, `laplace`; all that the data allows by default.
         posteriors: More posteriors by name: `--posteriors.NAME '{"curvature": "ekfac", "mode":
@@ -32,9 +36,10 @@ class Settings(SourceSettings):
             `methods` is not given.
         with_temperature: Compare each posterior a second time with a temperature on top.
         examples: Number of examples of each set, chosen at random, that posteriors over more than
-            the last layer predict where all would take more than a minute; `null` for all.
+            the last layer predict; by default as many as take about ten minutes.
         overwrite: Replace an earlier run in the folder.
         spelled: Other names of options, where Python reserves the word.
+        again: Names of options that are given again.
         goes_on: The same command goes on with a run that was broken off.
 
     Raises:
@@ -42,15 +47,17 @@ class Settings(SourceSettings):
     """
 
     spelled: ClassVar = {"--from": "--from_run"}
+    again: ClassVar = {"--checkpoint": "--more_checkpoints+"}
     goes_on: ClassVar = True
 
     output: Path = Path("results/report")
     from_run: Path | None = None
     title: str = ""
+    more_checkpoints: list[Path] = field(default_factory=list)
     methods: tuple[str, ...] | None = None
     posteriors: dict[str, PosteriorChoice] = field(default_factory=dict)
     with_temperature: bool = False
-    examples: int | None = 300
+    examples: int | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -108,6 +115,7 @@ def _assessed(settings: Settings, console: Printer) -> Path:
     check_target(settings.output / "run.json", make_folders=True)
     start = time.perf_counter()
     loaded = load(settings)
+    others = [with_weights(loaded.model, path) for path in settings.more_checkpoints]
     seconds = time.perf_counter() - start
     methods = chosen_methods(
         settings.methods,
@@ -117,8 +125,10 @@ def _assessed(settings: Settings, console: Printer) -> Path:
         loaded.task,
         loaded.validation is not None,
     )
+    if others:
+        methods += (ENSEMBLE, MIXTURE)
     return assess(
-        loaded,
+        replace(loaded, others=tuple(others)),
         settings.output,
         methods,
         title=settings.title or settings.timm or settings.torchvision or settings.model or "",

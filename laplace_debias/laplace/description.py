@@ -43,8 +43,9 @@ class Described:
     mode: str | None
     num_data: int | None
 
-    def __str__(self) -> str:
-        """A few lines, none of which holds a weight or grows with the model."""
+    @property
+    def lines(self) -> dict[str, str]:
+        """A few facts by name, none of which holds a weight or grows with the model."""
         lines = {
             "model": type(self.model).__name__,
             "likelihood": _likelihood(self.likelihood),
@@ -57,8 +58,11 @@ class Described:
             "link": "" if self.link is None else str(self.link),
             "fit": self._fit(),
         }
-        lines = {key: value for key, value in lines.items() if value}
-        return "\n".join(["Laplace(", *(f"  {key}: {value}" for key, value in lines.items()), ")"])
+        return {key: value for key, value in lines.items() if value}
+
+    def __str__(self) -> str:
+        lines = (f"  {key}: {value}" for key, value in self.lines.items())
+        return "\n".join(["Laplace(", *lines, ")"])
 
     def _parameters(self) -> str:
         total = sum(parameter.numel() for parameter in self.model.parameters())

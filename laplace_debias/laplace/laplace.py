@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
-from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -51,6 +51,7 @@ from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.ranks import current, together
+from laplace_debias.system.shown import html_table
 from laplace_debias.system.threads import Lock
 
 # Held for the moment in which a fit or a prior takes the place of another.
@@ -178,21 +179,26 @@ class Laplace:
 
     def __repr__(self) -> str:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
+        return str(self._described)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._described.lines.items())
+
+    @property
+    def _described(self) -> Described:
         parameters, prior, fitted = self._subject.parameters, self._prior, self._fitted
-        return str(
-            Described(
-                unwrapped(self.model),
-                self.likelihood,
-                self._settings.kind.name,
-                None if parameters is None else parameters.names,
-                None if parameters is None else parameters.block_names,
-                prior.precision,
-                prior.given_mean if parameters is None else prior.mean,
-                prior.temperature,
-                prior.link,
-                None if fitted is None else fitted.mode,
-                None if fitted is None else fitted.posterior.num_data,
-            )
+        return Described(
+            unwrapped(self.model),
+            self.likelihood,
+            self._settings.kind.name,
+            None if parameters is None else parameters.names,
+            None if parameters is None else parameters.block_names,
+            prior.precision,
+            prior.given_mean if parameters is None else prior.mean,
+            prior.temperature,
+            prior.link,
+            None if fitted is None else fitted.mode,
+            None if fitted is None else fitted.posterior.num_data,
         )
 
     if not TYPE_CHECKING:
@@ -454,6 +460,17 @@ class Laplace:
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
         self._set_prior(precision=self._prior_precision_from(value))
+
+    @property
+    def sigma(self) -> Float[Tensor, "*outputs"]:
+        """Standard deviation of a regression's noise, in the targets' units: one, or one an output.
+
+        Raises:
+            AttributeError: If the likelihood is not `"regression"`.
+        """
+        if isinstance(self.likelihood, Gaussian):
+            return self.likelihood.sigma
+        raise AttributeError(f"sigma belongs to likelihood='regression', not to {self.likelihood}.")
 
     @property
     def temperature(self) -> float:

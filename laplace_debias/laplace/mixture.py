@@ -1,5 +1,6 @@
 """A mixture of posteriors: several trained networks, each with its own Laplace approximation."""
 
+import math
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import (
     Bernoulli,
@@ -120,11 +122,9 @@ class Mixture:
             apart = values - values.mean(0)
             between = torch.einsum("s...i,s...j->...ij", apart, apart) / len(apart)
             return MultivariateNormal(values.mean(0), torch.stack(covariances).mean(0) + between)
-        # Of probabilities near one the logits alone have digits left.
         if isinstance(first, Categorical):
-            return Categorical(logits=values.log_softmax(-1).logsumexp(0))
-        logits = F.logsigmoid(values).logsumexp(0) - F.logsigmoid(-values).logsumexp(0)
-        mixed = Bernoulli(logits=logits)
+            return Categorical(logits=mean_logits(values, exclusive=True))
+        mixed = Bernoulli(logits=mean_logits(values, exclusive=False))
         return Independent(mixed, 1) if isinstance(first, Independent) else mixed
 
     def uncertainty(
@@ -243,6 +243,21 @@ class Mixture:
             raise ValueError(
                 f"{path} is damaged or no mixture ({error}): Laplace.load reads a single posterior."
             ) from error
+
+
+def mean_logits(
+    logits: Float[Tensor, "members *n outputs"], exclusive: bool
+) -> Float[Tensor, "*n outputs"]:
+    """Logits of the mean of several members' probabilities; of classes their logarithms.
+
+    Args:
+        logits: Those of each member.
+        exclusive: Whether the outputs are classes, of which one applies.
+    """
+    # Of probabilities near one the logits alone have digits left.
+    if exclusive:
+        return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
+    return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
 
 def _logits_or_mean(predictive: Distribution) -> Tensor:

@@ -36,6 +36,7 @@ from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
 from laplace_debias.system.checks import check_extra
 from laplace_debias.system.ranks import alone
+from laplace_debias.system.shown import html_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -128,15 +129,21 @@ class Plan:
 
         return DataFrame([asdict(block) for block in self.blocks])
 
-    def __str__(self) -> str:
+    def _rows(self) -> list[tuple[str, str, str, str]]:
         rows = [("block", "factors", "magnitudes", "posterior")]
-        rows += [
+        return rows + [
             (b.name, _size(b.factors), _size(b.magnitudes), _size(b.posterior)) for b in self.blocks
         ]
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._rows()
+        return html_table(rows, header)
+
+    def __str__(self) -> str:
         number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
         lines = [f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {number}"]
         if self.blocks:
-            lines += ["", *_aligned(rows)]
+            lines += ["", *_aligned(self._rows())]
         whole = [("memory at most", _size(self.peak))]
         whole += [(f"  {name}", _size(number)) for name, number in self.stages.items()]
         whole.append(("posterior", _size(self.posterior)))

@@ -315,7 +315,7 @@ def tuning_of(
 def _at_the_end(found: Found) -> tuple[str, ...]:
     """The note on a best point that lies at the end of a grid."""
     best, last = found.best, len(found.points) - 1
-    if 0 < best < last or last == 0:
+    if 0 < best < last or last == 0 or found.flat == (0, last):
         return ()
     at = f"{found.points[best].prior_precision:.3g}"
     if best == 0:

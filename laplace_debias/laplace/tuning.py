@@ -4,11 +4,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laplace_debias.laplace.links import Link
+from laplace_debias.system.shown import html_table
 
 Row = dict[str, Any]
 
 OF_EVIDENCE = "log_marginal_likelihood"
 """The metric that is maximised without data."""
+
+
+_WIDE = 1e6
+"""A range that holds the best value of every trained network, largest over smallest."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,6 +71,16 @@ class Tuning:
         return float(self.prior_precision)  # scipy's searches end in numpy's numbers
 
     @property
+    def _tried(self) -> list[float]:
+        return sorted(row["prior_precision"] for row in self.table)
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether no value of a wide range scores differently."""
+        low, high = self._tried[0], self._tried[-1]
+        return self.flat == (low, high) and high >= _WIDE * low
+
+    @property
     def message(self) -> str:
         """The findings in words."""
         name = self.metric.replace("_", " ")
@@ -83,17 +98,24 @@ class Tuning:
         if self.flat is not None:
             within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
             low, high = self.flat
-            said.append(
-                f"Values from {low:.3g} to {high:.3g} score the same: the {name} there is within "
-                f"{within} of the best."
-                if low < high
-                else f"Every other value tried is worse by more than {within}."
-            )
-            if low < high == max(row["prior_precision"] for row in self.table):
+            if self.all_alike:
                 said.append(
-                    "That is up to the largest value tried: the data show hardly any difference "
-                    "between the best and the network without parameter uncertainty."
+                    f"All values from {low:.3g} to {high:.3g} score the same, within {within}: the "
+                    "examples are too few to tell, or the network is untrained or broken. Check "
+                    "its accuracy first."
                 )
+            elif low == high:
+                said.append(f"Every other value tried is worse by more than {within}.")
+            else:
+                said.append(
+                    f"Values from {low:.3g} to {high:.3g} score the same: the {name} there is "
+                    f"within {within} of the best."
+                )
+                if high == self._tried[-1]:
+                    said.append(
+                        "That is up to the largest value tried: the data show hardly any "
+                        "difference between the best and the network without parameter uncertainty."
+                    )
         if self.compared:
             rows = [
                 f"{row['name']} {row['difference']:+.2g} ± {row['half_width']:.2g}"
@@ -117,9 +139,13 @@ class Tuning:
         if self.flat is not None:
             parts.append("flat={:.3g} to {:.3g}".format(*self.flat))
         if not isinstance(self.prior_precision, list):
-            tried = [row["prior_precision"] for row in self.table]
-            parts.append(f"tried={len(tried)} from {min(tried):.3g} to {max(tried):.3g}")
+            tried = self._tried
+            parts.append(f"tried={len(tried)} from {tried[0]:.3g} to {tried[-1]:.3g}")
         return f"Tuning({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        header = list(dict.fromkeys(name for row in self.table for name in row))
+        return html_table([[row.get(name) for name in header] for row in self.table], header)
 
     @property
     def _by(self) -> str:

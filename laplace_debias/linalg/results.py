@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from laplace_debias.system.shown import one_line
+
 
 class Status(StrEnum):
     """Why an algorithm stopped. Compares equal to its value, so `status == "converged"` works."""
@@ -88,7 +90,7 @@ History = Sequence[Tensor]
 _WORST = (Status.ILL_CONDITIONED, Status.DIVERGED)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LinearSolution:
     """An approximate solution of A x = b, or of k of them at once.
 
@@ -128,6 +130,8 @@ class LinearSolution:
             lines.append(f"{status.value}{which}: {self.advice.get(status, status.remedy)}")
         return "\n".join(lines)
 
+    __repr__ = one_line
+
 
 def _severity(status: Status) -> int:
     if status is Status.CONVERGED:
@@ -137,7 +141,7 @@ def _severity(status: Status) -> int:
     return 3 if status in _WORST else 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Solution(LinearSolution):
     """A solution of A x = b, or of k of them at once, with its history of T iterations.
 
@@ -174,7 +178,7 @@ class Solution(LinearSolution):
     trajectory: Float[Tensor, "n iterates *k"] | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DebiasedSolution:
     """The two trajectories of debiased conjugate gradients.
 
@@ -202,8 +206,10 @@ class DebiasedSolution:
         """Products with either operator."""
         return self.single.num_matvecs + self.debiased.num_matvecs
 
+    __repr__ = one_line
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Iterate:
     """A solver at work, for stopping rules and callbacks.
 
@@ -230,8 +236,10 @@ class Iterate:
     curvatures: History
     step_sizes: History
 
+    __repr__ = one_line
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
     """A value that is known up to a standard error.
 
@@ -294,6 +302,8 @@ class Estimate:
         """A value without error."""
         return cls(value, torch.zeros_like(value), num_matvecs)
 
+    __repr__ = one_line
+
 
 def half_width(
     standard_error: Float[Tensor, "*shape"],
@@ -318,7 +328,7 @@ def half_width(
     return torch.where(settled, standard_error, quantile * standard_error)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SpectralDensity:
     r"""A smoothed spectral density, and the quadrature that it was made of.
 
@@ -375,8 +385,10 @@ class SpectralDensity:
         margin = half_width(self.standard_error, self.degrees_of_freedom, level)
         return (self.density - margin).clamp(min=0), self.density + margin
 
+    __repr__ = one_line
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class EigenPairs:
     """Some eigenpairs of a symmetric operator; unpacks as `values, vectors`.
 
@@ -405,3 +417,5 @@ class EigenPairs:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
+
+    __repr__ = one_line

@@ -9,6 +9,7 @@ from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.intervals import Interval
 from laplace_debias.metrics.statistics import Statistic
 from laplace_debias.system.checks import check_extra
+from laplace_debias.system.shown import html_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -67,18 +68,24 @@ class Report(dict[str, Interval]):
             for name, metric in self.items()
         ]
 
-    def __repr__(self) -> str:
-        if not self:
-            return "Report({})"
+    def _lines(self) -> list[tuple[str, ...]]:
+        """The header and a line for each metric."""
         cells = [
             (name, f"{metric.value:.4f}", *(f"{end:.4f}" for end in (metric.low, metric.high)))
             for name, metric in self.items()
         ]
         if not any(metric.is_known for metric in self.values()):
-            cells = [cell[:2] for cell in cells]
-            lines = [("metric", "value"), *cells]
-        else:
-            lines = [("metric", "value", "low", "high"), *cells]
+            return [("metric", "value"), *(cell[:2] for cell in cells)]
+        return [("metric", "value", "low", "high"), *cells]
+
+    def _repr_html_(self) -> str:
+        header, *lines = self._lines()
+        return html_table(lines, header)
+
+    def __repr__(self) -> str:
+        if not self:
+            return "Report({})"
+        lines = self._lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])

@@ -141,7 +141,8 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
         TypeError: `covariance` is not a tensor.
         ValueError: `covariance` is empty, not finite or not square.
     """
-    _check_covariance(covariance, covariance.shape[-1:] if isinstance(covariance, Tensor) else ())
+    check_real({"covariance": covariance})
+    _check_covariance(covariance, (*covariance.shape[:-2], *2 * covariance.shape[-1:]))
     sigma = covariance.double()  # The common part may be large.
     own = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
     return (own - sigma.mean((-2, -1))).clamp(min=0).to(covariance.dtype)
@@ -172,8 +173,9 @@ def instability(
         >>> round(instability(mean, covariance).exp().item(), 4)  # Φ(-1 / √2)
         0.2398
     """
-    check_real({"mean": mean})
-    _check_covariance(covariance, mean.shape[-1:], mean.shape[:-1])
+    for name, values in (("mean", mean), ("covariance", covariance)):
+        check_real({name: values})
+    _check_covariance(covariance, (*mean.shape, *mean.shape[-1:]))
     if mean.shape[-1] < 2:
         raise ValueError(f"`mean` has shape {list(mean.shape)}; expected at least two classes.")
     first, second = mean.topk(2).indices.unbind(-1)
@@ -185,11 +187,8 @@ def instability(
     return special.log_ndtr(torch.where(margin > 0, -margin / variance.sqrt(), 0)).to(mean.dtype)
 
 
-def _check_covariance(
-    covariance: Tensor, classes: tuple[int, ...], batch: tuple[int, ...] | None = None
-) -> None:
-    check_real({"covariance": covariance})
-    shape, own = (*classes, *classes), tuple(covariance.shape)
-    if own[-2:] != shape or batch not in (None, own[:-2]):
-        expected = ["...", *shape] if batch is None else [*batch, *shape]
-        raise ValueError(f"`covariance` has shape {list(own)}; expected {expected}.")
+def _check_covariance(covariance: Tensor, shape: tuple[int, ...]) -> None:
+    if covariance.shape != shape:
+        raise ValueError(
+            f"`covariance` has shape {list(covariance.shape)}; expected {list(shape)}."
+        )

@@ -155,8 +155,9 @@ class ImageFolder:
 
     def open(self, settings: SourceSettings, model: nn.Module) -> tuple[Parts, View]:
         """Its parts as the network takes them."""
-        view, notes = view_of(settings, model)
         parts = self.parts
+        of_classes = {label: file for files in parts.values() for file, label in files}
+        view, notes = view_of(settings, model, of_classes.values())
         if "all" in parts:
             files = parts["all"]
             indices, note = parted(len(files), settings, str(self.root), "images")

@@ -1,6 +1,6 @@
 """Folders of images, decoded when fetched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,8 @@ from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_GREY = ("1", "L", "LA")
+"""Modes of Pillow with one channel, beside transparency."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,29 @@ def images_below(folder: Path) -> list[Path]:
     )
 
 
-def view_of(settings: SourceSettings, model: nn.Module) -> tuple[View, tuple[str, ...]]:
+def _is_grey(settings: SourceSettings, model: nn.Module, some: Iterable[Path]) -> bool:
+    """Whether the network gets one channel: its first convolution says, mean and std, or files."""
+    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    if first in (1, 3):
+        return first == 1
+    given = [len(numbers) for numbers in (settings.mean, settings.std) if numbers is not None]
+    return 1 in given if given else all(_mode_of(file) in _GREY for file in some)
+
+
+def _mode_of(file: Path) -> str:
+    with _open(file) as picture:
+        return picture.mode
+
+
+def view_of(
+    settings: SourceSettings, model: nn.Module, some: Iterable[Path]
+) -> tuple[View, tuple[str, ...]]:
     """How pictures become the inputs of a network, and notes for the reader.
+
+    Args:
+        settings: Which network, which data.
+        model: The network.
+        some: Pictures that show whether all are grey.
 
     A network of timm says it itself (`timm.data.resolve_data_config`); image_size, mean and std
     of the settings go before that. Torchvision's published weights say it, too.
@@ -142,8 +165,7 @@ def view_of(settings: SourceSettings, model: nn.Module) -> tuple[View, tuple[str
             "No --mean and --std: the network gets pixels divided by 255. If it was trained with "
             "normalised images, give both.",
         )
-    is_grey = any(given is not None and len(given) == 1 for given in (settings.mean, settings.std))
-    view = View(unchanged, pixels, is_grey)
+    view = View(unchanged, pixels, _is_grey(settings, model, some))
     size = settings.image_size
     return (view if size is None else view.of_size(size, size)), notes
 

@@ -36,6 +36,7 @@ class Loaded:
 
     Attributes:
         model: The network, in evaluation mode, on its device.
+        others: The same network with the weights of other trainings, to predict with all of them.
         task: Task, as `Laplace` takes it for `likelihood`.
         train: The training examples, batches `(x, y)` in an order that mixes the classes.
         num_train: N, how many there are in all; `train` has fewer of them where `train_examples`
@@ -63,6 +64,7 @@ class Loaded:
     ood: Mapping[str, OodData] = field(default_factory=dict)
     shifts: Mapping[int, Batches] = field(default_factory=dict)
     clean_and_corrupted: tuple[Batches, Batches] | None = None
+    others: tuple[nn.Module, ...] = ()
     classes: tuple[str, ...] | None = None
     picture: Callable[[Tensor], UInt8[Tensor, "height width 3"]] | None = None
     input_name: str = "example"

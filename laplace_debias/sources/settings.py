@@ -57,7 +57,7 @@ class SourceSettings:
         image_size: Height and width to which images are resized and cropped, in pixels; not resized
             by default. A timm network has its own.
         mean: Mean of each channel after scaling to 0–1, which is subtracted; 0 by default. One
-            number for grey images. A timm network has its own.
+            number is for all channels. A timm network has its own.
         std: Standard deviation of each channel; each channel is divided by this after scaling to
             0–1. 1 by default.
         train_examples: Number of training examples to fit on, chosen by the seed; the likelihood is

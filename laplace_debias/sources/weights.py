@@ -1,5 +1,6 @@
 """Trained weights from files, as people save them."""
 
+import copy
 import pickle
 import re
 import zipfile
@@ -15,6 +16,13 @@ from torch import Tensor, nn
 _PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 _NESTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
+
+
+def with_weights(model: nn.Module, path: Path) -> nn.Module:
+    """A copy of a network with the weights of another checkpoint; raises as `load_weights`."""
+    copied = copy.deepcopy(model)
+    load_weights(copied, path)
+    return copied
 
 
 def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:

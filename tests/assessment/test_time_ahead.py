@@ -1,12 +1,15 @@
-"""All examples are predicted where that is quick; where it is not, the time is told before."""
+"""As many examples are predicted as ten minutes allow; where it takes long, the time is told."""
 
 import time
+from dataclasses import replace
 
 import a_run
 import pytest
 
 from laplace_debias import Laplace
 from laplace_debias.assessment import assess, predictions, stages
+from laplace_debias.assessment.methods import LAST_LAYER
+from laplace_debias.report.names import duration
 from laplace_debias.report.run_folder import read_json
 
 
@@ -33,35 +36,62 @@ def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypat
     monkeypatch.setattr(predictions, "of_laplace", counted)
     assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), console=console)
     (line,) = (line for line in console.lines if "will take about" in line)
-    # A search takes at most two passes over the 60 that are chosen.
-    assert f"({sum(made) + 120} predictions)" in line
+    # A search takes as long as three predictions of the 60 that are chosen.
+    assert f"({sum(made) + 180} predictions)" in line
     # It comes before the first prediction of a set by the posterior.
     first = next(n for n, one in enumerate(console.lines) if one.startswith("Predicting"))
     assert console.lines.index(line) < first
 
 
-def test_the_time_of_an_example_is_measured(monkeypatch):
+def test_the_time_of_an_example_is_that_of_a_batch(monkeypatch):
+    """What every call takes beside its examples is shared by all of a batch."""
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=())
     la = Laplace(loaded.model).fit(list(loaded.train))
     monkeypatch.setattr(stages, "of_laplace", lambda *_: time.sleep(0.2))
-    # Four examples together.
-    assert 0.05 <= stages.seconds_an_example(la, loaded) < 0.2
+    assert 0.2 / 30 <= stages.seconds_an_example(la, loaded) < 0.02
+    # Of slow examples a few tell.
+    sizes = []
+    monkeypatch.setattr(stages, "of_laplace", lambda _, x, __: sizes.append(len(x)))
+    monkeypatch.setattr(stages, "_MEASURED", 0.0)
+    stages.seconds_an_example(la, loaded)
+    assert sizes == [1, 1]
 
 
-@pytest.mark.parametrize(("seconds", "number"), [(0.0, 120), (1e6, 60)])
-def test_all_examples_are_predicted_where_that_is_quick(seconds, number, tmp_path, monkeypatch):
-    """And a run that goes on stays with what was chosen."""
-    loaded = a_run.loaded_images(num_test=120, num_ood=0, severities=())
+@pytest.mark.parametrize(
+    ("seconds", "given", "number"),
+    [(1e-9, None, 400), (10.0, None, 100), (10.0, 60, 60), (1e-9, 60, 60), (600 / 1500, None, 350)],
+)
+def test_as_many_examples_are_predicted_as_ten_minutes_allow(
+    seconds, given, number, tmp_path, monkeypatch
+):
+    """But 100 at least; the user's number holds; and a run that goes on stays with its choice."""
+    loaded = a_run.loaded_images(num_test=400, num_ood=0, severities=(1, 2))
+    # A search, as long as three passes over 150 validation examples, and three sets.
     monkeypatch.setattr(stages, "seconds_an_example", lambda *_: seconds)
-    folder = assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS))
-    rows = read_json(folder / "metrics.json")["rows"]
-    assert {row["num_examples"] for row in rows if row["method"] == "laplace"} == {number}
+    methods = (a_run.NETWORK, replace(a_run.ALL_PARAMETERS, examples=given))
+    folder = assess(loaded, tmp_path / "run", methods)
+    found = read_json(folder / "metrics.json")["rows"]
+    assert {row["num_examples"] for row in found if row["method"] == "laplace"} == {number}
+    notes = [note for note in read_json(folder / "run.json")["notes"] if "10 min 0 s" in note]
+    assert len(notes) == (number in (100, 350))
+    if notes:
+        every = duration(seconds * 1650)
+        assert notes[0].startswith(f"Laplace, all parameters predicts {number} examples of each")
+        assert f"all would take about {every} (--examples)" in notes[0]
     (folder / "predictions/laplace/test.parquet").unlink()
     monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6 - seconds)
-    assess(loaded, folder, (a_run.NETWORK, a_run.ALL_PARAMETERS))
-    assert read_json(folder / "metrics.json")["rows"] == rows
+    assess(loaded, folder, methods)
+    assert read_json(folder / "metrics.json")["rows"] == found
+
+
+def test_the_last_layer_predicts_all(tmp_path, monkeypatch):
+    loaded = a_run.loaded_images(num_test=120, num_ood=0, severities=())
+    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6)
+    folder = assess(loaded, tmp_path / "run", (a_run.NETWORK, LAST_LAYER))
+    assert {row["num_examples"] for row in read_json(folder / "metrics.json")["rows"]} == {120}
 
 
 def test_sets_that_do_not_tell_their_size_keep_the_limit():
     assert stages.num_predictions([iter(())], None) is None
     assert stages.num_predictions([iter(()), [(0, [1, 2])], None], 7) == 9
+    assert stages.most_examples([iter(()), [(0, [1, 2])]], 1000) == 998

@@ -104,6 +104,16 @@ def test_regression_with_its_noise(here):
     spread = (covariance[:, 0, 0] + 0.25).sqrt()
     np.testing.assert_allclose(table["standard_deviation"], spread.numpy(), rtol=1e-5)
     np.testing.assert_allclose(table["target"], y[:, 0].numpy(), rtol=1e-6)
+    half = 1.959964 * spread.numpy()
+    np.testing.assert_allclose(table["lower"], table["mean"] - half, atol=1e-5)
+    np.testing.assert_allclose(table["upper"], table["mean"] + half, atol=1e-5)
+    epistemic = covariance[:, 0, 0].sqrt().numpy()
+    np.testing.assert_allclose(table["epistemic"], epistemic, rtol=1e-5)
+    # Of draws nearly the same, of the network alone none.
+    assert main([*predict, "--method=glm-mc", "--samples=2000", "--overwrite"]) == 0
+    np.testing.assert_allclose(pandas.read_csv("p.csv")["epistemic"], epistemic, rtol=0.1)
+    assert main([*predict, "--method=map", "--overwrite"]) == 0
+    assert (pandas.read_csv("p.csv")["epistemic"] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import bring
 import pytest
@@ -167,6 +168,23 @@ def test_a_fit_goes_on_although_its_state_cannot_be_saved(here, disk, monkeypatc
     assert list(place.iterdir()) == []
     assert main(["fit", *data, "--batch_size=10", "--output=q.safetensors"]) == 0
     assert (here / "p.safetensors").read_bytes() == (here / "q.safetensors").read_bytes()
+
+
+def test_a_warning_is_a_line_without_a_place_in_the_source(here):
+    """The noise was never given: a fit warns of it."""
+    (here / "lines.py").write_text(
+        "import numpy\nimport torch\nfrom torch import nn\n\n\n"
+        "def build():\n    return nn.Linear(4, 1)\n\n\n"
+        "def data():\n    x = torch.randn(30, 4)\n    pairs = [(x, x.sum(1, keepdim=True))]\n"
+        "    return {'train': torch.utils.data.TensorDataset(*pairs[0]), 'test': pairs}\n"
+    )
+    fit = ["fit", "--model=lines:build", "--data=lines:data", "--output=p.safetensors"]
+    command = [sys.executable, "-m", "laplace_debias", *fit, "--progress=false"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here)
+    (line,) = found.stderr.splitlines()
+    assert line.startswith("Warning: ")
+    assert "sigma" in line
+    assert ".py" not in line
 
 
 @pytest.mark.parametrize(

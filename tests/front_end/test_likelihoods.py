@@ -10,7 +10,15 @@ from hand_likelihoods import CASES, P3, W3
 from torch import nn
 from torch.distributions import Normal
 
-from laplace_debias import Bernoulli, Categorical, HeteroscedasticGaussian, Laplace, MultiLabel
+from laplace_debias import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Laplace,
+    MultiLabel,
+)
+from laplace_debias.system.shown import html_table
 
 N, DELTA, RANK = 8, 0.6, 5
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
@@ -113,6 +121,34 @@ def test_each_is_saved_and_loaded(name, tmp_path):
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
     # A fit with what was loaded is the same fit: no argument is lost.
     close(loaded.fit_batches(split(x, y)).functional(x)[1], la.functional(x)[1])
+
+
+def test_the_noise_of_a_regression_is_at_hand():
+    sigma = Laplace(network(4), "regression", sigma=[0.5, 1.0, 2.0, 3.0]).sigma
+    assert sigma.tolist() == [0.5, 1.0, 2.0, 3.0]
+    la = Laplace(network(4), "classification")
+    assert not hasattr(la, "sigma")
+    with pytest.raises(AttributeError, match="sigma belongs to likelihood='regression', not to Ca"):
+        _ = la.sigma
+
+
+def test_each_prints_its_arguments_and_no_long_tensor():
+    assert repr(Bernoulli()) == "Bernoulli()"
+    assert repr(Gaussian(0.5)) == "Gaussian(is_assumed=False, sigma=0.5)"
+    assert "[1000] 1 … 1" in repr(Categorical(class_weights=[1.0] * 1000))
+
+
+def test_a_notebook_shows_a_table():
+    """Every line of the text, with its special characters escaped."""
+    la = Laplace(network(4), Categorical(label_smoothing=0.1), params="last_layer")
+    found = la._repr_html_()
+    for line in repr(la).splitlines()[1:-1]:
+        name, _, text = line.strip().partition(": ")
+        assert f"<td>{name}</td><td>{text}</td>" in found
+    assert html_table([["<b>", 0, None, 1.23456]], ["a & b"]) == (
+        "<table><thead><tr><th>a &amp; b</th></tr></thead>"
+        "<tr><td>&lt;b&gt;</td><td>0</td><td></td><td>1.235</td></tr></table>"
+    )
 
 
 def test_what_they_print_as():

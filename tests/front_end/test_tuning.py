@@ -153,7 +153,7 @@ def test_of_equal_values_the_middle_of_the_longest_run_is_taken():
     every, batches, _ = shaped(lambda power: 1.0)
     assert every.prior_precision == pytest.approx(100)
     assert batches.count == 1
-    assert "hardly any difference" in every.message
+    assert "untrained or broken" in every.message
 
 
 def test_points_that_are_nan_are_passed_over():
@@ -283,6 +283,22 @@ def test_one_example_has_no_error():
     found = la.tune([(x[:1], y[:1])], grid=[1.0, 2.0])
     assert found.flat is None
     assert found.table[0].keys() == {"prior_precision", "nll"}
+
+
+def test_a_network_that_knows_nothing_is_told_of():
+    """All values are alike: no one is the best, and no grid is asked for."""
+    model, x, y = problem(3.0, 60)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    found = Laplace(model).fit([(x, y)]).tune([(x, y)])
+    assert found.all_alike
+    assert "score the same, within one standard error" in found.message
+    assert "untrained or broken" in found.message
+    assert "tried" not in found.message
+    # A narrow grid tells nothing of the network.
+    few = Laplace(model).fit([(x, y)]).tune([(x, y)], grid=[1.0, 2.0])
+    assert "untrained" not in few.message
 
 
 def test_it_reads_well():

@@ -12,7 +12,10 @@ from laplace_debias.linalg import (
     Status,
     cg,
     debiased_cg,
+    eigsh,
     relative_progress,
+    spectral_density,
+    trace,
 )
 from laplace_debias.operators import Dense
 
@@ -411,3 +414,27 @@ def test_two_systems_must_fit_each_other(unchecked):
             debiased_cg(I3, other, b, right)
     with pytest.raises(ValueError, match="must be positive"):
         relative_progress(epsilon=0.0)
+
+
+@pytest.mark.parametrize("size", [5, 500])
+def test_results_print_without_their_tensors(size):
+    """In one line, whatever the size of the problem; unlike a dataclass."""
+    A = Dense(torch.diag(torch.linspace(1, 2, size, dtype=torch.float64)))
+    b = torch.ones(size, dtype=torch.float64)
+    results = [
+        cg(A, b),
+        cg(A, torch.stack([b, 2 * b], 1)),
+        debiased_cg(A, A, b, b),
+        eigsh(A, k=3),
+        spectral_density(A),
+        trace(A),
+    ]
+    for result in results:
+        text = repr(result)
+        assert text.startswith(f"{type(result).__name__}(")
+        assert "tensor" not in text
+        assert "\n" not in text
+        assert len(text) < 800
+    assert f"x=[{size}] 1 … 0.5" in repr(results[0])
+    assert "statuses=CONVERGED" in repr(results[1])
+    assert "values=[3] 2 … " in repr(results[3])

@@ -157,3 +157,11 @@ def test_every_metric_of_a_report_is_described():
     for metric in metrics.METRICS.values():
         assert metric.interval.endswith(".")
         assert metric.meaning.endswith(".")
+
+
+def test_notebooks_show_a_report_with_the_numbers_of_the_text():
+    report = metrics.evaluate(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 1]))
+    lines = [line.split() for line in repr(report).splitlines()]
+    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in lines[1:])
+    head = "".join(f"<th>{cell}</th>" for cell in lines[0])
+    assert report._repr_html_() == f"<table><thead><tr>{head}</tr></thead>{rows}</table>"

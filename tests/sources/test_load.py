@@ -184,6 +184,32 @@ def test_grey_images_where_one_mean_is_given(images):
     assert np.array_equal(found.picture(x[0]).numpy(), np.repeat(grey[:, :, None], 3, 2))
 
 
+def test_channels_are_those_that_the_network_takes(images):
+    """Of colour and grey files alike, also where one mean is for all channels."""
+    for channels in (1, 3):
+        args = {"channels": channels}
+        for given in ({}, {"mean": (0.5,), "std": (0.5,)}):
+            x, _ = every(loaded(model="nets:build", data=images, model_args=args, **given).test)
+            assert x.shape[1] == channels
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("mixed", 3)])
+def test_channels_are_told_from_the_files_where_no_convolution_tells_them(here, mode, channels):
+    root = bring.image_folder(here / "all", parts=(("", 4),))
+    for folder in sorted(root.iterdir()):
+        for file in folder.iterdir():
+            with Image.open(file) as image:
+                is_grey = mode == "L" or (mode == "mixed" and folder.name != "eel")
+                image.convert("L" if is_grey else "RGB").save(file)
+    (here / "flat.py").write_text(
+        "from torch import nn\n\n\n"
+        "def build(channels):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(channels * 16 * 20, 3))\n"
+    )
+    x, _ = every(loaded(model="flat:build", data=root, model_args={"channels": channels}).test)
+    assert x.shape[1] == channels
+
+
 def test_images_of_several_sizes_need_a_size(images):
     Image.new("RGB", (30, 30)).save(images / "test" / "eel" / "2.png")
     with pytest.raises(ValueError, match=r"30 × 30 pixels, others 16 × 20; give --image_size"):

@@ -10,6 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
+from laplace_debias.system.shown import one_line
+
 Weights = Sequence[float] | Tensor
 
 
@@ -28,6 +30,8 @@ class Likelihood(ABC):
     """
 
     variances_suffice: bool = False
+
+    __repr__ = one_line
 
     @abstractmethod
     def check(self, outputs: Float[Tensor, "batch outputs"], targets: Tensor) -> None:

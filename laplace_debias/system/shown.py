@@ -1,0 +1,57 @@
+"""How objects show themselves: in one line without long tensors, and as a table in notebooks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from html import escape
+from typing import Any
+
+from torch import Tensor
+
+_FEW = 3
+
+
+def one_line(value: Any) -> str:
+    """The class of an object and its attributes but for empty ones, long tensors by shape alone."""
+    parts = [
+        f"{name}={_short(part)}"
+        for name, part in vars(value).items()
+        if not (name.startswith("_") or part is None or (isinstance(part, Mapping) and not part))
+    ]
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def _short(value: Any) -> str:
+    """A value; of a vector its length and both ends, of a matrix the shape."""
+    if isinstance(value, Tensor):
+        if value.ndim != 1 or not len(value):
+            return _short(value.item()) if value.numel() == 1 else str(list(value.shape))
+        ends = value[[0, -1]].tolist() if len(value) > 1 else value.tolist()
+        return f"[{len(value)}] {' … '.join(map(_short, ends))}"
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts = dict.fromkeys(map(_short, value))
+        return ", ".join(parts) if len(parts) <= _FEW else f"[{len(value)}]"
+    return repr(value)
+
+
+def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
+    """A table for notebooks.
+
+    Args:
+        rows: Cells, row by row; a real number with four digits, None as nothing.
+        header: The columns' names; no header if there are none.
+    """
+    head = f"<thead>{_line('th', header)}</thead>" if header else ""
+    return f"<table>{head}{''.join(_line('td', row) for row in rows)}</table>"
+
+
+def _line(tag: str, cells: Sequence[object]) -> str:
+    texts = ("" if cell is None else _plain(cell) for cell in cells)
+    return f"<tr>{''.join(f'<{tag}>{escape(text)}</{tag}>' for text in texts)}</tr>"
+
+
+def _plain(cell: object) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
