@@ -44,7 +44,7 @@ def cell(rows: Sequence[Row], one: What, other: What | None) -> tuple[str, int]:
     if other is None:
         return f"{found.mean():.3f}".replace("-", "−"), 0
     half = stats.t.ppf(0.975, n - 1) * found.std(ddof=1) / n**0.5 if n > 1 else np.inf
-    text = f"{found.mean():+.3f}±{half:.3f}".replace("-", "−")
+    text = f"{found.mean():+.3f}{f'±{half:.3f}' if n > 1 else ''}".replace("-", "−")
     sign = int(np.sign(found.mean()) * (abs(found.mean()) > half))
     return f"**{text}**" if sign else text, sign
 
@@ -90,11 +90,13 @@ def tables(rows: Sequence[Row]) -> str:
         parts.append(table(title, rows, columns))
     entropy = (REFERENCE, "auroc", "entropy")
     columns = {REFERENCE: (entropy, None)}
-    for score in ("entropy", "mutual_information", "instability"):
+    for score in ("entropy", "mutual_information"):
         columns[score.replace("_", " ")] = (("all", "auroc", score), entropy)
-    columns["mixture"] = (("mixture", "auroc", "mutual_information"), entropy)
-    by_information = [(name, "auroc", "mutual_information") for name in (IDENTITY, "all")]
-    columns[AGAINST] = (by_information[0], by_information[1])
+    columns["entropy of the mixture"] = (("mixture", "auroc", "entropy"), entropy)
+    columns[AGAINST] = (
+        (IDENTITY, "auroc", "mutual_information"),
+        ("all", "auroc", "mutual_information"),
+    )
     title = "AUROC of foreign inputs by a score, less that of temperature scaling's entropy"
     parts.append(table(title, classes, columns, 1))
     known = dict.fromkeys(s for row in classes for s in row["methods"]["all"]["auroc"])
