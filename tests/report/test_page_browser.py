@@ -97,7 +97,8 @@ def test_every_table_that_scrolls_says_so(opened, width, script):
     page = opened("full", width, java_script_enabled=script)
     page.wait_for_timeout(200)
     told = page.evaluate(
-        """[...document.querySelectorAll('.scroll')].filter(r => !r.closest('details:not([open])')).map(r => [
+        """[...document.querySelectorAll('.scroll')].filter(
+            r => !r.closest('details:not([open])')).map(r => [
             r.scrollWidth > r.clientWidth, r.previousElementSibling.getClientRects().length > 0,
             r.previousElementSibling.textContent, r.querySelector('table').className])"""
     )
