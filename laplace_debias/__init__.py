@@ -10,11 +10,12 @@ from laplace_debias.curvature.losses.likelihoods import (
 )
 from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.laplace import CrossFit, Full, Laplace, Link, Mixture, Plan, Split
+from laplace_debias.laplace import Auto, CrossFit, Full, Laplace, Link, Mixture, Plan, Split
 from laplace_debias.quadratic import Quadratic
 from laplace_debias.system.ranks import alone
 
 __all__ = [
+    "Auto",
     "Bernoulli",
     "Categorical",
     "CrossFit",

@@ -75,7 +75,6 @@ def _cells(row: Row) -> dict[str, object]:
     error, further = row.disagreement, f" + {row.of_calls}" if row.of_calls else ""
     return {
         "architecture": row.name,
-        "parameters": f"{row.parameters:,}",
         "blocks": f"{row.of_layers}{further}" if row.works else "fails",
         "fit ÷ gradient": _median(row.fit),
         "each further batch": _median(row.further),

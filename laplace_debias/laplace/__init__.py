@@ -4,6 +4,6 @@ from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.mixture import Mixture
 from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.schemes import CrossFit, Full, Split
+from laplace_debias.laplace.schemes import Auto, CrossFit, Full, Split
 
-__all__ = ["CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]
+__all__ = ["Auto", "CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]

@@ -17,6 +17,7 @@ from laplace_debias.curvature.network.inputs import move
 from laplace_debias.curvature.network.shadow import check_no_autocast
 from laplace_debias.curvature.network.shards import check_shared, place_of
 from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.laplace.anytime import fit_anytime
 from laplace_debias.laplace.data_size import (
     Expected,
     check_alike,
@@ -33,6 +34,7 @@ from laplace_debias.laplace.resume import check_resumable, identity_of
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     OF_FIRST_BATCHES,
+    Auto,
     CrossFit,
     Full,
     Scheme,
@@ -88,8 +90,10 @@ def of_loader(
     """
     check_generator(generator)
     check_mode(mode, folds)
-    if scale and mode == "full":
-        raise ValueError('mode="full" sees all data and needs no scale: leave out scale=True.')
+    if scale and mode in ("full", "auto"):
+        raise ValueError(f'mode="{mode}" needs no scale: leave out scale=True.')
+    if mode == "auto":
+        return of_scheme(subject, Auto(loader), num_data, generator, resume)
     if scale:
         check_scale(loader)
     check_resumable(resume, subject.settings.fisher.kind, generator, loader)
@@ -129,9 +133,15 @@ def of_scheme(
         ValueError: As `check_resumable`, `check_shared` and `expected_of_given`.
     """
     check_generator(generator)
+    if isinstance(scheme, Auto) and resume is not None:
+        raise ValueError('mode="auto" saves no state: leave out resume, or use mode="full".')
     check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     of_data = [check_shared(current(), data) for data in (*scheme.read, scale)]
-    expected = expected_of_given(scheme.read, num_data)
+    if isinstance(scheme, Auto):
+        given = None if num_data is None else whole(num_data, "num_data")
+        expected = expected_of_some(scheme.data, given, scheme.mode)
+    else:
+        expected = expected_of_given(scheme.read, num_data)
     return Request(scheme, scheme.mode, expected, generator, resume, scale, of_data[0])
 
 
@@ -170,6 +180,10 @@ def fit(subject: Subject, prior: Prior, request: Request) -> Fitted:
         if checkpoint is not None:
             problem = replace(problem, checkpoint=checkpoint)
         scheme = replace(scheme, **streams)
+        if isinstance(scheme, Auto):
+            return fit_anytime(
+                problem, scheme, lambda found: _fitted(subject, prior, request, parameters, found)
+            )
         ratio = None if of_scale is None else scale_of(problem, scheme.read[-1], of_scale)
         found = scheme.fit(kind, problem)
         if ratio is not None:

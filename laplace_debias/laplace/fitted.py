@@ -39,6 +39,62 @@ class Noise:
     power: int
 
 
+@dataclass(frozen=True)
+class FitReport:
+    """How far a fit of `mode="auto"` is from the one of all the data.
+
+    An error is that of standard deviations of outputs, relative: twice the jackknife's standard
+    error of their logarithms over four folds, as the root mean square over inputs that had no part
+    in the fit. In some nine of ten fits the true error is smaller.
+
+    Attributes:
+        num_examples: How many examples were drawn, and went backward.
+        num_read: How many were read, and went forward.
+        seconds: How long it took.
+        ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`, or `"data"` (all of it
+            was read: the fit is that of all the data).
+        rounds: Examples and error after each round.
+        curve: The errors if the fit's prior precision is multiplied by 1, 10, … 10⁴.
+        of_blocks: The part of the error that each block brings, at the fit's prior precision.
+    """
+
+    num_examples: int
+    num_read: int
+    seconds: float
+    ended_by: str
+    rounds: tuple[tuple[int, float], ...]
+    curve: dict[float, float]
+    of_blocks: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """The largest error of the curve: that of whatever prior precision is tuned."""
+        return max(self.curve.values())
+
+    @property
+    def worst_block(self) -> str:
+        """The block that brings the largest error."""
+        return max(self.of_blocks, key=self.of_blocks.__getitem__)
+
+    @property
+    def error_of_twice(self) -> float:
+        """The error to expect of twice as many examples: it falls with the root of their number."""
+        return self.error / math.sqrt(2)
+
+    def __str__(self) -> str:
+        if self.ended_by == "data":
+            return f"All {self.num_examples:,} examples were read: the fit is that of all the data."
+        factors = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
+        return (
+            f"{self.num_examples:,} examples, drawn from {self.num_read:,}, in "
+            f"{self.seconds:.3g} s, ended by {self.ended_by}. "
+            f"Standard deviations of the outputs are within {self.error:.1%} of those of a fit of "
+            f"all the data; of twice the examples, within some {self.error_of_twice:.1%}. By "
+            f"multiples of the prior precision: {factors}. The largest part is that of "
+            f"{self.worst_block}."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Fitted:
     """A posterior, and all that goes with it.
@@ -55,6 +111,7 @@ class Fitted:
         noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
         watch: What finds changes of the others.
         link: What logits become probabilities by, where one was chosen.
+        report: How far a fit of `mode="auto"` is from that of all the data.
 
     Raises:
         ValueError: If the negative log-likelihood is not finite.
@@ -71,6 +128,7 @@ class Fitted:
     noise: Noise | None = None
     watch: Watch = field(default_factory=Watch, repr=False)
     link: Link | None = None
+    report: FitReport | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):

@@ -28,7 +28,7 @@ from laplace_debias.laplace.description import Described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export import export
 from laplace_debias.laplace.file import likelihood_from_json
-from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linearised import OutputChoice
 from laplace_debias.laplace.links import Link, link_from
@@ -269,7 +269,9 @@ class Laplace:
             mode: `"full"`: all batches. `"mini"`: the first batch alone (biased: directions and
                 magnitudes are both the extremes of that batch). `"debiased"`: directions from the
                 first batch, magnitudes from the second (Eq. 9). `"crossfit"`: directions from the
-                whole first batch, magnitudes out of fold.
+                whole first batch, magnitudes out of fold. `"auto"`: as many examples, in random
+                order, as standard deviations within 5 % of those of all the data take; see
+                `fit_report`, and `Auto` for another tolerance or a budget.
             num_data: N, which the curvature is scaled to whatever the fit sees. If None, what a
                 plain loader's sampler tells, or for `"full"` the number of examples seen.
             generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation;
@@ -414,6 +416,18 @@ class Laplace:
             self._subject = replace(
                 self._subject, likelihood=fitted.likelihood, parameters=fitted.parameters
             )
+
+    @property
+    def fit_report(self) -> FitReport:
+        """How far the fit of `mode="auto"` is from that of all the data.
+
+        Raises:
+            RuntimeError: Where the posterior is of no such fit, or was loaded.
+        """
+        report = self._state.report
+        if report is None:
+            raise RuntimeError('There is a report of fit(mode="auto") alone, until it is saved.')
+        return report
 
     # -------------------------------------------------------------- posterior
 

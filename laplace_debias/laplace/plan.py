@@ -169,6 +169,11 @@ def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: i
         TypeError: For an iterator.
     """
     check_mode(mode, folds)
+    if mode == "auto":
+        raise ValueError(
+            'How much mode="auto" reads it finds out itself: plan mode="crossfit" with folds=4, '
+            "which holds as many factors."
+        )
     if isinstance(loader, Iterator):
         raise TypeError(
             "A plan reads the first batch, which this iterator would lose for the fit: pass a "

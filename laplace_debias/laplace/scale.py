@@ -1,68 +1,90 @@
 """The scale of a few examples' curvature, corrected by forward passes over many."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.faults import Faults
-from laplace_debias.curvature.network.inputs import call, move
+from laplace_debias.curvature.network.inputs import Inputs, call, move
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.system.ranks import ALONE, Ranks
 
 
-def mean_output_curvature(
-    model: nn.Module,
-    loss: NegativeLogLikelihood,
-    batches: Pairs,
-    empirical: bool = False,
-    class_dim: int | None = None,
-    ranks: Ranks = ALONE,
-) -> float:
-    """Mean over examples of tr ∇²_f ℓ, summed over an example's terms; 1 − Σ p² for a softmax.
+@dataclass(frozen=True)
+class Looked:
+    """Examples that went through the network forward.
 
-    A block's trace is the mean of squared output gradients times activations. How much of it a few
-    examples hold goes with their share of this, which takes no backward pass: the ratio of its
-    means over many and over few examples scales the curvature of the few (a ratio estimator).
+    Attributes:
+        x: Inputs.
+        y: Targets.
+        traces: tr ∇²_f ℓ of each example, or ‖∇_f ℓ‖², `[B]`, float64.
+        nll: Their summed loss.
+        num_outputs: How many numbers the network gave for them.
+    """
+
+    x: Inputs
+    y: Tensor
+    traces: Float[Tensor, " batch"]
+    nll: Tensor
+    num_outputs: int
+
+
+def output_curvatures(problem: Problem, batches: Pairs) -> Iterator[Looked]:
+    """The curvature of each example's loss in the outputs: 1 − Σ p² for a softmax.
+
+    A block's trace is the mean of squared output gradients times activations. What share of it an
+    example has goes with its share of this, which takes no backward pass.
 
     Args:
-        model: The trained network, with outputs `[B, ..., C]`.
-        loss: Its loss.
+        problem: The network; its loss is a likelihood's. Of `fisher="empirical"` it is ‖∇_f ℓ‖².
         batches: `(x, y)`, on the model's device or the CPU.
-        empirical: ‖∇_f ℓ‖² instead, the trace of the empirical Fisher's part.
-        class_dim: As `Cotangents`.
-        ranks: The processes that share the examples.
 
     Raises:
-        ValueError: If there is no example, or outputs or targets are not what they must be.
+        ValueError: If outputs or targets are not what they must be.
     """
-    network = shadow(model)
-    device = next(model.parameters()).device
-    total: Tensor | float = 0.0
-    num_examples, faults = 0, Faults()
+    network, loss = shadow(problem.model), problem.cotangents.loss
+    assert isinstance(loss, NegativeLogLikelihood)
+    device = next(problem.model.parameters()).device
+    faults = Faults()
     for number, (x, y) in enumerate(batches, start=1):
         with faults.of_batch(number):
-            x = move(x, device, None)
             with torch.no_grad():
-                outputs = call(network, x)
+                outputs = call(network, move(x, device, None))
             check_outputs(outputs)
-            targets = targets_classes_last(y, outputs.ndim, class_dim)
+            targets = targets_classes_last(y, outputs.ndim, problem.cotangents.class_dim)
             loss.check(outputs, targets)
-            targets = targets.to(device, non_blocking=True)
-            labels = loss.labels(targets, outputs.ndim)
-            if empirical:
-                total = total + loss.gradient(outputs, labels).double().square().sum()
+            labels = loss.labels(targets.to(device, non_blocking=True), outputs.ndim)
+            if problem.cotangents.fisher.kind == "empirical":
+                traces = loss.gradient(outputs, labels).double().square().flatten(1).sum(1)
             else:
-                total = total + loss.hessian_trace(outputs, labels).double()
-            num_examples += len(y)
+                traces = loss.hessian_traces(outputs, labels)
+        yield Looked(x, y, traces, loss.value(outputs, labels), outputs.numel())
     faults.read()
-    of_ranks = ranks.exchange([float(total), num_examples])
+
+
+def mean_output_curvature(problem: Problem, batches: Pairs) -> float:
+    """Mean of `output_curvatures` over the examples of all processes.
+
+    The ratio of its means over many and over few examples scales the curvature of the few (a ratio
+    estimator).
+
+    Raises:
+        ValueError: If there is no example; as `output_curvatures`.
+    """
+    total: Tensor | float = 0.0
+    num_examples = 0
+    for looked in output_curvatures(problem, batches):
+        total = total + looked.traces.sum()
+        num_examples += len(looked.y)
+    of_ranks = problem.ranks.exchange([float(total), num_examples])
     num_of_all = sum(seen for _, seen in of_ranks)
     if num_of_all == 0:
         raise ValueError("The data of the scale holds no example: pass at least one batch.")
@@ -93,20 +115,7 @@ def scale_of(problem: Problem, measured: Pairs, data: Pairs) -> float:
     Raises:
         ValueError: If the examples measured have no curvature; as `mean_output_curvature`.
     """
-    cotangents = problem.cotangents
-    assert isinstance(cotangents.loss, NegativeLogLikelihood)
-    is_empirical = cotangents.fisher.kind == "empirical"
-    of_all, of_measured = (
-        mean_output_curvature(
-            problem.model,
-            cotangents.loss,
-            some,
-            is_empirical,
-            cotangents.class_dim,
-            problem.ranks,
-        )
-        for some in (data, measured)
-    )
+    of_all, of_measured = (mean_output_curvature(problem, some) for some in (data, measured))
     if of_measured == 0:
         raise ValueError(
             "The loss of the examples at hand has no curvature in the outputs, all of which are "

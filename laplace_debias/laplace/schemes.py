@@ -4,18 +4,26 @@ A scheme holds its data, and knows which function of a `CurvatureKind` serves it
 is one more class here.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch.utils.data import SequentialSampler
+
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.system.checks import whole
+from laplace_debias.system.checks import real, whole
+from laplace_debias.system.ranks import current
 
 FOLDS = 2
 """How many folds cross-fitting takes by default: more did no better in the study of debiasing."""
+AUTO_FOLDS = 4
+"""How many a fit of `mode="auto"` takes, whose errors are told by the folds' differences."""
+FIRST_ROUND = 64
+"""Examples of its first round."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,68 @@ class CrossFit(Scheme):
         return kind.crossfit(problem, self.data, self.folds)
 
 
+@dataclass(frozen=True)
+class Auto(Scheme):
+    """As many examples as it takes: cross-fitted in growing rounds, each of which tells its error.
+
+    See `laplace.anytime`. The error is that of standard deviations of the outputs against those of
+    a fit of all the data, at the prior precision that `Laplace` has.
+
+    Attributes:
+        data: Batches `(x, y)` in random order; no more of them are read than are needed.
+        tolerance: The relative error at which the fit ends.
+        seconds: The fit ends where a further round would take it beyond so many seconds.
+        examples: Or beyond so many examples.
+
+    Raises:
+        TypeError: For numbers of the wrong kind.
+        ValueError: For a tolerance or seconds that are not positive, or fewer than 64 examples, if
+            the first round takes as many.
+    """
+
+    mode = "auto"
+    data: Batches
+    tolerance: float = 0.05
+    seconds: float | None = None
+    examples: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < float(real(value, name)) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}.")
+        if self.examples is not None:
+            whole(self.examples, "examples", FIRST_ROUND)
+
+    @property
+    def num_folds(self) -> int:
+        """As `Scheme.num_folds`."""
+        return AUTO_FOLDS
+
+    def check(self, kind: CurvatureKind) -> None:
+        """Require K-FAC, one process and data in random order.
+
+        Raises:
+            ValueError: Otherwise.
+        """
+        if kind.name != "kfac":
+            raise ValueError(f'mode="auto" fits curvature="kfac", not {kind.name!r}.')
+        if current().size > 1:
+            raise ValueError(
+                'mode="auto" runs on one process: fit there and load the saved posterior, or use '
+                'mode="full".'
+            )
+        if isinstance(getattr(self.data, "sampler", None), SequentialSampler):
+            raise ValueError(
+                'mode="auto" reads the first examples, and this loader gives them in the order of '
+                "the data set: use DataLoader(..., shuffle=True)."
+            )
+
+    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
+        """Not by itself: the errors are those of a posterior, see `fit_anytime`."""
+        raise NotImplementedError
+
+
 def scheme_of(directions: Batches, magnitudes: Batches | None, folds: int | None) -> Scheme:
     """The scheme that the arguments of `Laplace.fit_batches` say.
 
@@ -164,8 +234,8 @@ OF_FIRST_BATCHES = {
     "debiased": FirstBatches(2, lambda batches: Split(batches[:1], batches[1:])),
     "crossfit": FirstBatches(1, CrossFit),
 }
-# The first one reads all batches.
-MODES = ("full", *OF_FIRST_BATCHES)
+# The first one reads all batches, the last one as many as it takes.
+MODES = ("full", *OF_FIRST_BATCHES, "auto")
 
 
 def check_mode(mode: str, folds: int | None) -> None:

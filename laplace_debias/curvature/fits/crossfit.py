@@ -32,6 +32,7 @@ from laplace_debias.curvature.fits.directions import (
     numerical_rank,
     outer,
     pooled,
+    resolution,
 )
 from laplace_debias.curvature.fits.kfac import assemble, exact_sums, fit_diagonal
 from laplace_debias.curvature.fits.over_ranks import owners_by_cost, shared_bases
@@ -41,6 +42,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Pairs, Placed
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.network.shards import first_places
+from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.ranks import Ranks
 
@@ -158,7 +160,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
         for block, measured in table.items():
             table[block] = bases[block].pooled(measured, problem.dtype)
         return CurvatureFit(assemble(problem, bases, table), seen)
-    bases, table = _of_factors(problem, folds, of_folds, seen.num_examples)
+    bases, table = _of_factors(problem, [fold.size for fold in folds], of_folds)
     if problem.ranks.size > 1:
         bases = shared_bases(problem, bases)
         parts = {block: (of_block,) for block, of_block in table.items()}
@@ -168,12 +170,12 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
 
 
 def _of_factors(
-    problem: Problem, folds: Sequence[Fold], of_folds: list[FactorSums], num_examples: int
+    problem: Problem, sizes: Sequence[int], of_folds: list[FactorSums]
 ) -> tuple[dict[Block, Eigenbasis], Sums]:
     """K-FAC's eigenbases and magnitudes, of the blocks whose factors are here."""
     bases: dict[Block, Eigenbasis] = {}
     table: Sums = {}
-    sizes = [fold.size for fold in folds]
+    num_examples = sum(sizes)
     for block in [block for block in problem.blocks if block in of_folds[0]]:
         # A block's factors are freed once it is done with.
         G, A = _stacked(of_folds, block)
@@ -186,6 +188,47 @@ def _of_factors(
         bases[block] = basis
         table[block] = basis.pooled(outer(along_G, along_A), problem.dtype)
     return bases, table
+
+
+def crossfit_with_replicates(
+    problem: Problem, sizes: Sequence[int], of_folds: Sequence[FactorSums]
+) -> tuple[BlockDiagonal, list[BlockDiagonal]]:
+    """K-FAC cross-fitted from factors, and a replicate of it without each fold, for a jackknife.
+
+    A replicate has the eigenbasis of the other folds, which cross-fitting makes anyway. Its
+    magnitudes are the cross-fitted ones, each times the ratio of the other folds' eigenvalue to the
+    mean of that over the replicates: so no factor is decomposed for them.
+
+    Args:
+        problem: The network and its blocks, of one process.
+        sizes: Examples in each fold.
+        of_folds: The factors of each, summed over its examples. They are kept.
+    """
+    of_folds = [dict(sums) for sums in of_folds]
+    _make_alike(of_folds)
+    bases: dict[Block, Eigenbasis] = {}
+    table: Sums = {}
+    replicates: list[dict[str, LinearOperator]] = [{} for _ in sizes]
+    for block in problem.blocks:
+        G, A = _stacked(of_folds, block)
+        basis = eigenbasis(_sum(G) / sum(sizes), _sum(A) / sum(sizes), block.name)
+        sides = []
+        for factors, known in zip((G, A), _eigenpairs(basis), strict=True):
+            others: list[FactorEigenpairs] = []
+            along = crossfit_magnitudes(factors, sizes, known, problem.dtype, others)
+            mean = torch.stack([values for values, _ in others]).mean(0)
+            # Where the others have no curvature there is nothing but rounding to compare.
+            least = resolution(problem.dtype) * mean.amax(-1, keepdim=True)
+            ratios = [torch.where(mean > least, values / mean, 1.0) for values, _ in others]
+            sides.append([(along * r, U) for r, (_, U) in zip(ratios, others, strict=True)])
+            sides[-1].append((along, known[1]))
+        *without, (of_G, of_A) = zip(*sides, strict=True)
+        for replicate, ((along_G, U_G), (along_A, U_A)) in zip(replicates, without, strict=True):
+            of_block = EigenKronecker(U_G, U_A, outer(along_G, along_A))
+            replicate[block.name] = of_block.to(problem.dtype)
+        bases[block] = basis
+        table[block] = basis.pooled(outer(of_G[0], of_A[0]), problem.dtype)
+    return assemble(problem, bases, table), [BlockDiagonal(blocks) for blocks in replicates]
 
 
 # Factors of all folds, `[K, ...]`, or the rows of each.
@@ -228,6 +271,7 @@ def crossfit_magnitudes(
     sizes: Sequence[int],
     known: FactorEigenpairs | None = None,
     precision: torch.dtype | None = None,
+    others_too: list[FactorEigenpairs] | None = None,
 ) -> Float[Tensor, "*groups d"]:
     """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
 
@@ -244,6 +288,7 @@ def crossfit_magnitudes(
         known: Eigenvalues, descending, and eigenvectors of the mean factor, if they are known.
         precision: What the factors were computed in, which says what counts as no curvature; their
             own dtype if None.
+        others_too: If given, takes the eigenpairs of the other folds, fold by fold.
 
     Returns:
         `[*groups, d]`, behind thin directions one entry for the rest: entry i is the mean over
@@ -252,6 +297,9 @@ def crossfit_magnitudes(
     """
     num_examples = sum(sizes)
     if isinstance(factors, Tensor) and factors.ndim == 2:
+        if others_too is not None:
+            sums = zip(factors.sum(0) - factors, sizes, strict=True)
+            others_too += [(total / (num_examples - size), None) for total, size in sums]
         return factors.sum(0) / num_examples
     values, U = eigh(_sum(factors) / num_examples) if known is None else known
     assert U is not None
@@ -263,12 +311,15 @@ def crossfit_magnitudes(
         # The sum of all is made anew for each fold: beside what is decomposed it need not be kept.
         others = (within.projected(_sum(factors)) - own).div_(num_examples - size)
         of_others, basis = eigh(others)
+        assert basis is not None
         del others
         rest = (0, values.shape[-1] - of_others.shape[-1])
         measured = F.pad(directional_curvature(own, basis), rest)
+        of_others = F.pad(of_others, rest)
+        if others_too is not None:
+            others_too.append((of_others, within.lifted(basis)))
         del basis
         # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
-        of_others = F.pad(of_others, rest)
         magnitudes += pooled(measured, of_others, precision, left_by(U)) / num_examples
     return magnitudes
 

@@ -36,12 +36,15 @@ class KeptInputs:
         self._of_chunk: list[Block] = []
         self._num_bytes = 0
 
-    def and_measure(self, measure: Measure, masks: Mapping[str, Masks]) -> Measure:
+    def and_measure(
+        self, measure: Measure, masks: Mapping[str, Masks], roots: Tensor | None = None
+    ) -> Measure:
         """`measure`, which keeps the inputs of a chunk's blocks on the way.
 
         Args:
             measure: What to compute of a block.
             masks: Which positions take part, of the layers where not all do.
+            roots: Those of the examples' weights, by which inputs are multiplied; None for one.
         """
         # Further cotangents of the same examples come with the same inputs.
         fresh = set(self._blocks)
@@ -51,7 +54,7 @@ class KeptInputs:
             mask = masks.get(block.layer)
             if block in fresh and not isinstance(uses, CallUses):
                 fresh.discard(block)
-                inputs = [x for x, _ in uses]
+                inputs = [x if roots is None else by_example(x, roots, 0) for x, _ in uses]
                 self._parts.setdefault(block, []).append((inputs, mask))
                 self._of_chunk.append(block)
                 self._num_bytes += _num_bytes(inputs)
@@ -81,6 +84,13 @@ class KeptInputs:
             block, parts = self._parts.popitem()
             self._consume(self._network.get_submodule(block.layer), block, *_joined(parts))
         self._num_bytes = 0
+
+
+def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:
+    """Values times a factor for each example, which are along a dimension."""
+    shape = [1] * values.ndim
+    shape[dim] = -1
+    return values * factors.to(values).view(shape)
 
 
 def _num_bytes(inputs: Sequence[Tensor]) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.checkpoint import UNSAVED, Progress, Sums
 from laplace_debias.curvature.fits.halves import Adding, run_by_halves
-from laplace_debias.curvature.fits.kept_inputs import ConsumeInputs, KeptInputs
+from laplace_debias.curvature.fits.kept_inputs import ConsumeInputs, KeptInputs, by_example
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.positions import PositionFinder
@@ -92,8 +92,9 @@ class Sweep:
             if self.checkpoint.has(x, y):
                 continue
             # The batches of a list are folds, and not those of the user.
+            weights = None if placed.weights is None else placed.weights[number - 1]
             with faults.of_batch(None if placed.are_folds else number):
-                self._batch(x, y, place, pace, progress)
+                self._batch(x, y, place, pace, progress, weights)
             progress.num_batches += 1
             self.checkpoint.done(progress, faults.read)
         faults.read()
@@ -131,13 +132,23 @@ class Sweep:
         tap.forget()
         return Pace(max(1, examples), at_once, positions, device)
 
-    def _batch(self, x: Inputs, y: Tensor, place: int, pace: "Pace", progress: Progress) -> None:
+    def _batch(
+        self,
+        x: Inputs,
+        y: Tensor,
+        place: int,
+        pace: "Pace",
+        progress: Progress,
+        weights: Tensor | None,
+    ) -> None:
         """Measure a batch and add it up, chunk by chunk."""
 
         def run(part: slice, adding: Adding) -> None:
             before = progress.nll, progress.num_outputs
             try:
-                self._chunk(take(x, part), y[part], place + part.start, pace, progress, adding)
+                roots = None if weights is None else weights[part].sqrt()
+                pairs = take(x, part), y[part], place + part.start
+                self._chunk(*pairs, pace, progress, adding, roots)
             except BaseException:
                 progress.nll, progress.num_outputs = before
                 if self.kept is not None:
@@ -153,21 +164,28 @@ class Sweep:
             self.kept.hand_over()
 
     def _chunk(
-        self, x: Inputs, y: Tensor, key: int, pace: "Pace", progress: Progress, adding: Adding
+        self,
+        x: Inputs,
+        y: Tensor,
+        key: int,
+        pace: "Pace",
+        progress: Progress,
+        adding: Adding,
+        roots: Tensor | None,
     ) -> None:
-        """Push a chunk through the network, forward and back."""
+        """Push a chunk through the network, forward and back; `roots` are those of the weights."""
 
         def columns(outputs: Tensor) -> Tensor:
             check_outputs(outputs)
             cotangents, value = self.problem.cotangents(outputs, y, key)
             progress.nll = progress.nll + value
             progress.num_outputs += outputs.numel()
-            return cotangents
+            return cotangents if roots is None else by_example(cotangents, roots, 1)
 
         moved, measure = move(x, pace.device, None), self.measure
         if self.kept is not None:
             # It asks about what still lies on the CPU there.
-            measure = self.kept.and_measure(measure, pace.positions.find(x, y))
+            measure = self.kept.and_measure(measure, pace.positions.find(x, y), roots)
         self.stream(moved, columns, measure, adding, pace.columns)
 
 

@@ -77,14 +77,15 @@ class NegativeLogLikelihood(OutputLoss):
 
         return product
 
-    def hessian_trace(self, outputs: Tensor, labels: Labels) -> Float[Tensor, ""]:
-        """The trace of the Hessian of `value`, float64; Σ (1 − Σ p²) for a softmax."""
+    def hessian_traces(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """The trace of the Hessian of each example's loss, float64; 1 − Σ p² for a softmax."""
+        batch = len(outputs)
         if len(labels) == 3 and labels[2].shape[-1] > 1:
-            return self._root(outputs.double(), labels).square().sum()
+            return self._root(outputs.double(), labels).square().sum(0).reshape(batch, -1).sum(1)
         traces = self.likelihood.hessian_trace(outputs.flatten(0, -2))
         for factor in labels[1:]:
             traces = traces * factor.flatten()
-        return traces.sum()
+        return traces.reshape(batch, -1).sum(1).double()
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """∇ of −log p at labels drawn from p(y | f), times the roots of the curvature weights."""

@@ -31,14 +31,20 @@ class Placed:
     Args:
         pairs: Pairs `(x, y)`.
         place: See `Place`; by default the examples are all there are.
+        weights: What each example's loss is multiplied by, `[B]` of each pair; None for one.
 
     Attributes:
         are_folds: Whether the pairs were cut from a list, and are not the user's batches.
     """
 
-    def __init__(self, pairs: Pairs, place: Place = lambda _, seen: seen) -> None:
+    def __init__(
+        self,
+        pairs: Pairs,
+        place: Place = lambda _, seen: seen,
+        weights: Sequence[Tensor] | None = None,
+    ) -> None:
         self._pairs = pairs
-        self.place = place
+        self.place, self.weights = place, weights
         self.are_folds = isinstance(pairs, list)
 
     def __iter__(self) -> Iterator[Any]:

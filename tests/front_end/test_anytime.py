@@ -1,0 +1,259 @@
+"""A fit in growing rounds: its posterior, the error that it tells, and where it ends."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Auto, Laplace
+from laplace_debias.curvature.fits.sums import factor_sums
+from laplace_debias.curvature.network.batches import Placed
+from laplace_debias.laplace.anytime import LOOKS, NUM_ERRORS, inclusion, jackknife
+from laplace_debias.laplace.functional.linearised import moments
+
+SIZE = 3000
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)
+    return nn.Sequential(*layers).to(dtype).eval()
+
+
+def data(size: int = SIZE, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = 2 * torch.randn(size, 6, generator=generator, dtype=dtype)
+    return x, torch.randint(3, (size,), generator=generator)
+
+
+def loader(seed: int = 0, batch_size: int = 40) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(TensorDataset(*data()), batch_size, shuffle=True, generator=generator)
+
+
+def magnitudes(la: Laplace) -> list[Tensor]:
+    return [block.magnitudes for block in la.posterior.curvature.blocks.values()]
+
+
+@pytest.mark.parametrize("batch_size", [2, 40, SIZE])
+def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: int):
+    shuffled = loader(batch_size=batch_size)
+    la = Laplace(network()).fit(Auto(shuffled, tolerance=1e-9))
+    full = Laplace(network()).fit([data()])
+    x = data()[0][:5]
+    torch.testing.assert_close(la.predict(x).probs, full.predict(x).probs, rtol=1e-10, atol=1e-12)
+    assert la.fit_report.ended_by == "data"
+    assert la.fit_report.error == 0
+    assert la.posterior.num_data == SIZE
+
+
+def test_weights_of_whole_numbers_are_repeated_examples():
+    x, y = data(12)
+    weights = torch.tensor([0, 1, 2, 3] * 3)
+    repeated = x.repeat_interleave(weights, 0), y.repeat_interleave(weights)
+    for fisher in ("exact", "empirical"):
+        subject = Laplace(network(), fisher=fisher)._subject
+        problem = subject.problem([(x, y)], None, Laplace(network())._prior)[0]
+        weighed, _ = factor_sums(problem, Placed([(x, y)], weights=[weights.double()]))
+        expected, _ = factor_sums(problem, [repeated])
+        for block, (G, A) in expected.items():
+            torch.testing.assert_close(weighed[block][0], G, rtol=1e-12, atol=1e-14)
+            if not block.is_exact:
+                torch.testing.assert_close(weighed[block][1], A, rtol=1e-12, atol=1e-14)
+
+
+def test_inverse_probabilities_are_unbiased_and_bounded():
+    curvatures = torch.rand(500, generator=torch.Generator().manual_seed(0)).double() ** 6
+    chances = inclusion(curvatures, float(curvatures.mean()))
+    assert chances.reciprocal().max() <= 2 * LOOKS
+    assert float(chances.sum()) == pytest.approx(500 / LOOKS, rel=0.05)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.rand(4000, 500, generator=generator, dtype=torch.float64) < chances
+    means = (drawn / chances * curvatures).mean(1)
+    assert float(means.mean()) == pytest.approx(float(curvatures.mean()), rel=4e-3)
+    # Drawn alike, they vary far more.
+    alike = torch.rand(4000, 500, generator=generator, dtype=torch.float64) < 1 / LOOKS
+    assert means.std() < 0.6 * (alike * LOOKS * curvatures).mean(1).std()
+
+
+def of_folds(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """G and A of a linear classifier, fold by fold, by hand: means over what was read."""
+    with torch.no_grad():
+        p = model(x).softmax(1)
+    hessians = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    traces = 1 - p.square().sum(1)
+    # The data comes in one batch, behind the probes.
+    chances = ((1 + traces / traces.mean()) / 16).clamp_max(1)
+    uniforms = torch.rand(len(x), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.where(uniforms < chances, 1 / chances, 0)
+    folds = []
+    for k in range(4):
+        H, t, w, a = hessians[k::4], traces[k::4], weights[k::4], x[k::4]
+        G = t.sum() / (w * t).sum() * (w[:, None, None] * H).sum(0)
+        A = len(a) / w.sum() * (w[:, None] * a).mT @ a
+        folds.append((G, A))
+    return folds
+
+
+@pytest.mark.filterwarnings("ignore:The tolerance")
+def test_posterior_and_error_are_those_of_dense_matrices():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3, bias=False).double().eval()
+    x, y = data()
+    la = Laplace(model, prior_precision=0.5)
+    la.fit(Auto([(x, y)], tolerance=1e-9, examples=64), num_data=SIZE)
+    probes, folds = x[:16], of_folds(model, x[16:])
+    sizes = [len(x[16 + k :: 4]) for k in range(4)]
+    all_of = sum(sizes)
+    bases, replicates = [], []
+    for side in (0, 1):
+        total = sum(fold[side] for fold in folds)
+        others = zip(folds, sizes, strict=True)
+        pairs = [torch.linalg.eigh((total - f[side]) / (all_of - size)) for f, size in others]
+        along = sum(
+            (U.T @ f[side] @ U).diag() / all_of for f, (_, U) in zip(folds, pairs, strict=True)
+        )
+        bases.append((along, torch.linalg.eigh(total)[1]))
+        mean = torch.stack([values for values, _ in pairs]).mean(0)
+        # Probabilities sum to one: one direction of G has no curvature, and no ratio.
+        ratios = [torch.where(mean > 1e-9, L / mean, 1) for L, _ in pairs]
+        replicates.append([(along * r, U) for r, (_, U) in zip(ratios, pairs, strict=True)])
+
+    def variances(of_G: tuple[Tensor, Tensor], of_A: tuple[Tensor, Tensor]) -> Tensor:
+        precision = SIZE * torch.outer(of_G[0], of_A[0]) + 0.5
+        J = torch.einsum("cg,ba->bcga", of_G[1], probes @ of_A[1])
+        return (J.square() / precision).sum((2, 3))
+
+    found = la.functional(probes, diagonal=True)[1]
+    torch.testing.assert_close(found, variances(*bases), rtol=1e-9, atol=0)
+    logs = torch.stack([variances(*of).log() / 2 for of in zip(*replicates, strict=True)])
+    error = (3 / 4 * (logs - logs.mean(0)).square().sum(0)).mean().sqrt()
+    assert la.fit_report.curve[1.0] == pytest.approx(NUM_ERRORS * float(error), rel=1e-6)
+    assert la.fit_report.num_read == SIZE - 16
+
+
+def test_jackknife_of_means_is_their_standard_error():
+    values = torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    without = (values.sum(0) - values) / 11
+    torch.testing.assert_close(jackknife(without), values.std(0) / 12**0.5)
+
+
+def true_errors(la: Laplace, full: Laplace, x: Tensor) -> Tensor:
+    """The errors of standard deviations on fresh inputs, for every point of the curve."""
+    grid = torch.tensor(list(la.fit_report.curve), dtype=x.dtype)
+    found, exact = (moments(of._fitted, x, grid, True)[1].log() / 2 for of in (la, full))
+    return (found - exact).square().mean((1, 2)).sqrt()
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 0.05])
+def test_told_error_covers_the_true_one(tolerance: float):
+    model, full = network(), Laplace(network()).fit([data()])
+    fresh = 2 * torch.randn(100, 6, generator=torch.Generator().manual_seed(7)).double()
+    ratios = []
+    for seed in range(20):
+        la = Laplace(model).fit(Auto(loader(seed), tolerance=tolerance))
+        report = la.fit_report
+        assert report.ended_by in ("tolerance", "data")
+        if report.ended_by == "tolerance":
+            assert report.error <= tolerance
+            ratios.append(report.error / float(true_errors(la, full, fresh).max()))
+    found = torch.tensor(ratios)
+    assert len(found) >= 10
+    assert (found >= 1).double().mean() >= 0.8
+    assert found.median() <= 2.5
+
+
+@pytest.mark.filterwarnings("ignore:The tolerance")
+def test_blocks_tell_their_part():
+    la = Laplace(network()).fit(Auto(loader(), tolerance=1e-9, examples=128))
+    report = la.fit_report
+    assert list(report.of_blocks) == la.block_names
+    # Parts of one sum: their errors add up to no less than the whole one's.
+    assert sum(report.of_blocks.values()) >= 0.9 * report.curve[1.0]
+    assert report.of_blocks[report.worst_block] == max(report.of_blocks.values())
+    assert report.worst_block in str(report)
+
+
+def interrupted(batches: DataLoader, after: int) -> Iterator:
+    for number, batch in enumerate(batches):
+        if number == after:
+            raise KeyboardInterrupt
+        yield batch
+
+
+def test_an_interrupt_leaves_the_last_round():
+    torch.manual_seed(0)
+    stream = interrupted(loader(), after=40)
+    with pytest.warns(UserWarning, match="ended by interrupt"):
+        la = Laplace(network()).fit(Auto(stream, tolerance=1e-9), num_data=SIZE)
+    assert la.fit_report.ended_by == "interrupt"
+    assert la.posterior.num_data == SIZE
+
+
+def test_an_interrupt_of_the_first_round_leaves_what_was():
+    la = Laplace(network()).fit([data()])
+    before = la.posterior
+    with pytest.raises(KeyboardInterrupt):
+        la.fit(Auto(interrupted(loader(), after=1)), num_data=SIZE)
+    assert la.posterior is before
+
+
+def test_a_budget_of_seconds_ends_it():
+    with pytest.warns(UserWarning, match="ended by seconds"):
+        la = Laplace(network()).fit(Auto(loader(), tolerance=1e-9, seconds=1e-6))
+    assert la.fit_report.ended_by == "seconds"
+
+
+def test_a_generator_decides_what_is_read():
+    fits = []
+    for _ in range(2):
+        shuffled = DataLoader(TensorDataset(*data()), batch_size=40, shuffle=True)
+        generator = torch.Generator().manual_seed(3)
+        fits.append(Laplace(network()).fit(shuffled, mode="auto", generator=generator))
+    for first, second in itertools.pairwise(map(magnitudes, fits)):
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_saved_posterior_has_no_report(tmp_path):
+    la = Laplace(network()).fit(loader(), mode="auto")
+    la.save(tmp_path / "a.safetensors")
+    with pytest.raises(RuntimeError, match=r'report of fit\(mode="auto"\) alone'):
+        _ = Laplace.load(tmp_path / "a.safetensors", network()).fit_report
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": 0}, "tolerance must be positive"),
+        ({"tolerance": float("nan")}, "tolerance must be positive"),
+        ({"seconds": -1.0}, "seconds must be positive"),
+        ({"examples": 63}, "examples must be at least 64"),
+    ],
+)
+def test_wrong_numbers_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Auto(loader(), **options)
+
+
+def test_what_it_cannot_do_is_refused(tmp_path):
+    x, y = data()
+    in_order = DataLoader(TensorDataset(x, y), batch_size=40)
+    la = Laplace(network())
+    with pytest.raises(ValueError, match="shuffle=True"):
+        la.fit(in_order, mode="auto")
+    with pytest.raises(ValueError, match="leave out resume"):
+        la.fit(loader(), mode="auto", resume=tmp_path)
+    with pytest.raises(ValueError, match="needs no scale"):
+        la.fit(loader(), mode="auto", scale=True)
+    with pytest.raises(ValueError, match="batches of two examples"):
+        la.fit(loader(batch_size=1), mode="auto")
+    with pytest.raises(ValueError, match="pass num_data="):
+        la.fit([(x, y)], mode="auto")
+    with pytest.raises(ValueError, match='plan mode="crossfit"'):
+        la.plan(loader(), mode="auto")
+    with pytest.raises(ValueError, match="not 'ekfac'"):
+        Laplace(network(), curvature="ekfac").fit(loader(), mode="auto")
