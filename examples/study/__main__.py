@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
                     run(name, seed, file)
         except MissingError as missing:
             print(f"{name} is skipped: {missing}", flush=True)
-    made = tables(read(file))
+    made = tables([row for row in read(file) if row["problem"] in names])
     (options.out / "tables.md").write_text(made, encoding="utf-8")
     print(made)
     return made

@@ -12,8 +12,9 @@ Row = dict[str, Any]
 What = tuple[str, ...]
 """A method, a measure and perhaps a score."""
 REFERENCE = "temperature"
-METHODS = ("network", "vector", "last layer", "all", "ensemble, tempered", "mixture")
+METHODS = ("last layer", "all", "ensemble, tempered", "mixture")
 IDENTITY = "all, identity"
+AGAINST = "identity less K-FAC"
 
 
 def read(file: Path) -> list[Row]:
@@ -43,7 +44,7 @@ def cell(rows: Sequence[Row], one: What, other: What | None) -> tuple[str, int]:
     if other is None:
         return f"{found.mean():.3f}".replace("-", "−"), 0
     half = stats.t.ppf(0.975, n - 1) * found.std(ddof=1) / n**0.5 if n > 1 else np.inf
-    text = f"{found.mean():+.3f} ± {half:.3f}".replace("-", "−")
+    text = f"{found.mean():+.3f}{f'±{half:.3f}' if n > 1 else ''}".replace("-", "−")
     sign = int(np.sign(found.mean()) * (abs(found.mean()) > half))
     return f"**{text}**" if sign else text, sign
 
@@ -63,7 +64,10 @@ def table(
         lines.append(f"| {name} | {' | '.join(text for text, _ in cells)} |")
         signs.append([better * sign for _, sign in cells])
     if any(other for _, other in columns.values()):
-        counts = [f"{of.count(1)}, {of.count(-1)}" for of in zip(*signs, strict=True)]
+        counts = [
+            "" if other is None else f"{of.count(1)}, {of.count(-1)}"
+            for of, (_, other) in zip(zip(*signs, strict=True), columns.values(), strict=True)
+        ]
         lines.append(f"| ahead, behind | {' | '.join(counts)} |")
     return "\n".join([*lines, ""])
 
@@ -81,31 +85,38 @@ def tables(rows: Sequence[Row]) -> str:
     ):
         reference = (REFERENCE, measure)
         paired = {name: ((name, measure), reference) for name in METHODS}
-        parts.append(table(title, rows, {REFERENCE: (reference, None), **paired}))
+        identity = {AGAINST: ((IDENTITY, measure), ("all", measure))}
+        columns = {REFERENCE: (reference, None), **paired, **identity}
+        parts.append(table(title, rows, columns))
+    entropy = (REFERENCE, "auroc", "entropy")
+    columns = {REFERENCE: (entropy, None)}
+    for score in ("entropy", "mutual_information"):
+        columns[score.replace("_", " ")] = (("all", "auroc", score), entropy)
+    columns["entropy of the mixture"] = (("mixture", "auroc", "entropy"), entropy)
+    columns[AGAINST] = (
+        (IDENTITY, "auroc", "mutual_information"),
+        ("all", "auroc", "mutual_information"),
+    )
+    title = "AUROC of foreign inputs by a score, less that of temperature scaling's entropy"
+    parts.append(table(title, classes, columns, 1))
+    known = dict.fromkeys(s for row in classes for s in row["methods"]["all"]["auroc"])
+    for name in ("last layer", "all", IDENTITY, "mixture"):
+        title = f"The same by every score of {name}"
+        parts.append(table(title, classes, {s: ((name, "auroc", s), entropy) for s in known}, 1))
+    variance = {
+        name: ((name, "auroc", "variance"), None)
+        for name in ("last layer", "all", IDENTITY, "ensemble, tempered", "mixture")
+    }
+    parts.append(table("AUROC of foreign inputs by the variance", numbers, variance))
+    nll = (REFERENCE, "nll")
+    without = {name: ((name, "nll"), nll) for name in ("network", "vector", "ensemble")}
+    parts.append(table("NLL without a posterior, less that of temperature scaling", rows, without))
     instead = {
         f"{name}, {part}": ((f"{name}, {part}", "nll"), (name, "nll"))
         for part in ("identity", "T = 1", "evidence")
         for name in ("last layer", "all")
     }
     parts.append(table("NLL with one part replaced, less that of the posterior", rows, instead))
-    entropy = (REFERENCE, "auroc", "entropy")
-    known = dict.fromkeys(s for row in classes for s in row["methods"]["all"]["auroc"])
-    for name in ("last layer", "all", IDENTITY, "mixture"):
-        paired = {score: ((name, "auroc", score), entropy) for score in known}
-        title = f"AUROC of foreign inputs by scores of {name}, less temperature scaling's entropy"
-        parts.append(table(title, classes, {REFERENCE: (entropy, None), **paired}, 1))
-    of_variance = {
-        name: ((name, "auroc", "variance"), None)
-        for name in (
-            "last layer",
-            "all",
-            IDENTITY,
-            "all, evidence",
-            "ensemble, tempered",
-            "mixture",
-        )
-    }
-    parts.append(table("AUROC of foreign inputs by the variance", numbers, of_variance))
     seconds = {n: ((n, "seconds"), None) for n in (REFERENCE, "last layer", "all", "mixture")}
     parts.append(table("Seconds after the training", rows, seconds))
     return "\n".join(part for part in parts if part)

@@ -77,7 +77,7 @@ def test_a_cell_is_a_paired_t_interval():
     text, sign = cell(rows, ("a", "nll"), ("b", "nll"))
     found = stats.ttest_rel(*pairs.T).confidence_interval()
     middle, half = (found.low + found.high) / 2, (found.high - found.low) / 2
-    assert text == f"**−{-middle:.3f} ± {half:.3f}**"
+    assert text == f"**−{-middle:.3f}±{half:.3f}**"
     assert sign == -1
     assert cell(rows, ("a", "nll"), None) == ("2.333", 0)
     assert cell([json.loads('{"methods": {}}')], ("a", "nll"), None) == ("–", 0)

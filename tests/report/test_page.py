@@ -67,7 +67,10 @@ def page(folder):
 @pytest.mark.slow
 def test_every_picture_is_a_file_and_in_the_page(folder, page):
     names = {path.stem for path in (folder / "pictures").iterdir()}
-    assert set(re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)) == names
+    # The first one is a picture from below once more.
+    first, *others = re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)
+    assert sorted(others) == sorted(names)
+    assert first == "first-reliability-test-network"
     for kind in ("reliability", "risk-coverage", "roc", "uncertainty", "severity"):
         assert any(name.startswith(kind) for name in names), kind
     for kind in ("sweep", "spectrum"):
@@ -75,6 +78,27 @@ def test_every_picture_is_a_file_and_in_the_page(folder, page):
     assert {"time", "memory"} <= names
     for path in (folder / "pictures").iterdir():
         ElementTree.parse(path)  # a file that programs can read
+
+
+def test_the_first_screen_is_verdict_picture_and_table(page):
+    """In this order, and before anything else."""
+    parts = ["In short", "picture-first-", 'id="table"', 'id="differences"']
+    at = [page.index(part) for part in parts]
+    assert at == sorted(at)
+    assert page.index("<main") < at[0]
+    assert page.index("intervals over the test") > page.index("<table")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"shifts": False}, "first-reliability-test-network"),
+        ({"task": "regression", "pictures": False, "shifts": False}, "first-coverage"),
+    ],
+)
+def test_the_first_picture_is_one_that_the_run_has(tmp_path, options, name):
+    text = written(make_run(tmp_path / "run", n=60, posterior=False, ood=False, **options))
+    assert re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', text)[0] == name
 
 
 def test_ids_are_unique_and_what_refers_to_them_finds_them(page):

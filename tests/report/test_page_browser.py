@@ -90,6 +90,38 @@ def test_pictures_are_drawn_and_nothing_is_wider_than_the_window(opened, kind, w
     assert page.evaluate("document.images.length") == (36 if kind == "full" else 0)
 
 
+@pytest.mark.parametrize("script", [True, False])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_every_table_that_scrolls_says_so(opened, width, script):
+    """On a narrow page the main table is cards, which do not scroll."""
+    page = opened("full", width, java_script_enabled=script)
+    page.wait_for_timeout(200)
+    told = page.evaluate(
+        """[...document.querySelectorAll('.scroll')].filter(
+            r => !r.closest('details:not([open])')).map(r => [
+            r.scrollWidth > r.clientWidth, r.previousElementSibling.getClientRects().length > 0,
+            r.previousElementSibling.textContent, r.querySelector('table').className])"""
+    )
+    assert len(told) >= 3
+    for scrolls, is_told, text, kind in told:
+        assert "Scroll sideways" in text
+        if script:
+            assert is_told == scrolls
+        elif width == 390:
+            assert is_told or not scrolls
+        if kind == "cards" and width == 390:
+            assert not scrolls
+            assert not is_told
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_first_screen_has_verdict_picture_and_table(opened, scheme):
+    page = opened("full", 1280, color_scheme=scheme)
+    for part in (".said li", "[id^=picture-first] svg", "#table tbody th"):
+        box = page.locator(part).first.bounding_box()
+        assert box["y"] + box["height"] <= 900, part
+
+
 def shown_of(page, key):
     """By picture, how many parts of a method are visible."""
     return page.evaluate(

@@ -1,7 +1,7 @@
 """The page's pictures from top to bottom: sections with what they mean."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from laplace_debias.metrics import METRICS
@@ -57,6 +57,24 @@ def sections(run: Run, looks: dict[str, Look]) -> list[Section]:
     judged = _regression(run, looks) if run.is_regression else _classification(run, looks)
     parts = [*judged, _ood(run, looks), _severity(run, looks), *_posterior(run, looks)]
     return [part for part in [*parts, _costs(run, looks)] if part.groups]
+
+
+_FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "reliability-test-")
+
+
+def first_picture(shown: Sequence[Section]) -> Picture | None:
+    """The picture that shows the verdict: confidence by severity, or on the test set.
+
+    Args:
+        shown: The sections.
+    """
+    pictures = [p for part in shown for group in part.groups for p in group.pictures]
+    for name in _FIRST:
+        for picture in pictures:
+            if picture.name.startswith(name):
+                alt = f"In short: {picture.alt}"
+                return replace(picture, name=f"first-{picture.name}", alt=alt)
+    return None
 
 
 def _classification(run: Run, looks: dict[str, Look]) -> list[Section]:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from laplace_debias.report.names import duration, size
 from laplace_debias.report.page.examples import example_groups
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
-from laplace_debias.report.page.sections import Section, sections
+from laplace_debias.report.page.sections import Section, first_picture, sections
 from laplace_debias.report.page.table import (
     difference_tables,
     full_tables,
@@ -133,6 +133,7 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
         looks=by_key,
         swatch=_swatch,
         sections=shown,
+        first=first_picture(shown),
         examples=example_groups(run),
         parts={key: count for key, count in num_predicted.items() if 0 < count < num_test},
         num_test=num_test,

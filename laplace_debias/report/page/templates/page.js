@@ -83,6 +83,13 @@
     });
   }
 
+  // Tables say where they scroll.
+  const sideways = new ResizeObserver((seen) => {
+    for (const { target } of seen)
+      target.previousElementSibling.classList.toggle("off", target.scrollWidth <= target.clientWidth);
+  });
+  for (const region of document.querySelectorAll(".sideways + .scroll")) sideways.observe(region);
+
   // Printed, everything is unfolded.
   const folded = () => document.querySelectorAll("details:not([open])");
   let opened = [];
