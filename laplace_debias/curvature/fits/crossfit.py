@@ -231,8 +231,8 @@ def crossfit_with_replicates(
         plain[block.name] = of_block.to(problem.dtype)
         bases[block] = basis
         table[block] = basis.pooled(outer(of_G[0], of_A[0]), problem.dtype)
-    others = [BlockDiagonal(blocks) for blocks in replicates]
-    return assemble(problem, bases, table), BlockDiagonal(plain), others
+    found = [BlockDiagonal(blocks) for blocks in replicates]
+    return assemble(problem, bases, table), BlockDiagonal(plain), found
 
 
 # Factors of all folds, `[K, ...]`, or the rows of each.
