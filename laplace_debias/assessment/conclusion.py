@@ -67,10 +67,11 @@ def conclude(run: Row, found: Row) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A number as people read it: three decimals, more where it is small."""
+    """A number as people read it: three decimals, more where it is small, none where large."""
     if value == 0:
         return "0"
     text = f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.2g}"
+    text = f"{value:,.0f}" if abs(value) >= 1000 else text
     return text.replace("-", "−")
 
 

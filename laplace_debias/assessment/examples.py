@@ -36,6 +36,8 @@ def write_examples(
         x = inputs.get(entry["index"])
         if x is not None and loaded.picture is None:
             entry["inputs"] = x.flatten()[:_MOST_NUMBERS].tolist()
+        if x is not None and loaded.row is not None:
+            entry["columns"] = dict(list(loaded.row(x).items())[:_MOST_NUMBERS])
     if loaded.picture is not None:
         for index, x in inputs.items():
             write_picture(folder / "examples" / f"{index}.png", loaded.picture(x))

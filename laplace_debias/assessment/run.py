@@ -136,6 +136,7 @@ class Run:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "task": loaded.task,
             "input_name": loaded.input_name,
+            "target": loaded.target,
             "classes": None if loaded.classes is None else list(loaded.classes),
             "num_train": loaded.num_train,
             "num_parameters": sum(p.numel() for p in loaded.model.parameters()),

@@ -114,5 +114,9 @@ def _rows(
 
 def _cell(row: Mapping[str, Any], with_interval: bool) -> str:
     if not with_interval or row["low"] is None or row["high"] is None:
-        return f"{row['value']:.3f}"
-    return f"{row['value']:.3f} ({row['low']:.3f}–{row['high']:.3f})"
+        return _short(row["value"])
+    return f"{_short(row['value'])} ({_short(row['low'])}–{_short(row['high'])})"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:z.3f}"

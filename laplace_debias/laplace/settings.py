@@ -21,6 +21,8 @@ from laplace_debias.system.memory import check_memory_bound
 
 _P = ParamSpec("_P")
 OURS = {
+    "sigma_noise": "la.sigma",
+    "predictive_samples": "la.sample(n), or la.predict(x, method='nn')",
     "subset_of_weights": 'params="all" or "last_layer"',
     "hessian_structure": 'curvature="kfac", "diag", "full" or "lowrank"',
     "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",

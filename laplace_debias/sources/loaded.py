@@ -51,6 +51,8 @@ class Loaded:
         classes: Names of the classes, in the order of the outputs; None if they have none.
         picture: From one input `[C, H, W]` as the network takes it to what a person sees, `[H, W,
             3]`; None where inputs are not images.
+        row: From one input to a table's columns by name, in its units; None where there are none.
+        target: A table's column that the network predicts.
         input_name: Name of an input, in the singular: `image`, `row` or `example`.
         notes: Notes on network and data, sentences.
     """
@@ -67,5 +69,7 @@ class Loaded:
     others: tuple[nn.Module, ...] = ()
     classes: tuple[str, ...] | None = None
     picture: Callable[[Tensor], UInt8[Tensor, "height width 3"]] | None = None
+    row: Callable[[Tensor], Mapping[str, float]] | None = None
+    target: str | None = None
     input_name: str = "example"
     notes: tuple[str, ...] = ()

@@ -108,6 +108,8 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
         clean_and_corrupted=of_choice,
         classes=parts.classes,
         picture=None if parts.pixels is None else parts.pixels.picture,
+        row=None if columns is None else columns.row,
+        target=None if columns is None else columns.target,
         input_name="image" if parts.pixels is not None else parts.input_name,
         notes=notes,
     )

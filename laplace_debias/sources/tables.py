@@ -27,11 +27,18 @@ class Columns:
         names: The columns, in the order of the network's inputs.
         mean: Of the training rows, or zeros.
         std: Of the training rows, 1 where a column is constant; or ones.
+        target: The column that the network predicts.
     """
 
     names: tuple[str, ...]
     mean: np.ndarray
     std: np.ndarray
+    target: str
+
+    def row(self, x: Float[Tensor, " columns"]) -> dict[str, float]:
+        """An input's columns by name, in the units of the table."""
+        values = x.double().numpy() * self.std + self.mean
+        return dict(zip(self.names, values.tolist(), strict=True))
 
     def inputs(self, table: Any, where: str) -> Float[Tensor, "rows columns"]:
         """Rows as inputs, float32.
@@ -106,7 +113,7 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> tuple[Parts
     if settings.standardise:
         mean, spread = values.mean(0), values.std(0)
         std = np.where(spread > 1e-12 * np.abs(mean).clip(1e-300), spread, 1.0)
-    columns = Columns(names, mean, std)
+    columns = Columns(names, mean, std, target)
     classes, task = _meaning(train[target], settings.task, target)
     examples = {
         part: Examples(

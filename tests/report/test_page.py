@@ -101,6 +101,21 @@ def test_the_first_picture_is_one_that_the_run_has(tmp_path, options, name):
     assert re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', text)[0] == name
 
 
+def test_a_tables_columns_are_shown_by_name_and_unit(tmp_path):
+    folder = make_run(tmp_path / "run", n=60, task="regression", pictures=False, shifts=False)
+    meta = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(meta | {"target": "price <EUR>"}))
+    examples = json.loads((folder / "examples.json").read_text())
+    for entry in examples["most_confidently_wrong"]:
+        entry["columns"] = {"area <m2>": 123.4, "rooms": 3.0}
+    (folder / "examples.json").write_text(json.dumps(examples))
+    text = written(folder)
+    assert '<span class="quiet">area &lt;m2&gt;</span> 123' in text
+    assert '<span class="quiet">price &lt;EUR&gt;</span>' in text
+    assert "units of price &lt;EUR&gt;" in text
+    assert "units of the target" not in text
+
+
 def test_ids_are_unique_and_what_refers_to_them_finds_them(page):
     seen = Seen(page)
     assert len(seen.ids) == len(set(seen.ids))

@@ -57,6 +57,12 @@ def test_features_are_standardised_by_the_training_rows(here, suffix):
     np.testing.assert_allclose(x.numpy(), expected[test], atol=1e-5)
     np.testing.assert_allclose(y[:, 0].numpy(), data["price"].to_numpy()[test], rtol=1e-6)
     assert (found.task, found.input_name, found.num_train) == ("regression", "row", 24)
+    # What the page shows are the columns in their own units.
+    shown = [found.row(row) for row in x]
+    assert [list(row) for row in shown] == [["height", "age", "constant"]] * len(x)
+    values = [list(row.values()) for row in shown]
+    np.testing.assert_allclose(values, columns[test], rtol=1e-4, atol=1e-4)
+    assert found.target == "price"
     raw, _ = every(
         loaded(
             data=path,

@@ -64,13 +64,15 @@ def _example(run: Run, entry: Mapping[str, Any], shown: Mapping[str, str]) -> di
     else:
         truth, said = _class_names(run, entry["label"]), entry["probs"]
         told = {key: ("", _top_classes(run, one, entry["label"])) for key, one in said.items()}
-    inputs = enumerate(entry.get("inputs") or (), start=1)
+    named = {f"x{i}": x for i, x in enumerate(entry.get("inputs") or (), start=1)}
     return {
         "index": index,
         "truth": truth,
         "picture": picture,
         "is_small": is_small,
-        "inputs": [(f"x{i}", significant(float(x))) for i, x in inputs],
+        "inputs": [
+            (name, significant(float(x))) for name, x in (entry.get("columns") or named).items()
+        ],
         "guesses": [(label, *told[key]) for key, label in shown.items() if key in told],
     }
 

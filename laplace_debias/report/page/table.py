@@ -160,7 +160,8 @@ def _column(run: Run, data: str, metric: str, rows: pd.DataFrame) -> Column:
     score = rows["score"].iloc[0]
     where = [] if data == run.test.name else [data]
     where += [SCORES.get(score, score)] if isinstance(score, str) else []
-    return Column(name, _ARROWS.get(name.better or "", ""), ", ".join(where))
+    unit = name.unit.replace("the target", str(run.meta.get("target") or "the target"))
+    return Column(replace(name, unit=unit), _ARROWS.get(name.better or "", ""), ", ".join(where))
 
 
 def _cells(
