@@ -319,8 +319,7 @@ class _Reading:
                 weights = chances[chosen].reciprocal()
                 fold.weights += float(weights.sum())
                 fold.weighed += float((weights * traces[chosen]).sum())
-                here = chosen.to(looked.y.device)
-                drawn[number].append((take(looked.x, here), looked.y[here], weights))
+                drawn[number].append((take(looked.x, chosen), looked.y[chosen], weights))
                 count += len(chosen)
         return count
 

@@ -93,7 +93,8 @@ def of_loader(
     if scale and mode in ("full", "auto"):
         raise ValueError(f'mode="{mode}" needs no scale: leave out scale=True.')
     if mode == "auto":
-        return of_scheme(subject, Auto(loader), num_data, generator, resume)
+        request = of_scheme(subject, Auto(loader), num_data, generator, resume)
+        return replace(request, progress=progress)
     if scale:
         check_scale(loader)
     check_resumable(resume, subject.settings.fisher.kind, generator, loader)
@@ -221,7 +222,7 @@ def _opened(
     scheme, generator, ranks = request.scheme, request.generator, current()
     (first, what), *others = scheme.fields.items()
     whole, of_scale = ("fit", "scale") if request.progress else (None, None)
-    progress = whole if request.mode == "full" else None
+    progress = whole if request.mode in ("full", "auto") else None
     problem, parameters, stream = subject.problem(scheme.read[0], generator, prior, what, progress)
     scale = None
     if request.scale is not None:

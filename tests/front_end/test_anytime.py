@@ -1,7 +1,7 @@
 """A fit in growing rounds: its posterior, the error that it tells, and where it ends."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -50,13 +50,23 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
     assert la.posterior.num_data == SIZE
 
 
-def test_weights_of_whole_numbers_are_repeated_examples():
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Flatten()
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.ZeroPad2d(1), *layers, nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("build", [network, convolutions])
+def test_weights_of_whole_numbers_are_repeated_examples(build: Callable, sharing: str):
     x, y = data(12)
+    model = build()
+    model.double()(x)
     weights = torch.tensor([0, 1, 2, 3] * 3)
     repeated = x.repeat_interleave(weights, 0), y.repeat_interleave(weights)
     for fisher in ("exact", "empirical"):
-        subject = Laplace(network(), fisher=fisher)._subject
-        problem = subject.problem([(x, y)], None, Laplace(network())._prior)[0]
+        la = Laplace(model.double().eval(), fisher=fisher, sharing=sharing)
+        problem = la._subject.problem([(x, y)], None, la._prior)[0]
         weighed, _ = factor_sums(problem, Placed([(x, y)], weights=[weights.double()]))
         expected, _ = factor_sums(problem, [repeated])
         for block, (G, A) in expected.items():
