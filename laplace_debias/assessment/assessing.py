@@ -8,7 +8,7 @@ from typing import Any
 
 from laplace_debias.assessment.measures import measure
 from laplace_debias.assessment.methods import Method, check_methods, default_methods
-from laplace_debias.assessment.run import Run, sets_of, sets_of_choice
+from laplace_debias.assessment.run import Run, sets_of
 from laplace_debias.assessment.run_folder import open_folder, write_bytes
 from laplace_debias.assessment.stages import fit, predict
 from laplace_debias.curvature.network.batches import Batches
@@ -73,9 +73,7 @@ def assess(
         "methods": {method.key: dataclasses.asdict(method) for method in methods},
         "model": checksum(loaded.model),
         "others": [checksum(model) for model in loaded.others],
-        "data": {
-            part.name: _digest_of_batch(part.batches) for part in [*sets, *sets_of_choice(loaded)]
-        },
+        "data": {part.name: _digest_of_batch(part.batches) for part in sets},
         "num_train": loaded.num_train,
     }
     folder, ranks = Path(output), current()

@@ -300,17 +300,11 @@ class _Verdict:
         return [f"Foreign inputs: {self._rule()}{'; '.join(told)}."] if told else []
 
     def _rule(self) -> str:
-        """The score that is recommended, and why."""
-        if self._is_regression:
-            return ""
+        """The score that is recommended; see `recommended`."""
         if self._recommended is None:
-            return "the entropy is recommended, without validation images to choose a score on; "
+            return ""
         found = self._recommended
-        return (
-            f"{self._whose(found['score'], found['method'])} is recommended, as of all scores it "
-            f"separates {self._inputs(found['num_examples'])} of the validation set best from the "
-            f"same ones corrupted (AUROC {number(found['auroc'])}); "
-        )
+        return f"{self._whose(found['score'], found['method'])} is recommended; "
 
     def _whose(self, score: str, method: str) -> str:
         if method == self._network:

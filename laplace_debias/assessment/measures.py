@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace_debias import metrics
 from laplace_debias.assessment.conclusion import conclude
 from laplace_debias.assessment.examples import write_examples
+from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.predictions import SCORES
 from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.run_folder import read_predictions, write_json
@@ -34,14 +35,10 @@ def measure(run: Run) -> None:
             for part in run.sets
         }
         compared = Comparison(tables, {part.name: part.role for part in run.sets}, run.loaded.task)
-        of_choice = [
-            {m.key: read_predictions(run.path(m, part)) for m in run.methods}
-            for part in run.sets_of_choice
-        ]
         found = {
             "rows": compared.rows(),
             "differences": list(compared.differences()),
-            "recommended": recommended(of_choice, run.loaded.task) if of_choice else None,
+            "recommended": recommended(run.methods, run.loaded.task),
         }
         write_json(run.folder / "metrics.json", found)
         of_test = {method.key: tables[method.key, TEST] for method in run.methods}
@@ -79,33 +76,23 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
     return scores
 
 
-def recommended(of_choice: Sequence[Mapping[str, Table]], task: str) -> dict[str, Any]:
-    """The score for OOD examples: the best at separating validation images from corrupted ones.
+def recommended(methods: Sequence[Method], task: str) -> dict[str, str] | None:
+    """The score for OOD examples: the entropy of the last posterior, or of the network without one.
 
-    A rule that is fixed before test and OOD sets are looked at. Of equals the first one is taken,
-    beginning with the network's entropy.
+    A rule that sees neither test nor OOD sets. Of the scores in `examples/study` this one is behind
+    the entropy of temperature scaling on no problem, and mutual information is on four of eleven.
 
     Args:
-        of_choice: By method its predictions for the validation images, and for the corrupted ones.
+        methods: In their order, a mixture of several posteriors last.
         task: As in `Loaded`.
 
     Returns:
-        As `recommended` of `metrics.json`.
+        Method and score; None for a regression, whose network has no score.
     """
-    shared, *others = (table["index"] for table in of_choice[0].values())
-    for index in others:
-        shared = shared[torch.isin(shared, index)]
-    areas = {}
-    for method in of_choice[0]:
-        inside, outside = (
-            scores_of(_where(tables[method], torch.isin(tables[method]["index"], shared)), task)
-            for tables in of_choice
-        )
-        for score in inside:
-            areas[method, score] = metrics.auroc(inside[score], outside[score]).item()
-    method, score = max(areas, key=lambda key: areas[key])
-    area = areas[method, score]
-    return {"method": method, "score": score, "auroc": area, "num_examples": len(shared)}
+    if task == "regression":
+        return None
+    *_, last = (method for method in methods if method is methods[0] or method.posterior)
+    return {"method": last.key, "score": "entropy"}
 
 
 def common(ours: Table, theirs: Table) -> tuple[Table, Table]:

@@ -61,23 +61,15 @@ def sets_of(loaded: Loaded) -> list[DataSet]:
     sets = [DataSet("test", "test", loaded.test)]
     for severity, batches in sorted(loaded.shifts.items()):
         sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
-    taken = {part.name for part in [*sets, *sets_of_choice(loaded)]}
+    taken = {part.name for part in sets}
     for name, data in loaded.ood.items():
         if name in taken or not _NAME.fullmatch(name):
             raise ValueError(
                 f"the OOD set {name!r} cannot be a file's name: rename it with letters, digits, "
-                "'.', '_' and '-', and not test, shift-1 …, "
-                "validation or validation-corrupted"
+                "'.', '_' and '-', and not test or shift-1 …"
             )
         sets.append(DataSet(name, "ood", data.batches, kind=data.kind))
     return sets
-
-
-def sets_of_choice(loaded: Loaded) -> list[DataSet]:
-    """Clean and corrupted validation images, on which the score for OOD sets is chosen; or none."""
-    names = ("validation", "validation-corrupted")
-    of_choice = (loaded.task != "regression" and loaded.clean_and_corrupted) or ()
-    return [DataSet(name, "choice", part) for name, part in zip(names, of_choice, strict=False)]
 
 
 @dataclass(eq=False)
@@ -88,7 +80,7 @@ class Run:
         loaded: The network and its data.
         folder: Where the run is written.
         methods: Methods to compare, the network first.
-        sets: The sets that methods are judged on; `sets_of_choice` is predicted besides.
+        sets: The sets that are predicted.
         seed: Of everything that is drawn.
         console: Where the stages print what they do; nowhere if None.
         said: Content of `run.json`, as plain data.
@@ -106,11 +98,6 @@ class Run:
     def families(self) -> list[Family]:
         """The methods by the posterior that they share."""
         return families_of(self.methods)
-
-    @cached_property
-    def sets_of_choice(self) -> list[DataSet]:
-        """As `sets_of_choice`."""
-        return sets_of_choice(self.loaded)
 
     @cached_property
     def num_validation(self) -> int:

@@ -184,8 +184,7 @@ def _choose_examples(run: Run, la: Laplace, family: Family) -> None:
     passes = sum(method.has_temperature for method in family.methods)
     if family.posterior is not None and family.posterior.path is None:
         passes += _PASSES_OF_TUNING
-    sets: list[Batches | None] = [part.batches for part in [*run.sets, *run.sets_of_choice]]
-    sets += [run.loaded.validation] * passes
+    sets = [part.batches for part in run.sets] + [run.loaded.validation] * passes
     each = current().from_rank(seconds_an_example(la, run.loaded) / current().size, 0)
     examples, label = family.examples, family.methods[0].label
     if examples is None and not (family.posterior and family.posterior.params == "last_layer"):
@@ -301,13 +300,12 @@ def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
         run: The run.
         members: As `fit` returns it.
     """
-    for part in [*run.sets, *run.sets_of_choice]:
+    for part in run.sets:
         with run.stage("predict"):
             for family in run.families:
                 _predict(run, family, part, members[family.key])
-            for entry in run.said["sets"]:
-                if entry["name"] == part.name:
-                    entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
+            (entry,) = (entry for entry in run.said["sets"] if entry["name"] == part.name)
+            entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
 
 
 def _predict(run: Run, family: Family, part: DataSet, members: Sequence[Member]) -> None:

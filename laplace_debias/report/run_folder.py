@@ -78,8 +78,8 @@ class Run:
         test: The test set.
         rows: `rows` of `metrics.json`: `method`, `set`, `metric`, `value`, `low`, `high`, `score`.
         differences: Its `differences`: the same with `reference`.
-        recommended: Its `recommended`: `method` and `score` for out-of-distribution examples, None
-            where none was chosen.
+        recommended: Its `recommended`: `method` and `score` for out-of-distribution examples; None
+            for a regression.
     """
 
     folder: Path

@@ -46,8 +46,6 @@ class Loaded:
         test: Examples to judge it on.
         ood: Out-of-distribution examples by name.
         shifts: The test examples again, corrupted, by severity 1 … 5.
-        clean_and_corrupted: Some validation images, and the same ones corrupted, on which the score
-            for out-of-distribution examples is chosen; None where there are none.
         classes: Names of the classes, in the order of the outputs; None if they have none.
         picture: From one input `[C, H, W]` as the network takes it to what a person sees, `[H, W,
             3]`; None where inputs are not images.
@@ -65,7 +63,6 @@ class Loaded:
     test: Batches
     ood: Mapping[str, OodData] = field(default_factory=dict)
     shifts: Mapping[int, Batches] = field(default_factory=dict)
-    clean_and_corrupted: tuple[Batches, Batches] | None = None
     others: tuple[nn.Module, ...] = ()
     classes: tuple[str, ...] | None = None
     picture: Callable[[Tensor], UInt8[Tensor, "height width 3"]] | None = None

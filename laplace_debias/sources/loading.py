@@ -25,10 +25,6 @@ from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
 from laplace_debias.sources.tables import Columns
 
-CHOSEN_ON, SEVERITY = 500, 3
-"""How many validation images choose the score for out-of-distribution examples, and how corrupted
-their counterparts are."""
-
 
 def load(settings: SourceSettings) -> Loaded:
     """The trained network of the settings and its data, checked against each other.
@@ -81,7 +77,6 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
     for severity in sorted(set(settings.corruptions)):
         pixels = _images(parts.pixels, shape, "corruptions")
         shifts[severity] = Changed(test, Corruption(pixels, severity, settings.seed))
-    of_choice = _to_choose_on(settings, parts, reader, validation) if others else None
     train = reader.cast(train)
     if isinstance(x, Tensor) and reader.dtype is not None:
         first = next(iter(train))
@@ -105,7 +100,6 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
             name: OodData(reader.cast(ood.batches), ood.kind) for name, (ood, _) in others.items()
         },
         shifts={severity: reader.cast(batches) for severity, batches in shifts.items()},
-        clean_and_corrupted=of_choice,
         classes=parts.classes,
         picture=None if parts.pixels is None else parts.pixels.picture,
         row=None if columns is None else columns.row,
@@ -167,22 +161,6 @@ def _ood(
         batches, _ = batches_of(further.part, settings, "ood_examples")
         found[name] = OodData(batches, kind), further.notes
     return found
-
-
-def _to_choose_on(
-    settings: SourceSettings, parts: Parts, reader: Reader, validation: Batches | None
-) -> tuple[Batches, Batches] | None:
-    """Validation images and the same ones corrupted, `Loaded.clean_and_corrupted`."""
-    if validation is None or reader.shape is None or parts.pixels is None:
-        return None
-    if reader.shape[0] not in (1, 3):
-        return None
-    if validation is not parts.validation:  # Batches of the user's own come as they are.
-        number = min(len(validation.dataset), CHOSEN_ON)  # type: ignore[attr-defined]
-        some = replace(settings, validation_examples=number)
-        validation, _ = batches_of(parts.validation, some, "validation_examples")  # type: ignore[arg-type]
-    corruption = Corruption(parts.pixels, SEVERITY, settings.seed)
-    return reader.cast(validation), reader.cast(Changed(validation, corruption))
 
 
 def _images(pixels: Pixels | None, shape: tuple[int, ...] | None, what: str) -> Pixels:

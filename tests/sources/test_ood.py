@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from laplace_debias.sources import SourceSettings, load, loading
+from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.corruptions import corrupt
 
 NORMAL = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
@@ -44,24 +44,6 @@ def test_corruptions_are_those_of_the_pixels(images):
     assert torch.equal(every(found.shifts[5])[1], every(found.test)[1])
     other = loaded(data=images, corruptions=(5,), seed=1)
     assert not torch.equal(as_pixels(other, other.shifts[5]), as_pixels(found, found.shifts[5]))
-
-
-def test_the_score_is_chosen_on_some_validation_images(images, monkeypatch):
-    digits = {"d": "builtin:digits"}
-    found = loaded(data=images, ood=digits)
-    clean, corrupted = found.clean_and_corrupted
-    assert torch.equal(as_pixels(found, clean), as_pixels(found, found.validation))
-    pixels = as_pixels(found, clean).permute(0, 3, 1, 2)
-    expected = corrupt(pixels, loading.SEVERITY, seed=0).permute(0, 2, 3, 1)
-    assert torch.equal(as_pixels(found, corrupted), expected)
-    monkeypatch.setattr(loading, "CHOSEN_ON", 3)
-    few = loaded(data=images, ood=digits, validation_examples=5)
-    x, y = every(few.clean_and_corrupted[0])
-    assert len(x) == 3
-    chosen = {row.numpy().tobytes() for row in every(few.validation)[0]}
-    assert {row.numpy().tobytes() for row in x} <= chosen
-    assert torch.equal(every(few.clean_and_corrupted[1])[1], y)
-    assert loaded(data=images).clean_and_corrupted is None
 
 
 def test_patches_change_places_and_nothing_else(images):

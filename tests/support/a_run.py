@@ -89,9 +89,6 @@ def loaded_images(
         test=batches_of(x_test, y_test),
         ood=ood if num_ood else {},
         shifts={s: batches_of(x_test + 0.5 * s * noise, y_test) for s in severities},
-        clean_and_corrupted=(batches_of(x_val, y_val), batches_of(1.5 * x_val.flip(3), y_val))
-        if has_validation and num_ood
-        else None,
         classes=CLASSES,
         picture=lambda x: x.clamp(-2, 2).add(2).mul(63).byte().permute(1, 2, 0),
         input_name="image",

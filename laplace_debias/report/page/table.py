@@ -88,7 +88,7 @@ def difference_tables(run: Run) -> list[Table]:
 def recommended_table(run: Run) -> Table | None:
     """AUROC of the network's entropy, of the recommended score, and the paired difference by set.
 
-    None where no score was chosen; one row where the network's entropy was.
+    None without a recommendation; one row where it is the network's entropy.
     """
     if run.recommended is None or not run.ood:
         return None
