@@ -165,7 +165,14 @@ def view_of(
             "No --mean and --std: the network gets pixels divided by 255. If it was trained with "
             "normalised images, give both.",
         )
-    view = View(unchanged, pixels, _is_grey(settings, model, some))
+    is_grey = _is_grey(settings, model, some)
+    numbers, channels = max(len(pixels.mean), len(pixels.std)), 1 if is_grey else 3
+    if numbers not in (1, channels):
+        raise ValueError(
+            f"--mean and --std have {numbers} numbers, the network takes {channels} channels: give "
+            "as many numbers in --mean and --std, or one for all channels"
+        )
+    view = View(unchanged, pixels, is_grey)
     size = settings.image_size
     return (view if size is None else view.of_size(size, size)), notes
 
