@@ -145,7 +145,7 @@ def test_a_saved_mixture_predicts_the_same_bits(tmp_path):
         Mixture.load(tmp_path / "nothing", [])
 
 
-def test_members_that_do_not_go_together_are_refused():
+def test_members_that_do_not_go_together_are_refused(unchecked):
     la = member("classification", 1)
     with pytest.raises(ValueError, match="at least one member"):
         Mixture([])
