@@ -85,9 +85,11 @@ def fit_anytime(problem: Problem, scheme: Auto, fitted: Callable[[CurvatureFit],
             # The error falls with the root of the number: twice the tolerance takes four times.
             growth = 4 if error > 2 * scheme.tolerance else 2
             target = growth * reading.num_drawn
-        is_bounded = scheme.seconds is not None or scheme.examples is not None
-        if ended_by == "data" and not (rounds and is_bounded):
-            return _exact(problem, scheme.data, fitted, rounds, start)
+        if ended_by == "data":
+            is_bounded = scheme.seconds is not None or scheme.examples is not None
+            if not rounds or not (is_bounded or isinstance(scheme.data.source, Iterator)):
+                return _exact(problem, scheme.data, fitted, rounds, start)
+            ended_by = "the end of the data"
     except KeyboardInterrupt:
         if not rounds:
             raise
@@ -142,8 +144,8 @@ def _exact(
     """
     if isinstance(data.source, Iterator):
         raise ValueError(
-            "The data ended before the tolerance was reached, and this iterator cannot be read "
-            'again: pass a DataLoader, or a budget (Auto(..., seconds=)), or use mode="full".'
+            "The data ended before the first round did, and this iterator cannot be read again: "
+            'pass a DataLoader or a list of batches, or use mode="full".'
         )
     now = fitted(CurvatureKind("kfac").fit(problem, data, None))
     num_data = now.posterior.num_data

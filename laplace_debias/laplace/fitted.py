@@ -45,14 +45,14 @@ class FitReport:
 
     An error is that of standard deviations of outputs, relative, as the root mean square over
     inputs that had no part in the fit: what they differ by from fold to fold, and by magnitudes in
-    fold and out of fold (see the page on the method). In nine of ten fits the true one is smaller.
+    fold and out of fold (see the page on the method, also for how often the true one is smaller).
 
     Attributes:
         num_examples: How many examples were drawn, and went backward.
         num_read: How many were read, and went forward.
         seconds: How long it took.
-        ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`, or `"data"` (all of it
-            was read: the fit is that of all the data).
+        ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`; `"the end of the data"`,
+            within a budget or of an iterator; or `"data"`: all of it was fitted.
         rounds: Examples and error after each round.
         curve: The errors if the fit's prior precision is multiplied by 1, 10, … 10⁴.
         of_blocks: The part of the error that each block brings, at the fit's prior precision.
@@ -83,7 +83,7 @@ class FitReport:
 
     def __str__(self) -> str:
         if self.ended_by == "data":
-            return f"All {self.num_examples:,} examples were read: the fit is that of all the data."
+            return f"All {self.num_examples:,} examples were fitted."
         factors = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
         return (
             f"{self.num_examples:,} examples, drawn from {self.num_read:,}, in "

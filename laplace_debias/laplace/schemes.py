@@ -146,18 +146,18 @@ class Auto(Scheme):
     """As many examples as it takes: cross-fitted in growing rounds, each of which tells its error.
 
     See `laplace.anytime`. The error is that of standard deviations of the outputs against those of
-    a fit of all the data, at the prior precision that `Laplace` has.
+    a fit of all the data, at the prior precision that `Laplace` has and up to 10⁴ times it.
 
     Attributes:
         data: Batches `(x, y)` in random order; no more of them are read than are needed.
         tolerance: The relative error at which the fit ends.
         seconds: The fit ends where a further round would take it beyond so many seconds.
-        examples: Or beyond so many examples.
+        examples: The fit ends when so many examples went backward, in whole batches.
 
     Raises:
         TypeError: For numbers of the wrong kind.
-        ValueError: For a tolerance or seconds that are not positive, or fewer than 64 examples, if
-            the first round takes as many.
+        ValueError: For a tolerance or seconds that are not positive, or fewer than 64 examples,
+            which the first round takes.
     """
 
     mode = "auto"

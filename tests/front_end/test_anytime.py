@@ -221,6 +221,22 @@ def test_a_budget_of_seconds_ends_it():
     assert la.fit_report.ended_by == "seconds"
 
 
+@pytest.mark.parametrize("source", ["budget", "iterator"])
+def test_data_that_ends_within_a_budget_or_an_iterator_is_not_all_fitted(source: str):
+    """And does not say so."""
+    batches = loader()
+    budget = {"seconds": 1e6} if source == "budget" else {}
+    given = batches if source == "budget" else iter(list(batches))
+    with pytest.warns(UserWarning, match="ended by the end of the data"):
+        la = Laplace(network()).fit(Auto(given, tolerance=1e-9, **budget), num_data=SIZE)
+    assert 0 < la.fit_report.error < 1
+    assert la.fit_report.num_examples < SIZE / 2
+    assert "were fitted" not in str(la.fit_report)
+    few = iter([(data()[0][:100], data()[1][:100])])
+    with pytest.raises(ValueError, match="ended before the first round"):
+        Laplace(network()).fit(Auto(few), num_data=SIZE)
+
+
 def test_a_generator_decides_what_is_read():
     fits = []
     for _ in range(2):
