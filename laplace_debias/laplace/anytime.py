@@ -30,8 +30,6 @@ _PROBES, _OUTPUTS = 16, 4
 _CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 # What leaves a block's variance and takes away that of the others.
 _WITHOUT = 1e12
-# How many examples go forward for one that goes backward.
-LOOKS = 8
 NUM_ERRORS = 2.0
 """Standard errors that are told as the error, which the true one rarely exceeds."""
 
@@ -67,7 +65,7 @@ def fit_anytime(problem: Problem, scheme: Auto, fitted: Callable[[CurvatureFit],
         )
     assert isinstance(scheme.data, Stream)
     start, rounds = perf_counter(), list[_Round]()
-    reading = _Reading(problem, iter(scheme.data))
+    reading = _Reading(problem, iter(scheme.data), scheme.looks)
     ended_by, target = "", FIRST_ROUND
     try:
         while not ended_by:
@@ -197,7 +195,7 @@ def jackknife(of_replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*
 
 
 def inclusion(
-    curvatures: Float[Tensor, " batch"], mean: float, looks: int = LOOKS
+    curvatures: Float[Tensor, " batch"], mean: float, looks: int
 ) -> Float[Tensor, " batch"]:
     """With what probability examples are drawn: one of `looks`, and more where the loss curves.
 
@@ -255,6 +253,7 @@ class _Reading:
     Args:
         problem: The network and its blocks.
         pairs: The data, of which inputs are set aside.
+        looks: How many examples go forward for one that is drawn.
 
     Attributes:
         probes: Inputs that are no part of the fit.
@@ -266,8 +265,8 @@ class _Reading:
         ValueError: If the first batch has one example.
     """
 
-    def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]]) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:
+        self.problem, self._looks_each = problem, looks
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
         self.seen, self.num_drawn, self._curvature = Seen(0, 0.0, 0, 0), 0, 0.0
         self._generator = torch.Generator().manual_seed(0)
@@ -301,7 +300,7 @@ class _Reading:
         self._curvature += float(traces.sum())
         fold_of = (self.seen.num_examples + torch.arange(size)) % len(self.folds)
         self.seen = self.seen + Seen(size, float(looked.nll), looked.num_outputs, size)
-        chances = inclusion(traces, self._curvature / self.seen.num_examples)
+        chances = inclusion(traces, self._curvature / self.seen.num_examples, self._looks_each)
         is_drawn = torch.rand(size, generator=self._generator, dtype=torch.float64) < chances
         for number, fold in enumerate(self.folds):
             own = fold_of == number

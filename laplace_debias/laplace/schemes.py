@@ -24,6 +24,9 @@ AUTO_FOLDS = 4
 """How many a fit of `mode="auto"` takes, whose errors are told by the folds' differences."""
 FIRST_ROUND = 64
 """Examples of its first round."""
+LOOKS = 8
+"""How many examples go forward for one that goes backward."""
+_LEAST = 16
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,12 @@ class Auto(Scheme):
         tolerance: The relative error at which the fit ends.
         seconds: The fit ends where a further round would take it beyond so many seconds.
         examples: The fit ends when so many examples went backward, in whole batches.
+        looks: How many examples go forward for one that goes backward.
 
     Raises:
         TypeError: For numbers of the wrong kind.
-        ValueError: For a tolerance or seconds that are not positive, or fewer than 64 examples,
-            which the first round takes.
+        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, or no
+            looks.
     """
 
     mode = "auto"
@@ -165,6 +169,7 @@ class Auto(Scheme):
     tolerance: float = 0.05
     seconds: float | None = None
     examples: int | None = None
+    looks: int = LOOKS
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "seconds"):
@@ -172,7 +177,8 @@ class Auto(Scheme):
             if value is not None and not 0 < float(real(value, name)) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}.")
         if self.examples is not None:
-            whole(self.examples, "examples", FIRST_ROUND)
+            whole(self.examples, "examples", _LEAST)
+        whole(self.looks, "looks")
 
     @property
     def num_folds(self) -> int:

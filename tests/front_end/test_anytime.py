@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Auto, Laplace
-from laplace_debias.laplace.anytime import LOOKS, NUM_ERRORS, inclusion, jackknife
+from laplace_debias.laplace.anytime import NUM_ERRORS, inclusion, jackknife
 from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.laplace.schemes import LOOKS
 
 SIZE = 3000
 
@@ -50,7 +51,7 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
 
 def test_inverse_probabilities_are_unbiased_and_bounded():
     curvatures = torch.rand(500, generator=torch.Generator().manual_seed(0)).double() ** 6
-    chances = inclusion(curvatures, float(curvatures.mean()))
+    chances = inclusion(curvatures, float(curvatures.mean()), LOOKS)
     assert chances.reciprocal().max() <= 2 * LOOKS
     assert float(chances.sum()) == pytest.approx(500 / LOOKS, rel=0.05)
     generator = torch.Generator().manual_seed(1)
