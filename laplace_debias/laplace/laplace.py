@@ -34,8 +34,7 @@ from laplace_debias.laplace.functional.linearised import OutputChoice
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan, plan_of
-from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.posterior_range import check_temperature
+from laplace_debias.laplace.posterior import GaussianPosterior, check_temperature
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.prior import (
     Prior,
