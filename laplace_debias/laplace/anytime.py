@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,7 @@ from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import FactorSums, factor_sums
-from laplace_debias.curvature.network.batches import Pairs, Placed, Stream
+from laplace_debias.curvature.network.batches import Pairs, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, num_examples, take, tensors_of
 from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional.linearised import moments
@@ -219,15 +220,13 @@ class _Fold:
     Attributes:
         sums: Factors of the examples drawn, weighed by their inverse probabilities.
         num_read: How many examples were read.
-        num_drawn: How many of them were drawn.
-        weights: The sum of their weights.
+        weights: The sum of the weights of those drawn.
         curvature: That of the curvatures of all that was read.
         weighed: That of the weighed curvatures of those drawn.
     """
 
     sums: FactorSums | None = None
     num_read: int = 0
-    num_drawn: int = 0
     weights: float = 0.0
     curvature: float = 0.0
     weighed: float = 0.0
@@ -244,12 +243,7 @@ class _Fold:
                 'are certain: use mode="full".'
             )
         of_G, of_A = self.curvature / self.weighed, self.num_read / self.weights
-        # An exact block has the number of examples drawn for A.
-        of_exact = self.num_read / self.num_drawn
-        return {
-            block: (_times(G, of_G), _times(A, of_exact if block.is_exact else of_A))
-            for block, (G, A) in self.sums.items()
-        }
+        return {block: (_times(G, of_G), _times(A, of_A)) for block, (G, A) in self.sums.items()}
 
 
 class _Reading:
@@ -272,12 +266,12 @@ class _Reading:
         ValueError: If the first batch has one example.
     """
 
-    def __init__(self, problem: Problem, pairs: Iterator[tuple[Inputs, Tensor]]) -> None:
+    def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]]) -> None:
         self.problem = problem
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
-        self.seen, self.num_drawn, self._curvature = Seen(0, 0.0, 0), 0, 0.0
+        self.seen, self.num_drawn, self._curvature = Seen(0, 0.0, 0, 0), 0, 0.0
         self._generator = torch.Generator().manual_seed(0)
-        x, y = next(pairs)
+        x, y, *weights = next(pairs)
         if num_examples(x) < 2:
             raise ValueError(
                 'mode="auto" compares fits at inputs of the first batch, which it sets aside: use '
@@ -285,7 +279,7 @@ class _Reading:
             )
         count = min(_PROBES, num_examples(x) // 2)
         self.probes = take(x, slice(0, count))
-        rest = take(x, slice(count, None)), y[count:]
+        rest = take(x, slice(count, None)), y[count:], *weights
         self._looked = output_curvatures(problem, _chained(rest, pairs))
 
     def until(self, target: int) -> bool:
@@ -296,11 +290,8 @@ class _Reading:
             num_drawn += self._draw(looked, drawn)
         for fold, parts in zip(self.folds, drawn, strict=True):
             if parts:
-                pairs, weights = _joined(parts)
-                placed = Placed(pairs, weights=weights)
-                sums, seen = factor_sums(self.problem, placed, self.num_drawn)
+                sums, seen = factor_sums(self.problem, _joined(parts), self.num_drawn)
                 self.num_drawn += seen.num_examples
-                fold.num_drawn += seen.num_examples
                 fold.sums = sums if fold.sums is None else _added(fold.sums, sums)
         return num_drawn >= target
 
@@ -309,7 +300,7 @@ class _Reading:
         traces, size, count = looked.traces.cpu(), len(looked.y), 0
         self._curvature += float(traces.sum())
         fold_of = (self.seen.num_examples + torch.arange(size)) % len(self.folds)
-        self.seen = self.seen + Seen(size, float(looked.nll), looked.num_outputs)
+        self.seen = self.seen + Seen(size, float(looked.nll), looked.num_outputs, size)
         chances = inclusion(traces, self._curvature / self.seen.num_examples)
         is_drawn = torch.rand(size, generator=self._generator, dtype=torch.float64) < chances
         for number, fold in enumerate(self.folds):
@@ -328,16 +319,16 @@ class _Reading:
 
 def _joined(
     parts: Sequence[tuple[Inputs, Tensor, Tensor]],
-) -> tuple[list[tuple[Inputs, Tensor]], list[Tensor]]:
-    """Drawn examples as one batch, if they are alike, and their weights."""
+) -> list[tuple[Inputs, Tensor, Tensor]]:
+    """Drawn examples as one batch, if they are alike."""
     xs, ys, weights = (list(of) for of in zip(*parts, strict=True))
     shapes = {tuple(t.shape[1:] for t in (*tensors_of(x), y)) for x, y, _ in parts}
     if len(shapes) > 1:
-        return list(zip(xs, ys, strict=True)), weights
-    return [(join(xs), torch.cat(ys))], [torch.cat(weights)]
+        return list(parts)
+    return [(join(xs), torch.cat(ys), torch.cat(weights))]
 
 
-def _chained(first: tuple[Inputs, Tensor], pairs: Pairs) -> Iterator[tuple[Inputs, Tensor]]:
+def _chained(first: tuple[Any, ...], pairs: Pairs) -> Pairs:
     if len(first[1]):
         yield first
     yield from pairs

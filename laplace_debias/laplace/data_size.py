@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,7 +18,6 @@ from torch.utils.data import (
 
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import checksum
-from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.repeatable_data import mark_of
 from laplace_debias.curvature.network.shards import ShardedBatches, check_shared, refuse_same
 from laplace_debias.system.checks import whole
@@ -59,18 +58,24 @@ class Expected:
             )
         return self
 
-    def given(self, num_seen: int) -> int:
-        """N, once the fit has seen its data.
+    def given(self, num_seen: float) -> int:
+        """N, once the fit has seen its data, of which it is the sum of weights.
 
         Raises:
-            ValueError: If that contradicts what the loader told.
+            ValueError: If that contradicts what the loader told, or is no whole number.
         """
         if self.num_data is None:
-            return num_seen
+            if num_seen != int(num_seen):
+                raise ValueError(
+                    f"The weights of the examples sum to {num_seen:.10g}: pass num_data=, the "
+                    "number of training examples that they stand for."
+                )
+            return int(num_seen)
         if self.is_told and self.is_whole and num_seen != self.num_data:
             raise ValueError(
                 f"The loader tells of {self.num_data} training examples, but the fit saw "
-                f"{num_seen}: pass num_data=, the number of training examples. Nothing was fitted."
+                f"{num_seen:.10g}: pass num_data=, the number of training examples. Nothing was "
+                "fitted."
             )
         return self.num_data
 
@@ -190,7 +195,7 @@ def check_alike(
     ranks: Ranks,
     model: nn.Module,
     block_names: list[str],
-    first: Iterable[tuple[Inputs, Tensor]],
+    first: Iterable[tuple[Any, ...]],
     is_shared: bool,
 ) -> None:
     """Require one model, and data of which no two processes have the same.
@@ -208,7 +213,7 @@ def check_alike(
     if ranks.size == 1:
         return
     ranks.require_same(model=lambda: checksum(model), blocks=lambda: block_names)
-    marks = [mark_of(x, y) for x, y in first]
+    marks = [mark_of(x, y) for x, y, *_ in first]
     own = marks[0] if marks and not is_shared else None
     refuse_same(ranks.exchange(own), "begins with the same batch")
 

@@ -249,12 +249,12 @@ def _fitted(
         ValueError: As `GaussianPosterior` and `Fitted`.
     """
     plain = unwrapped(subject.model)
-    num_data = request.expected.given(found.seen.num_examples)
+    num_data = request.expected.given(found.seen.weight)
     others = fingerprint(plain, parameters.names)
     mean = parameters.flat(plain)
     order = None if parameters.order is None else parameters.order.to(mean.device)
     prior = prior.of(plain, parameters)
-    per_seen = num_data / found.seen.num_examples
+    per_seen = num_data / found.seen.weight
     of_noise = None
     if type(subject.likelihood) is Gaussian:
         power = 4 if subject.settings.fisher.kind == "empirical" else 2

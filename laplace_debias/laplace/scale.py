@@ -54,7 +54,11 @@ def output_curvatures(problem: Problem, batches: Pairs) -> Iterator[Looked]:
     assert isinstance(loss, NegativeLogLikelihood)
     device = next(problem.model.parameters()).device
     faults = Faults()
-    for number, (x, y) in enumerate(batches, start=1):
+    for number, (x, y, *weights) in enumerate(batches, start=1):
+        if weights:
+            raise ValueError(
+                'Neither scale=True nor mode="auto" takes weights of examples: leave them out.'
+            )
         with faults.of_batch(number):
             with torch.no_grad():
                 outputs = call(network, move(x, device, None))

@@ -176,7 +176,7 @@ class Subject:
         """
         plain, found = unwrapped(self.model), self.selected
         device = self.first_parameter.device
-        for x, y in first_batch(current(), stream.first):
+        for x, y, *_ in first_batch(current(), stream.first):
             x, y = move(x, device, None), y.to(device)
             if found is None or is_last_layer(self.selection):
                 found = BayesianParameters.of(plain, self.selection, self.settings, x)
@@ -221,7 +221,7 @@ class Subject:
         what = what if ignored is None else f"{what} (ignore_index={ignored})"
         return Stream(
             *(data, self.read_batch, self._dtypes, generator, None, of_targets, progress),
-            *(self.likelihood.counts_any, what),
+            *(self.likelihood.counts_any, what, True),
         )
 
     @property

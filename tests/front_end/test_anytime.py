@@ -1,7 +1,7 @@
 """A fit in growing rounds: its posterior, the error that it tells, and where it ends."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Auto, Laplace
-from laplace_debias.curvature.fits.sums import factor_sums
-from laplace_debias.curvature.network.batches import Placed
 from laplace_debias.laplace.anytime import LOOKS, NUM_ERRORS, inclusion, jackknife
 from laplace_debias.laplace.functional.linearised import moments
 
@@ -48,31 +46,6 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
     assert la.fit_report.ended_by == "data"
     assert la.fit_report.error == 0
     assert la.posterior.num_data == SIZE
-
-
-def convolutions() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Flatten()
-    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.ZeroPad2d(1), *layers, nn.LazyLinear(3))
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("build", [network, convolutions])
-def test_weights_of_whole_numbers_are_repeated_examples(build: Callable, sharing: str):
-    x, y = data(12)
-    model = build()
-    model.double()(x)
-    weights = torch.tensor([0, 1, 2, 3] * 3)
-    repeated = x.repeat_interleave(weights, 0), y.repeat_interleave(weights)
-    for fisher in ("exact", "empirical"):
-        la = Laplace(model.double().eval(), fisher=fisher, sharing=sharing)
-        problem = la._subject.problem([(x, y)], None, la._prior)[0]
-        weighed, _ = factor_sums(problem, Placed([(x, y)], weights=[weights.double()]))
-        expected, _ = factor_sums(problem, [repeated])
-        for block, (G, A) in expected.items():
-            torch.testing.assert_close(weighed[block][0], G, rtol=1e-12, atol=1e-14)
-            if not block.is_exact:
-                torch.testing.assert_close(weighed[block][1], A, rtol=1e-12, atol=1e-14)
 
 
 def test_inverse_probabilities_are_unbiased_and_bounded():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprint import sum_of_bits
-from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.system.atomic import check_target, written_atomically
 from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.same_run import differences
@@ -44,12 +44,14 @@ class Progress:
         num_examples: How many examples.
         nll: Their summed loss.
         num_outputs: How many numbers the network gave for them.
+        weight: The sum of their weights.
     """
 
     num_batches: int = 0
     num_examples: int = 0
     nll: Tensor | float = 0.0
-    num_outputs: int = 0
+    num_outputs: float = 0
+    weight: float = 0
 
 
 class Unsaved:
@@ -64,7 +66,7 @@ class Unsaved:
         """
         return Progress()
 
-    def has(self, x: Inputs, y: Tensor) -> bool:
+    def has(self, pair: tuple[Any, ...]) -> bool:
         """Whether the batch that was read next is in the sums already."""
         return False
 
@@ -134,14 +136,14 @@ class Checkpoint(Unsaved):
             self._put_back(tensors, keys)
         return found
 
-    def has(self, x: Inputs, y: Tensor) -> bool:
+    def has(self, pair: tuple[Any, ...]) -> bool:
         """As `Unsaved.has`.
 
         Raises:
             ValueError: If the batches in the sums were others.
         """
         self._read += 1
-        marks = [sum_of_bits(tensor) for tensor in (*tensors_of(x), y)]
+        marks = [sum_of_bits(tensor) for tensor in (*tensors_of(pair[0]), *pair[1:])]
         self._digest.update(str(marks).encode())
         if self._read == self._saved and self._digest.hexdigest() != self._mark:
             self._refuse("others are in the sums")

@@ -14,7 +14,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,7 @@ from laplace_debias.curvature.fits.over_ranks import owners_by_cost, shared_base
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.fits.sums import FactorSums, Sums, add_to, eigenbases, factor_sums
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.network.batches import Pairs, Placed
+from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.network.shards import first_places
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
@@ -53,12 +52,12 @@ class Fold:
 
     Attributes:
         pairs: Those that this process has.
-        size: How many there are, of all processes.
+        size: How many there are of all processes, or the sum of their weights.
         first: Position of the first one in all data of the fit, fold after fold.
     """
 
     pairs: Pairs
-    size: int
+    size: float
     first: int
 
 
@@ -74,8 +73,8 @@ def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
         ValueError: If there are fewer examples than folds, or fewer than two folds.
     """
     batches = list(data)
-    places = first_places(ranks, [len(y) for _, y in batches])
-    num_examples = sum(ranks.exchange(sum(len(y) for _, y in batches)))
+    places = first_places(ranks, [len(pair[1]) for pair in batches])
+    num_examples = sum(ranks.exchange(sum(len(pair[1]) for pair in batches)))
     if not num_examples:
         raise ValueError("The data holds no example: pass at least one batch.")
     if not 2 <= num_folds <= num_examples:
@@ -85,18 +84,21 @@ def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
         )
     if ranks.size == 1:
         # All batches make one.
-        batches = [(join([x for x, _ in batches]), torch.cat([y for _, y in batches]))]
-    sizes = [_before(num_examples, fold, num_folds) for fold in range(num_folds)]
-    starts = accumulate(sizes, initial=0)
-    folds = []
-    for fold, (size, start) in enumerate(zip(sizes, starts, strict=False)):
+        xs, *others = zip(*batches, strict=True)
+        batches = [(join(xs), *map(torch.cat, others))]
+    start, folds = 0, []
+    for fold in range(num_folds):
         pairs, firsts = [], []
-        for (x, y), place in zip(batches, places, strict=False):
+        for (x, *others), place in zip(batches, places, strict=False):
             part = slice((fold - place) % num_folds, None, num_folds)
-            if len(y[part]):
-                pairs.append((take(x, part), y[part]))
+            if len(others[0][part]):
+                pairs.append((take(x, part), *(of[part] for of in others)))
                 firsts.append(_before(place + part.start, fold, num_folds))
+        size = sum(ranks.exchange(sum(map(weight_of, pairs))))
         folds.append(Fold(_placed(pairs, firsts), size, start))
+        start += _before(num_examples, fold, num_folds)
+    if not all(fold.size for fold in folds):
+        raise ValueError("All examples of a fold have the weight zero: use fewer folds.")
     return folds
 
 
@@ -154,7 +156,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     if curvature == "ekfac":
         # Of several processes each has the factors of the blocks that it owns.
         totals = {block: _total(of_folds, block) for block in of_folds[0]}
-        bases = eigenbases(problem, totals, seen.num_examples)
+        bases = eigenbases(problem, totals, seen.weight)
         table = exact_crossfit(problem, folds, of_folds, bases)
         of_folds.clear()
         for block, measured in table.items():
@@ -170,7 +172,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
 
 
 def _of_factors(
-    problem: Problem, sizes: Sequence[int], of_folds: list[FactorSums]
+    problem: Problem, sizes: Sequence[float], of_folds: list[FactorSums]
 ) -> tuple[dict[Block, Eigenbasis], Sums]:
     """K-FAC's eigenbases and magnitudes, of the blocks whose factors are here."""
     bases: dict[Block, Eigenbasis] = {}
@@ -191,7 +193,7 @@ def _of_factors(
 
 
 def crossfit_with_replicates(
-    problem: Problem, sizes: Sequence[int], of_folds: Sequence[FactorSums]
+    problem: Problem, sizes: Sequence[float], of_folds: Sequence[FactorSums]
 ) -> tuple[BlockDiagonal, BlockDiagonal, list[BlockDiagonal]]:
     """K-FAC cross-fitted from factors, the plain one, and replicates without each fold.
 
@@ -272,7 +274,7 @@ def _sum(factors: OfFolds) -> Factor:
 
 def crossfit_magnitudes(
     factors: OfFolds,
-    sizes: Sequence[int],
+    sizes: Sequence[float],
     known: FactorEigenpairs | None = None,
     precision: torch.dtype | None = None,
     others_too: list[FactorEigenpairs] | None = None,
@@ -412,7 +414,7 @@ def exact_crossfit(
 
 
 def _basis_of_others(
-    total: Factor, own: Factor, known: FactorEigenpairs, num_others: int, precision: torch.dtype
+    total: Factor, own: Factor, known: FactorEigenpairs, num_others: float, precision: torch.dtype
 ) -> FactorEigenpairs:
     """Eigenvalues and eigenvectors of the mean factor of the other folds."""
     if isinstance(total, Tensor) and isinstance(own, Tensor) and total.ndim == 1:

@@ -102,7 +102,7 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         problem, directions, lambda rows: sums[DENSE_BLOCK].addmm_(rows.T, rows), sums=sums
     )
     owned = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(sums.pop(DENSE_BLOCK))}, _ON_FIRST)
-    found = {key: _eigenpairs(owned.pop(key).div_(seen.num_examples)) for key in list(owned)}
+    found = {key: _eigenpairs(owned.pop(key).div_(seen.weight)) for key in list(owned)}
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
     assert along is not None
     assert U is not None
@@ -152,7 +152,7 @@ def fit_low_rank(
         kept.clear()
         operator = _RowGram(problem, directions, size)
         along, U = eigsh(operator, k=min(rank, size), generator=_same_on_all(problem))
-    along = along / seen.num_examples
+    along = along / seen.weight
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
         along = pooled(on_others, along, problem.dtype)
@@ -175,7 +175,7 @@ def fit_crossfit_dense(
     folds = split_folds(problem.ranks, data, num_folds)
     size = sum(block.size for block in problem.blocks)
     rows: list[Rows] = []
-    seen = Seen(0, 0.0, 0)
+    seen = Seen(0, 0.0, 0, 0)
     for fold in folds:
         of_fold: list[Rows] = []
         sums = {DENSE_BLOCK: of_fold}
@@ -197,7 +197,7 @@ def fit_crossfit_dense(
             measured = pooled(measured, of_others, problem.dtype)
             # Fewer rows span fewer directions: what is left out has no curvature to measure.
             total[: len(measured)] += measured[: len(total)]
-        return pooled(total / seen.num_examples, values, problem.dtype), U
+        return pooled(total / seen.weight, values, problem.dtype), U
 
     along, U = _on_first(problem, rows, crossfitted)
     block: LinearOperator
@@ -258,7 +258,7 @@ def _measured(
     seen = sweep_rows(problem, batches, measure, first, sums)
     along = sums[DENSE_BLOCK]
     problem.ranks.sum([along])
-    return along / seen.num_examples, seen
+    return along / seen.weight, seen
 
 
 def _leading(

@@ -34,7 +34,7 @@ class Rows:
     def __add__(self, other: "Rows") -> "Rows":
         return Rows(torch.cat([self.rows, other.rows]))
 
-    def __truediv__(self, number: int) -> "Rows":
+    def __truediv__(self, number: float) -> "Rows":
         return Rows(self.rows / number**0.5)
 
 

@@ -50,7 +50,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         magnitudes: Pairs that the curvature is measured on; None for the same.
     """
     factors, seen = factor_sums(problem, directions)
-    bases = eigenbases(problem, factors, seen.num_examples)
+    bases = eigenbases(problem, factors, seen.weight)
     if magnitudes is None:
         return CurvatureFit(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
     table, measured = curvature_along(problem, bases, magnitudes, seen.num_examples)
@@ -104,8 +104,8 @@ def curvature_along(
     table = {}
     for block, G in along_G.items():
         ones = G.new_ones(*block.groups, 1)
-        A = along_A[block] / seen.num_examples if block in along_A else ones
-        table[block] = bases[block].pooled(outer(G / seen.num_examples, A), problem.dtype)
+        A = along_A[block] / seen.weight if block in along_A else ones
+        table[block] = bases[block].pooled(outer(G / seen.weight, A), problem.dtype)
     return table, seen
 
 
@@ -119,11 +119,11 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
             read twice.
     """
     factors, seen = factor_sums(problem, directions)
-    bases = eigenbases(problem, factors, seen.num_examples)
+    bases = eigenbases(problem, factors, seen.weight)
     data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
     table, measured = exact_sums(problem, bases, data, first)
     for block, squares in table.items():
-        table[block] = bases[block].pooled(squares.div_(measured.num_examples), problem.dtype)
+        table[block] = bases[block].pooled(squares.div_(measured.weight), problem.dtype)
     everything = seen if magnitudes is None else seen + measured
     return CurvatureFit(assemble(problem, bases, table), everything)
 
@@ -181,7 +181,7 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
     bases = {block: Eigenbasis(None, None, none, none) for block, none in ones.items()}
     table, seen = exact_sums(problem, bases, directions if magnitudes is None else magnitudes, 0)
     for squares in table.values():
-        squares.div_(seen.num_examples)
+        squares.div_(seen.weight)
     return CurvatureFit(assemble(problem, bases, table), seen)
 
 

@@ -92,11 +92,13 @@ class Seen:
         num_examples: How many examples.
         nll: Their summed loss; of a likelihood in nats.
         num_outputs: How many numbers the network gave for them all.
+        weight: How many examples they stand for: the sum of their weights.
     """
 
     num_examples: int
     nll: float
-    num_outputs: int
+    num_outputs: float
+    weight: float
 
     def __add__(self, other: "Seen") -> "Seen":
         """The sums of two passes over different data."""
@@ -104,6 +106,7 @@ class Seen:
             self.num_examples + other.num_examples,
             self.nll + other.nll,
             self.num_outputs + other.num_outputs,
+            self.weight + other.weight,
         )
 
 

@@ -109,7 +109,7 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
         if owner == problem.ranks.rank:
             # What an exact block is multiplied with, once an example.
             shape = (*block.groups, 1, 1)
-            ones = torch.full(shape, seen.num_examples, dtype=dtype, device=problem.device)
+            ones = torch.full(shape, seen.weight, dtype=dtype, device=problem.device)
             factors[block] = (owned_G[block], ones if block.is_exact else owned_A[block])
     return factors, seen
 
@@ -171,18 +171,18 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
             )
 
 
-def eigenbases(problem: Problem, sums: FactorSums, num_examples: int) -> dict[Block, Eigenbasis]:
+def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
     """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
 
     Args:
         problem: The network and its blocks.
         sums: Factors of the blocks that this process owns.
-        num_examples: Of how many examples they are sums.
+        weight: Of how many examples they are sums, or of what weight.
     """
     bases: dict[Block, Eigenbasis] = {}
     for block in list(sums):
         G, A = sums.pop(block)
-        bases[block] = eigenbasis(G / num_examples, A / num_examples, block.name)
+        bases[block] = eigenbasis(G / weight, A / weight, block.name)
     return shared_bases(problem, bases) if problem.ranks.size > 1 else bases
 
 

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network.batches import Pairs, Placed
+from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
@@ -85,24 +85,25 @@ class Sweep:
         keys = {block.name: block for block in self.problem.blocks}
         progress, faults = self.checkpoint.begin(self.sums, keys), Faults()
         pace, num_read = None, 0
-        for number, (x, y) in enumerate(placed, start=1):
-            pace = pace or self._pace(x)
+        for number, pair in enumerate(placed, start=1):
+            pace = pace or self._pace(pair[0])
             place = first + placed.place(number - 1, num_read)
-            num_read += len(y)
-            if self.checkpoint.has(x, y):
+            num_read += len(pair[1])
+            if self.checkpoint.has(pair):
                 continue
             # The batches of a list are folds, and not those of the user.
-            weights = None if placed.weights is None else placed.weights[number - 1]
             with faults.of_batch(None if placed.are_folds else number):
-                self._batch(x, y, place, pace, progress, weights)
+                self._batch(*pair, place=place, pace=pace, progress=progress)
             progress.num_batches += 1
             self.checkpoint.done(progress, faults.read)
         faults.read()
         self.checkpoint.end()
-        own = [progress.num_examples, float(progress.nll), progress.num_outputs]
+        own = [*(progress.num_examples, float(progress.nll), progress.num_outputs, progress.weight)]
         seen = reduce(operator.add, (Seen(*of) for of in self.problem.ranks.exchange(own)))
         if seen.num_examples == 0:
             raise ValueError("The data holds no example: pass a loader with at least one batch.")
+        if not seen.weight:
+            raise ValueError("The weights of all examples are zero: give some of them a weight.")
         return seen
 
     def _pace(self, x: Inputs) -> "Pace":
@@ -136,19 +137,31 @@ class Sweep:
         self,
         x: Inputs,
         y: Tensor,
+        weights: Tensor | None = None,
+        *,
         place: int,
         pace: "Pace",
         progress: Progress,
-        weights: Tensor | None,
     ) -> None:
-        """Measure a batch and add it up, chunk by chunk."""
+        """Measure a batch and add it up, chunk by chunk.
+
+        Raises:
+            ValueError: For weights where a block takes none.
+        """
+        if weights is not None and any(
+            b.is_joint or b.role == "table" for b in self.problem.blocks
+        ):
+            raise ValueError(
+                "Examples have weights, which neither joint=True nor an embedding's table takes: "
+                'leave out joint, or name other parameters (params="last_layer").'
+            )
 
         def run(part: slice, adding: Adding) -> None:
             before = progress.nll, progress.num_outputs
             try:
-                roots = None if weights is None else weights[part].sqrt()
+                of_part = None if weights is None else weights[part]
                 pairs = take(x, part), y[part], place + part.start
-                self._chunk(*pairs, pace, progress, adding, roots)
+                self._chunk(*pairs, pace, progress, adding, of_part)
             except BaseException:
                 progress.nll, progress.num_outputs = before
                 if self.kept is not None:
@@ -160,6 +173,7 @@ class Sweep:
         everything = slice(0, len(y))
         pace.examples = run_by_halves(everything, pace.examples, run, self.add, self.together)
         progress.num_examples += len(y)
+        progress.weight += weight_of((x, y) if weights is None else (x, y, weights))
         if self.kept is not None:
             self.kept.hand_over()
 
@@ -171,15 +185,19 @@ class Sweep:
         pace: "Pace",
         progress: Progress,
         adding: Adding,
-        roots: Tensor | None,
+        weights: Tensor | None,
     ) -> None:
-        """Push a chunk through the network, forward and back; `roots` are those of the weights."""
+        """Push a chunk through the network, forward and back."""
+        roots = None if weights is None else weights.sqrt()
 
         def columns(outputs: Tensor) -> Tensor:
             check_outputs(outputs)
-            cotangents, value = self.problem.cotangents(outputs, y, key)
+            cotangents, value = self.problem.cotangents(outputs, y, key, weights)
             progress.nll = progress.nll + value
-            progress.num_outputs += outputs.numel()
+            per_example = outputs[0].numel()
+            progress.num_outputs += per_example * (
+                len(y) if weights is None else float(weights.double().sum())
+            )
             return cotangents if roots is None else by_example(cotangents, roots, 1)
 
         moved, measure = move(x, pace.device, None), self.measure

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.base import OutputLoss
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.losses.uniforms import Uniforms
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.system.checks import whole
@@ -101,7 +102,11 @@ class Cotangents:
         return self.loss.counted(self.loss.labels(targets, ndim))
 
     def __call__(
-        self, outputs: Float[Tensor, "batch *outputs"], targets: Tensor, first: int
+        self,
+        outputs: Float[Tensor, "batch *outputs"],
+        targets: Tensor,
+        first: int,
+        weights: Float[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "columns batch *outputs"], Tensor]:
         """The cotangents of a batch, `[K, B, ...]`, and its loss, summed over examples, 0-d.
 
@@ -110,6 +115,8 @@ class Cotangents:
             targets: What the loss takes, on the outputs' device; of likelihoods that
                 `look_at_shapes` the CPU will do.
             first: Position of the batch's first example in the data.
+            weights: What each example's loss is multiplied by in the sum; None for one. The
+                cotangents are those without weights.
 
         Raises:
             ValueError: If the targets do not fit.
@@ -120,7 +127,11 @@ class Cotangents:
         self.loss.check(outputs, targets)
         targets = targets.to(outputs.device, non_blocking=True)
         labels = self.loss.labels(targets, outputs.ndim)
-        value = self.loss.value(outputs, labels).double()
+        if weights is None:
+            value = self.loss.value(outputs, labels).double()
+        else:
+            assert isinstance(self.loss, NegativeLogLikelihood)
+            value = self.loss.values(outputs, labels) @ weights.to(outputs.device).double()
         if self.fisher.kind == "exact":
             return self.loss.root(outputs, labels), value
         if self.fisher.kind == "empirical":

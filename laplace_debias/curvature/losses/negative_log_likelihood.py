@@ -58,6 +58,11 @@ class NegativeLogLikelihood(OutputLoss):
         """Σ ℓ, summed in double precision."""
         return self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double().sum()
 
+    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """ℓ of each example, float64."""
+        of_terms = self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double()
+        return of_terms.reshape(len(outputs), -1).sum(1)
+
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """∇ ℓ at every position that counts."""
         gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
+from laplace_debias.curvature.network.inputs import move, tensors_of
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.randomness import Randomness
@@ -18,8 +18,9 @@ from laplace_debias.system.ranks import current
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
 Batches = Iterable[Any]
-# The same, checked, and on the model's device or on their way there.
-Pairs = Iterable[tuple[Inputs, Tensor]]
+# The same, checked, and on the model's device or on their way there; in a fit a third entry may be
+# the weights of the examples, `[B]`.
+Pairs = Iterable[tuple[Any, ...]]
 # From the number of a batch of this process, and how many examples it has read before, to the place
 # of the batch's first example among those of all processes.
 Place = Callable[[int, int], int]
@@ -31,20 +32,13 @@ class Placed:
     Args:
         pairs: Pairs `(x, y)`.
         place: See `Place`; by default the examples are all there are.
-        weights: What each example's loss is multiplied by, `[B]` of each pair; None for one.
 
     Attributes:
         are_folds: Whether the pairs were cut from a list, and are not the user's batches.
     """
 
-    def __init__(
-        self,
-        pairs: Pairs,
-        place: Place = lambda _, seen: seen,
-        weights: Sequence[Tensor] | None = None,
-    ) -> None:
-        self._pairs = pairs
-        self.place, self.weights = place, weights
+    def __init__(self, pairs: Pairs, place: Place = lambda _, seen: seen) -> None:
+        self._pairs, self.place = pairs, place
         self.are_folds = isinstance(pairs, list)
 
     def __iter__(self) -> Iterator[Any]:
@@ -70,6 +64,7 @@ class Stream(Placed):
         progress: What a progress bar of each pass is called; None for no bar.
         counts_any: If given, whether any of some targets counts: some of each pass must.
         what: What errors call the batches.
+        weighs: Whether a batch may be a triple, whose third entry are the examples' weights.
     """
 
     def __init__(
@@ -83,26 +78,28 @@ class Stream(Placed):
         progress: str | None = None,
         counts_any: Callable[[Tensor], bool] | None = None,
         what: str = "data",
+        weighs: bool = False,
     ) -> None:
         check_generator(generator)
         super().__init__(())
         self.source, self.read, self.dtypes = source, read, dtypes
         self.device, self.of_targets = device, of_targets
         self.progress, self.counts_any, self.what = progress, counts_any, what
-        self._first: list[tuple[Inputs, Tensor]] = []
-        self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
+        self.weighs = weighs
+        self._first: list[tuple[Any, ...]] = []
+        self._begun: Iterator[tuple[Any, ...]] | None = None
         is_drawn = generator is not None and not isinstance(source, (list, tuple))
         self._randomness = Randomness(generator) if generator and is_drawn else nullcontext()
 
     @property
-    def first(self) -> list[tuple[Inputs, Tensor]]:
+    def first(self) -> list[tuple[Any, ...]]:
         """The first pair, in a list of it alone; an empty one if there is none."""
         if self._begun is None and not self._first:
             self._begun = self._checked()
             self._first = list(islice(self._begun, 1))
         return self._first
 
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         """A pass.
 
         Raises:
@@ -110,10 +107,10 @@ class Stream(Placed):
         """
         begun, self._begun = self._begun, None
         number, counts = 0, False
-        for x, y in self._checked() if begun is None else chain(self._first, begun):
+        for pair in self._checked() if begun is None else chain(self._first, begun):
             number += 1
-            counts = counts or (self.counts_any is not None and self.counts_any(y))
-            yield x, y
+            counts = counts or (self.counts_any is not None and self.counts_any(pair[1]))
+            yield pair
         if self.counts_any is None:
             return
         of_ranks = current().exchange([number, counts])
@@ -138,7 +135,14 @@ class Stream(Placed):
                     return
             yield batch
 
-    def _checked(self) -> Iterator[tuple[Inputs, Tensor]]:
+    def pair(self, batch: Any, name: str = "A batch") -> tuple[Any, ...]:
+        """A batch as inputs and targets, and weights if it has some; as `BatchReader`."""
+        is_weighed = self.weighs and isinstance(batch, (tuple, list)) and len(batch) == 3
+        if not is_weighed or self.read.has_hook:
+            return self.read(batch, name)
+        return *self.read(batch[:2], name), checked_weights(batch[2], len(batch[1]), name)
+
+    def _checked(self) -> Iterator[tuple[Any, ...]]:
         """The pairs of a pass.
 
         Raises:
@@ -146,12 +150,39 @@ class Stream(Placed):
         """
         num_workers, begins = _workers_on_a_stream(self.source), list[Sequence[Tensor]]()
         for number, batch in enumerate(self.raw(), start=1):
-            x, y = self.read(batch, f"Batch {number}")
+            x, y, *weights = self.pair(batch, f"Batch {number}")
             if len(begins) < num_workers:
                 begins.append([*tensors_of(x), y])
                 _check_shared_out(begins, num_workers)
             x = move(x, self.device, self.dtypes)
-            yield x, y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
+            y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
+            yield x, y, *weights
+
+
+def checked_weights(weights: Any, size: int, name: str) -> Tensor:
+    """Weights of a batch's examples, `[B]`.
+
+    Raises:
+        TypeError: If they are no floating-point tensor.
+        ValueError: If one is negative or not finite, or there are more or fewer than examples.
+    """
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        raise TypeError(
+            "A third entry of a batch is the weights of its examples, a tensor of floating-point "
+            f"numbers; got {getattr(weights, 'dtype', type(weights).__name__)}: leave out others."
+        )
+    if weights.shape != (size,):
+        raise ValueError(
+            f"{name} holds {size} examples, but weights of shape {tuple(weights.shape)}."
+        )
+    if not (weights.isfinite() & (weights >= 0)).all():
+        raise ValueError(f"The weights of examples must be finite and not negative: {name} is not.")
+    return weights
+
+
+def weight_of(pair: tuple[Any, ...]) -> float:
+    """The sum of a pair's weights; without weights each example counts once."""
+    return float(pair[2].double().sum()) if len(pair) > 2 else len(pair[1])
 
 
 def _workers_on_a_stream(loader: Batches) -> int:

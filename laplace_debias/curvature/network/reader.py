@@ -61,6 +61,11 @@ class BatchReader:
         # Found out with the first batch that leaves it open.
         self._shifts: bool | None = None
 
+    @property
+    def has_hook(self) -> bool:
+        """Whether the user's own function reads batches."""
+        return self._hook is not None
+
     def __call__(self, batch: Any, name: str = "A batch") -> tuple[Inputs, Tensor]:
         """A batch as inputs and targets, with as many targets as inputs.
 

@@ -143,7 +143,7 @@ def place_of(ranks: Ranks, stream: Stream) -> Place:
     if isinstance(sampler, ShardedBatches):
         return lambda batch, _: sampler.place(batch)
     if isinstance(data, (list, tuple)):
-        firsts = first_places(ranks, [len(stream.read(batch)[1]) for batch in data])
+        firsts = first_places(ranks, [len(stream.pair(batch)[1]) for batch in data])
         return lambda batch, _: firsts[batch]
     return lambda _, seen: _FAR * ranks.rank + seen
 

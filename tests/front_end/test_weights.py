@@ -1,0 +1,159 @@
+"""Weights of examples: a batch `(x, y, w)` counts each example w times."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+
+CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Flatten()
+    padded = nn.Unflatten(1, (1, 2, 3)), nn.ZeroPad2d(1)
+    return nn.Sequential(*padded, *layers, nn.Linear(24, 3)).double().eval()
+
+
+def data(size: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (size,), generator=generator)
+
+
+# Examples 2 i and 2 i + 1 count alike, so that repeated ones can stay in their fold of two.
+COUNTS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 1, 1, 2, 2])
+
+
+def repeated(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    order = [i + k for i in range(0, 12, 2) for _ in range(COUNTS[i]) for k in (0, 1)]
+    return x[order], y[order]
+
+
+def assert_same(la: Laplace, other: Laplace) -> None:
+    x = data(20)[0][12:]
+    for one, two in zip(la.functional(x), other.functional(x), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    evidence = [float(of.log_marginal_likelihood(prior_precision=0.3)) for of in (la, other)]
+    assert evidence[0] == pytest.approx(evidence[1], rel=1e-10)
+    assert la.num_data == other.num_data
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("mode", ["full", "crossfit", "debiased"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_whole_weights_are_repeated_examples(curvature: str, mode: str, fisher: str):
+    (x, y), w = data(), COUNTS.double()
+    found = []
+    for some in ((x, y, w), repeated(x, y)):
+        la = Laplace(perceptron(), curvature=curvature, fisher=fisher)
+        if mode == "debiased":
+            # The first six examples count as six, the others as twelve.
+            half = 6
+            parts = [[tuple(of[:half] for of in some)], [tuple(of[half:] for of in some)]]
+            found.append(la.fit_batches(*parts))
+        else:
+            folds = 2 if mode == "crossfit" else None
+            found.append(la.fit_batches([some], folds=folds))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("build", "curvature", "backend"),
+    [
+        *((convolutions, curvature, "hooks") for curvature in ("kfac", "ekfac", "diag")),
+        (perceptron, "kfac", "backpack"),
+    ],
+)
+def test_in_batches_of_any_size_and_of_convolutions(build: Callable, curvature: str, backend: str):
+    x, y = data()
+    loader = DataLoader(TensorDataset(x, y, COUNTS.double()), batch_size=5)
+    plain = DataLoader(TensorDataset(*repeated(x, y)), batch_size=4)
+    la = Laplace(build(), curvature=curvature, backend=backend).fit(loader, num_data=18)
+    assert_same(la, Laplace(build(), curvature=curvature, backend=backend).fit(plain))
+
+
+def test_reduced_sharing_too():
+    x, y = data()
+    la = Laplace(convolutions(), sharing="reduce").fit_batches([(x, y, COUNTS.double())])
+    assert_same(la, Laplace(convolutions(), sharing="reduce").fit_batches([repeated(x, y)]))
+
+
+@pytest.mark.parametrize("curvature", ["diag", "full"])
+def test_inverse_probabilities_make_draws_unbiased(curvature: str):
+    """The mean over all draws of one of three examples, each with a probability of its own."""
+    x, y = data(3)
+    chances = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    total: Tensor | float = 0.0
+    for n, chance in enumerate(chances):
+        la = Laplace(perceptron(), curvature=curvature)
+        la.fit_batches([(x[n : n + 1], y[n : n + 1], 1 / chance[None])], num_data=3)
+        # Curvature is that of the mean over the weight, which is the inverse of the probability.
+        total = total + chance * la.posterior.curvature.to_dense() / chance / 3
+    expected = Laplace(perceptron(), curvature=curvature).fit_batches([(x, y)])
+    torch.testing.assert_close(total, expected.posterior.curvature.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "said"),
+    [
+        (torch.arange(12), TypeError, "floating-point"),
+        ("weights", TypeError, "floating-point"),
+        (torch.ones(11), ValueError, "shape"),
+        (-torch.ones(12), ValueError, "not negative"),
+        (torch.full((12,), torch.nan), ValueError, "finite"),
+        (torch.full((12,), torch.inf), ValueError, "finite"),
+        (torch.zeros(12), ValueError, "zero"),
+        (torch.full((12,), 0.3), ValueError, "num_data"),
+    ],
+)
+def test_bad_weights_are_refused(weights: object, error: type[Exception], said: str):
+    x, y = data()
+    model = perceptron()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=said):
+        Laplace(model).fit_batches([(x, y, weights)])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=0)
+
+
+def test_a_fold_without_weight_is_refused():
+    x, y = data()
+    with pytest.raises(ValueError, match="fold"):
+        Laplace(perceptron()).fit_batches([(x, y, torch.tensor([0.0, 1.0] * 6))], folds=2)
+
+
+@pytest.mark.parametrize("of", ["joint", "table", "scale", "auto", "tune"])
+def test_what_takes_no_weights_says_so(of: str):
+    x, y = data()
+    triples = [(x, y, COUNTS.double())]
+    if of == "joint":
+        with pytest.raises(ValueError, match="joint=True"):
+            Laplace(perceptron(), joint=True).fit_batches(triples)
+    elif of == "table":
+        model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 3)).double().eval()
+        tokens = torch.randint(4, (12, 2))
+        with pytest.raises(ValueError, match="table"):
+            Laplace(model).fit_batches([(tokens, y, COUNTS.double())])
+    elif of == "tune":
+        la = Laplace(perceptron()).fit_batches(triples)
+        with pytest.raises(TypeError, match="pairs"):
+            la.tune(triples)
+    else:
+        with pytest.raises(ValueError, match="weights"):
+            Laplace(perceptron()).fit(
+                itertools.cycle(triples) if of == "auto" else triples * 3,
+                mode="auto" if of == "auto" else "mini",
+                num_data=18,
+                scale=of == "scale",
+            )
