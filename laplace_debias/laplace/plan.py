@@ -161,7 +161,7 @@ def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: i
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         with Tracked() as look:
             problem, _, stream = subject.problem(loader, None, prior)
-        ((x, y),) = stream.first
+        ((x, y, *_),) = stream.first
         # A pass goes through one fold.
         part = slice(0, -(-len(y) // num_folds))
         x, y = move(x, problem.device, None), y.to(problem.device)
