@@ -1,81 +1,49 @@
 """The text that a `Laplace` prints as."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
-from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.prior import PriorMean
+from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.laplace.prior import Prior, PriorMean
+from laplace_debias.laplace.subject import Subject
 
 _FEW = 4
 
 
-@dataclass(frozen=True)
-class Described:
-    """The facts that are said of an approximation.
+def described(subject: Subject, prior: Prior, fitted: Fitted | None) -> dict[str, str]:
+    """A few facts by name, none of which holds a weight or grows with the model.
 
-    Attributes:
-        model: The model, of which the class and the number of parameters are told.
-        likelihood: The likelihood.
-        curvature: The curvature's name.
-        names: The Bayesian parameters; None if they are found at the fit.
-        blocks: The curvature blocks' names; None likewise.
-        prior_precision: δ.
-        prior_mean: The prior's mean, told unless it is zero (or None).
-        temperature: T, told unless it is 1.
-        link: What logits become probabilities by, told where one was chosen.
-        mode: How it was fitted; None before a fit, or if it is not known.
-        num_data: N; None before a fit.
+    Args:
+        subject: The model and the choices made.
+        prior: The prior, of which the defaults are not told.
+        fitted: The fit; None before it.
     """
-
-    model: nn.Module
-    likelihood: Likelihood
-    curvature: str
-    names: Sequence[str] | None
-    blocks: Sequence[str] | None
-    prior_precision: Tensor
-    prior_mean: PriorMean | None
-    temperature: float
-    link: Link | None
-    mode: str | None
-    num_data: int | None
-
-    @property
-    def lines(self) -> dict[str, str]:
-        """A few facts by name, none of which holds a weight or grows with the model."""
-        lines = {
-            "model": type(self.model).__name__,
-            "likelihood": _likelihood(self.likelihood),
-            "curvature": self.curvature,
-            "parameters": self._parameters(),
-            "blocks": "found at the fit" if self.blocks is None else _some(self.blocks),
-            "prior precision": _delta(self.prior_precision),
-            "prior mean": _mean(self.prior_mean),
-            "temperature": "" if self.temperature == 1 else f"{self.temperature:g}",
-            "link": "" if self.link is None else str(self.link),
-            "fit": self._fit(),
-        }
-        return {key: value for key, value in lines.items() if value}
-
-    def __str__(self) -> str:
-        lines = (f"  {key}: {value}" for key, value in self.lines.items())
-        return "\n".join(["Laplace(", *lines, ")"])
-
-    def _parameters(self) -> str:
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        if self.names is None:
-            return f"those of the last layer, found at the fit, of {total:,}"
-        bayesian = sum(self.model.get_parameter(name).numel() for name in self.names)
-        return f"{bayesian:,} of {total:,}"
-
-    def _fit(self) -> str:
-        if self.num_data is None:
-            return "none yet"
-        mode = "" if self.mode is None else f", {self.mode}"
-        return f"N = {self.num_data:,}{mode}"
+    model, known = unwrapped(subject.model), subject.parameters
+    total = sum(parameter.numel() for parameter in model.parameters())
+    parameters, blocks = f"those of the last layer, found at the fit, of {total:,}", None
+    if known is not None:
+        size = sum(model.get_parameter(name).numel() for name in known.names)
+        parameters, blocks = f"{size:,} of {total:,}", known.block_names
+    fit = "none yet"
+    if fitted is not None:
+        fit = f"N = {fitted.posterior.num_data:,}" + (f", {fitted.mode}" if fitted.mode else "")
+    lines = {
+        "model": type(model).__name__,
+        "likelihood": _likelihood(subject.likelihood),
+        "curvature": subject.settings.kind.name,
+        "parameters": parameters,
+        "blocks": "found at the fit" if blocks is None else _some(blocks),
+        "prior precision": _delta(prior.precision),
+        "prior mean": _mean(prior.given_mean if known is None else prior.mean),
+        "temperature": "" if prior.temperature == 1 else f"{prior.temperature:g}",
+        "link": "" if prior.link is None else str(prior.link),
+        "fit": fit,
+    }
+    return {key: value for key, value in lines.items() if value}
 
 
 def _likelihood(likelihood: Likelihood) -> str:

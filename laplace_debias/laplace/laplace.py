@@ -24,7 +24,7 @@ from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace import file, predictive, tune, tuning
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace.data_size import check_held_out
-from laplace_debias.laplace.description import Described
+from laplace_debias.laplace.description import described
 from laplace_debias.laplace.evaluation import evaluate_predictions
 from laplace_debias.laplace.export import export
 from laplace_debias.laplace.file import likelihood_from_json
@@ -34,8 +34,7 @@ from laplace_debias.laplace.functional.linearised import OutputChoice
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.plan import Plan, plan_of
-from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.posterior_range import check_temperature
+from laplace_debias.laplace.posterior import GaussianPosterior, check_temperature
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.prior import (
     Prior,
@@ -179,27 +178,11 @@ class Laplace:
 
     def __repr__(self) -> str:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
-        return str(self._described)
+        lines = described(self._subject, self._prior, self._fitted)
+        return "\n".join(["Laplace(", *(f"  {key}: {line}" for key, line in lines.items()), ")"])
 
     def _repr_html_(self) -> str:
-        return html_table(self._described.lines.items())
-
-    @property
-    def _described(self) -> Described:
-        parameters, prior, fitted = self._subject.parameters, self._prior, self._fitted
-        return Described(
-            unwrapped(self.model),
-            self.likelihood,
-            self._settings.kind.name,
-            None if parameters is None else parameters.names,
-            None if parameters is None else parameters.block_names,
-            prior.precision,
-            prior.given_mean if parameters is None else prior.mean,
-            prior.temperature,
-            prior.link,
-            None if fitted is None else fitted.mode,
-            None if fitted is None else fitted.posterior.num_data,
-        )
+        return html_table(described(self._subject, self._prior, self._fitted).items())
 
     if not TYPE_CHECKING:
 

@@ -5,6 +5,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,32 +86,22 @@ class Mixture:
         """The first member's likelihood."""
         return self.members[0].likelihood
 
-    def predict(
-        self,
-        x: Inputs | Record,
-        method: str = "glm",
-        samples: int | None = None,
-        generator: torch.Generator | None = None,
-        *,
-        link: str | Link | None = None,
-    ) -> Distribution:
+    def predict(self, x: Inputs | Record, *how: Any, **options: Any) -> Distribution:
         """The mean of the members' predictives, batch shape `[B]`.
 
         Of a regression the normal with the mixture's mean and covariance.
 
         Args:
-            x: As `Laplace.predict` takes it; so are the others, for every member.
-            method: The method.
-            samples: Draws of each member.
-            generator: For the draws.
-            link: The link; by default each member's own.
+            x: As `Laplace.predict` takes it.
+            *how: Its other arguments, for every member: the method, samples of each, ...
+            **options: Likewise, by name.
 
         Raises:
             ValueError: If the members' outputs differ in shape; as `Laplace.predict`.
             TypeError: As `Laplace.predict`.
             RuntimeError: As `Laplace.predict`.
         """
-        found = [m.predict(x, method, samples, generator, link=link) for m in self.members]
+        found = [member.predict(x, *how, **options) for member in self.members]
         shapes = [(*one.batch_shape, *_logits_or_mean(one).shape) for one in found]
         if len(set(shapes)) > 1:
             raise ValueError(
@@ -127,13 +118,7 @@ class Mixture:
         mixed = Bernoulli(logits=mean_logits(values, exclusive=False))
         return Independent(mixed, 1) if isinstance(first, Independent) else mixed
 
-    def uncertainty(
-        self,
-        x: Inputs | Record,
-        method: str = "glm",
-        samples: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Uncertainty:
+    def uncertainty(self, x: Inputs | Record, *how: Any, **options: Any) -> Uncertainty:
         """Total, aleatoric and epistemic uncertainty, as `Laplace.uncertainty` defines them.
 
         The epistemic part is that of members and of their parameters together: of class
@@ -142,22 +127,21 @@ class Mixture:
 
         Args:
             x: As `Laplace.uncertainty` takes it; so are the others, for every member.
-            method: The method.
-            samples: Draws of each member, 100 if None.
-            generator: For the draws.
+            *how: The method, samples of each member (100 if None), and a generator.
+            **options: Likewise, by name.
 
         Raises:
             ValueError: As `Laplace.uncertainty`.
             TypeError: As `Laplace.uncertainty`.
             RuntimeError: As `Laplace.uncertainty`.
         """
-        how = Prediction(method, samples, generator)
-        how.check_uncertain()
+        prediction = Prediction(*how, **options)
+        prediction.check_uncertain()
         if not isinstance(self.members[0].predict(x, "map"), MultivariateNormal):
             with torch.inference_mode(False):
-                draws = [how.draws(member._unchanged_state, x) for member in self.members]
+                draws = [prediction.draws(member._unchanged_state, x) for member in self.members]
                 return predictive.of_draws(self.likelihood, torch.cat(draws))
-        of_members = [m.uncertainty(x, method, samples, generator) for m in self.members]
+        of_members = [m.uncertainty(x, *how, **options) for m in self.members]
         total, aleatoric, epistemic = (
             torch.stack(part).mean(0) for part in zip(*of_members, strict=True)
         )

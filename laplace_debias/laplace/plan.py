@@ -2,10 +2,10 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
-from laplace_debias.curvature.fits.directions import ekfac_magnitudes
-from laplace_debias.curvature.fits.factors import (
-    few_gradient_rows,
-    few_input_rows,
-    gradient_factor,
-    input_factor,
-)
+from laplace_debias.curvature.fits.directions import Rows, ekfac_magnitudes
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.over_ranks import shape_of_A, shape_of_G
 from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.sums import factor_sums
 from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Masks, Uses
+from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.last_layer import last_layer_parameters
@@ -34,20 +29,15 @@ from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
-from laplace_debias.system.checks import check_extra
 from laplace_debias.system.ranks import alone
-from laplace_debias.system.shown import html_table
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 # Matrices of a factor's size while it is decomposed, it included.
 _OF_EIGH = 5
 _LOOK = "a look at two examples"
 
 # How many rows the factors G and A of blocks have; None where they are matrices.
-Rows = Mapping[Block, Sequence[int | None]]
-_NO_ROWS: Rows = {}
+NumRows = Mapping[Block, Sequence[int | None]]
+_NO_ROWS: NumRows = {}
 
 
 @dataclass(frozen=True)
@@ -118,26 +108,11 @@ class Plan:
         del said["blocks"]
         return said
 
-    def to_frame(self) -> "DataFrame":
-        """A pandas table with a row for each block.
-
-        Raises:
-            ImportError: If pandas is not installed.
-        """
-        check_extra("cli", "pandas")
-        from pandas import DataFrame
-
-        return DataFrame([asdict(block) for block in self.blocks])
-
     def _rows(self) -> list[tuple[str, str, str, str]]:
         rows = [("block", "factors", "magnitudes", "posterior")]
         return rows + [
             (b.name, _size(b.factors), _size(b.magnitudes), _size(b.posterior)) for b in self.blocks
         ]
-
-    def _repr_html_(self) -> str:
-        header, *rows = self._rows()
-        return html_table(rows, header)
 
     def __str__(self) -> str:
         number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
@@ -180,75 +155,60 @@ def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: i
             "DataLoader or a list of batches."
         )
     num_batches = 1 if mode != "full" else len(loader) if isinstance(loader, Sized) else None
+    num_folds = (folds or FOLDS) if mode == "crossfit" else 1
+    kind = subject.settings.kind
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         with Tracked() as look:
             problem, _, stream = subject.problem(loader, None, prior)
-        ((x, y),) = stream.first
-        batch = move(x, problem.device, None), y.to(problem.device)
-        return _planned(subject, problem, mode, folds or FOLDS, num_batches, batch, look.peak)
-
-
-def _planned(
-    subject: Subject,
-    problem: Problem,
-    mode: str,
-    folds: int,
-    num_batches: int | None,
-    batch: tuple[Inputs, Tensor],
-    look: int,
-) -> Plan:
-    kind = subject.settings.kind
-    whole = [] if kind.is_dense else [_bytes_of(b, problem, kind, _NO_ROWS) for b in problem.blocks]
-    available = available_memory(problem.device)
-    # A batch is run where there is room for it beside the blocks.
-    held = posterior_bytes(problem, kind) + sum(of.factors + of.magnitudes for of in whole)
-    chunk, num_folds = _Chunk(0, 0, 0, None), folds if mode == "crossfit" else 1
-    if available is None or held <= available:
+        ((x, y, *_),) = stream.first
         # A pass goes through one fold.
-        x, y = batch
         part = slice(0, -(-len(y) // num_folds))
-        chunk = _run(problem, kind, (take(x, part), y[part]))
-    rows = _NO_ROWS if num_batches is None else _few(chunk.few, num_batches * num_folds)
-    blocks = (
-        () if kind.is_dense else tuple(_bytes_of(b, problem, kind, rows) for b in problem.blocks)
-    )
-    seconds = None
-    if chunk.seconds is not None and num_batches is not None:
-        is_measured_anew = mode == "debiased" and kind.name not in ("diag", "ekfac")
-        seconds = chunk.seconds * num_batches * (1 + is_measured_anew) * num_folds
+        x, y = move(x, problem.device, None), y.to(problem.device)
+        available, chunk = available_memory(problem.device), _Chunk()
+        # A batch is run where there is room for it beside the blocks.
+        of_blocks = [_of_block(block, problem, kind)[0] for block in problem.blocks]
+        held = 0 if kind.is_dense else sum(of.factors + of.magnitudes for of in of_blocks)
+        if available is None or posterior_bytes(problem, kind) + held <= available:
+            chunk = _run(problem, kind, (take(x, part), y[part]))
+    rows, seconds, passes = _NO_ROWS, None, None
+    if num_batches is not None:
+        passes = num_batches * num_folds
+        rows = {block: _times(block, counts, passes) for block, counts in chunk.few.items()}
+        if chunk.seconds is not None:
+            is_measured_anew = mode == "debiased" and kind.name not in ("diag", "ekfac")
+            seconds = chunk.seconds * passes * (1 + is_measured_anew)
+    found = [] if kind.is_dense else [_of_block(b, problem, kind, rows) for b in problem.blocks]
+    stages = _stages(problem, kind, mode, num_folds, passes, chunk, found)
     return Plan(
         kind.name,
         mode,
         sum(block.size for block in problem.blocks),
-        blocks,
-        {_LOOK: look, **_stages(problem, kind, mode, folds, chunk, num_batches, rows)},
+        tuple(of_block for of_block, _ in found),
+        {_LOOK: look.peak, **stages},
         posterior_bytes(problem, kind, rows),
         seconds,
         available,
-        _alternatives(unwrapped(subject.model), problem, kind, batch[0]),
+        _alternatives(unwrapped(subject.model), problem, kind, x),
     )
 
 
-def _few(counts: Rows, times: int) -> Rows:
+def _times(block: Block, counts: Sequence[int | None], times: int) -> list[int | None]:
     """The rows of a pass, of one batch's, where they are few."""
+    return [
+        None if count is None or 2 * times * count > d else times * count
+        for d, count in zip(block.shape, counts, strict=True)
+    ]
 
-    def of_side(d: int, count: int | None) -> int | None:
-        return None if count is None or 2 * times * count > d else times * count
 
-    return {block: [*map(of_side, block.shape, count)] for block, count in counts.items()}
-
-
-def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: Rows = _NO_ROWS) -> int:
+def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_ROWS) -> int:
     """Bytes of a fitted posterior, its curvature and its mean."""
     size = sum(block.size for block in problem.blocks)
-    if kind.name == "full":
-        numbers = size * size + size
-    elif kind.num_directions is not None:
-        numbers = min(kind.num_directions, size) * (size + 1)
-    else:
-        numbers = sum(_kept_numbers(block, kind, rows) for block in problem.blocks)
-    return problem.dtype.itemsize * (numbers + size)
+    if kind.is_dense:
+        rank = size if kind.num_directions is None else min(kind.num_directions, size)
+        return problem.dtype.itemsize * (rank * (size + 1) + size)
+    kept = sum(_of_block(block, problem, kind, rows)[0].posterior for block in problem.blocks)
+    return kept + problem.dtype.itemsize * size
 
 
 def check_room(model: nn.Module, problem: Problem, kind: CurvatureKind, x: Inputs | None) -> None:
@@ -290,175 +250,129 @@ def _alternatives(
     return {name: number for name, number in found.items() if number < own}
 
 
-def _side(block: Block, side: int, rows: Rows) -> tuple[int, int, int]:
-    """Of G or A: numbers of the factor and of its basis, of a work matrix, and of magnitudes."""
-    d, count = block.shape[side], rows.get(block, (None, None))[side]
-    if count is not None:
-        return count * d, count * d, count + 1
-    shape = shape_of_A(block) if side else shape_of_G(block)
-    is_axes = block.has_diagonal_A or block.is_exact if side else block.has_diagonal_G
-    return 0 if shape is None else prod(shape), 0 if is_axes else block.num_groups * d**2, d
-
-
-def _table(block: Block, rows: Rows) -> int:
-    """Numbers of the magnitudes."""
-    return block.num_groups * _side(block, 0, rows)[2] * _side(block, 1, rows)[2]
-
-
-def _kept_numbers(block: Block, kind: CurvatureKind, rows: Rows) -> int:
-    """Numbers of a block's posterior: of a diagonal factor no directions are stored."""
+def _of_block(
+    block: Block, problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_ROWS
+) -> tuple[BlockBytes, int]:
+    """The bytes of a block, and of the largest matrix that is decomposed for it."""
+    wide, narrow = problem.factor_dtype.itemsize, problem.dtype.itemsize
     if kind.name == "diag":
-        return block.size
-    G = 0 if block.has_diagonal_G else _side(block, 0, rows)[0]
-    A = 0 if block.has_diagonal_A else _side(block, 1, rows)[0]
-    return _table(block, rows) + G + (block.num_groups if block.is_exact else A)
-
-
-def _bytes_of(block: Block, problem: Problem, kind: CurvatureKind, rows: Rows) -> BlockBytes:
-    factors = 0
-    if kind.name != "diag":
-        factors = _side(block, 0, rows)[0] + _side(block, 1, rows)[0]
-    wide = problem.factor_dtype.itemsize
-    kept = _kept_numbers(block, kind, rows) * problem.dtype.itemsize
-    return BlockBytes(block.name, wide * factors, wide * _table(block, rows), kept)
+        return BlockBytes(block.name, 0, wide * block.size, narrow * block.size), 0
+    factors, directions, largest, table = 0, 0, 0, block.num_groups
+    counts, shapes = rows.get(block, (None, None)), (shape_of_G(block), shape_of_A(block))
+    axes = block.has_diagonal_G, block.has_diagonal_A or block.is_exact
+    for d, is_axes, shape, count in zip(block.shape, axes, shapes, counts, strict=True):
+        size = count * d if count is not None else prod(shape) if shape else 0
+        factors += size
+        table *= d if count is None else count + 1
+        if not is_axes:
+            directions, largest = directions + size, max(largest, size)
+    kept = narrow * (table + directions)
+    return BlockBytes(block.name, wide * factors, wide * table, kept), wide * largest
 
 
 def _stages(
     problem: Problem,
     kind: CurvatureKind,
     mode: str,
-    folds: int,
+    num_folds: int,
+    passes: int | None,
     chunk: "_Chunk",
-    num_batches: int | None,
-    rows_of: Rows,
+    of_blocks: Sequence[tuple[BlockBytes, int]],
 ) -> dict[str, int]:
     """Bytes at most in each stage: what is held in it, and what is worked with beside it."""
-    wide = problem.factor_dtype.itemsize
+    wide, narrow = problem.factor_dtype.itemsize, problem.dtype.itemsize
     is_crossfit = mode == "crossfit"
     if kind.is_dense:
         size = sum(block.size for block in problem.blocks)
-        rows = KEPT_ROWS
-        if num_batches is not None:
-            rows = min(rows, num_batches * chunk.rows * (folds if is_crossfit else 1))
+        rows = KEPT_ROWS if passes is None else min(KEPT_ROWS, passes * chunk.rows)
         if kind.num_directions is None:
             matrix, kept = wide * size**2, rows if is_crossfit else 0
+            decomposing = kept + (_OF_EIGH + 2 * is_crossfit) * matrix
             return {
-                "curvature": max(kept, matrix) + chunk.factors,
-                "eigendecomposition": kept + (_OF_EIGH + 2 * is_crossfit) * matrix,
+                "curvature": max(kept, matrix) + chunk.beside,
+                "eigendecomposition": decomposing,
             }
-        # Rows of several batches are joined; the directions are there twice while they are found,
-        # in crossfitting beside those of all data.
+        # The directions are there twice while they are found, in crossfitting beside those of all
+        # data. Rows of several batches are joined.
         directions = min(wide * size * kind.num_directions, rows)
-        # The rows of a single batch are in what it takes already.
-        is_single = num_batches == 1 and not is_crossfit
-        beside = max(0, chunk.factors - chunk.rows) if is_single else max(chunk.factors, rows)
+        beside = chunk.beside - chunk.rows if passes == 1 else max(chunk.beside, rows)
         return {
-            "Jacobian rows": rows + beside,
+            "Jacobian rows": rows + max(0, beside),
             "directions": rows * (1 + is_crossfit) + directions * (2 + is_crossfit),
         }
-    of_blocks = [_bytes_of(block, problem, kind, rows_of) for block in problem.blocks]
-    factors, table = (
-        sum(getattr(block, name) for block in of_blocks) for name in ("factors", "magnitudes")
-    )
+    factors = sum(block.factors for block, _ in of_blocks)
+    table = sum(block.magnitudes for block, _ in of_blocks)
     if kind.name == "diag":
-        return {"curvature along the axes": table + chunk.exact}
-    sums = folds * factors if is_crossfit else factors
-    decomposing = max(
-        of.factors + wide * (_OF_EIGH - 1) * max(_side(block, side, rows_of)[1] for side in (0, 1))
-        for of, block in zip(of_blocks, problem.blocks, strict=True)
-    )
-    found = {"factors": sums + chunk.factors, "eigendecompositions": sums + decomposing}
+        return {"curvature along the axes": table + chunk.beside}
+    sums = num_folds * factors
+    decomposing = max(of.factors + (_OF_EIGH - 1) * largest for of, largest in of_blocks)
+    found = {"factors": sums + chunk.beside, "eigendecompositions": sums + decomposing}
     if kind.name == "ekfac":
         bases = sums + 2 * factors if is_crossfit else factors
         # Directions are turned with in the model's dtype.
-        copies = 0 if problem.dtype == problem.factor_dtype else factors * problem.dtype.itemsize
-        found["magnitudes"] = bases + copies // wide + table + chunk.exact
+        copies = 0 if wide == narrow else factors * narrow // wide
+        found["magnitudes"] = bases + copies + table + chunk.beside
     elif mode == "debiased":
-        found["magnitudes"] = factors + chunk.factors
+        found["magnitudes"] = factors + chunk.beside
     return found
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Bytes and seconds of a pass over the first batch, beside what it sums.
+class _Chunk(NamedTuple):
+    """A pass over the first batch.
 
     Attributes:
-        factors: Bytes at most of a pass for factors or Jacobian rows.
-        exact: Bytes at most of a pass for exact curvature along directions.
+        beside: Bytes at most beside what it sums.
         rows: Bytes of all Jacobian rows of the batch, of a dense curvature.
-        seconds: Seconds of the passes that the curvature takes.
+        seconds: Seconds of the passes that the curvature takes; None if nothing was run.
         few: The rows of factors that have few.
     """
 
-    factors: int
-    exact: int
-    rows: int
-    seconds: float | None
-    few: Rows = field(default_factory=dict)
+    beside: int = 0
+    rows: int = 0
+    seconds: float | None = None
+    few: NumRows = _NO_ROWS
 
 
 def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
     """Run the passes over one batch, and let go of what they give."""
-    rows = 0
-
-    def count(of_chunk: Tensor) -> None:
-        nonlocal rows
-        rows += of_chunk.nbytes
+    rows: list[int] = []
 
     def along_axes(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
         return ekfac_magnitudes(layer, block, uses, None, None)
 
-    def nothing(*_: Any) -> None:
-        pass
-
-    few: dict[Block, list[int | None]] = {block: [0, 0] for block in problem.blocks}
-
-    def counted(block: Block, side: int, rows: Tensor | None) -> Tensor | None:
-        before = few[block][side]
-        few[block][side] = None if rows is None or before is None else before + len(rows)
-        return rows
-
-    def of_gradients(
-        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
-    ) -> Tensor:
-        found = counted(block, 0, few_gradient_rows(layer, block, uses, masks))
-        return gradient_factor(layer, block, uses, masks) if found is None else found
-
-    def of_inputs(layer: nn.Module, block: Block, *arguments: Any) -> None:
-        if counted(block, 1, few_input_rows(layer, block, *arguments)) is None:
-            input_factor(layer, block, *arguments)
-
     def of_rows() -> object:
-        return sweep_rows(problem, [batch], count)
-
-    def of_factors() -> object:
-        return Sweep(problem, of_gradients, nothing, of_inputs, additive=True).over([batch])
+        rows.clear()
+        return sweep_rows(problem, [batch], lambda of_chunk: rows.append(of_chunk.nbytes))
 
     def of_exact() -> object:
-        return Sweep(problem, along_axes, nothing).over([batch])
+        return Sweep(problem, along_axes, lambda *_: None).over([batch])
 
-    factors, seconds, exact, more = 0, 0.0, 0, 0.0
+    if kind.is_dense:
+        beside, seconds, _ = _measured(of_rows, problem.device)
+        return _Chunk(beside, sum(rows), seconds)
+    beside, seconds, few = 0, 0.0, {}
     if kind.name != "diag":
-        factors, seconds = _measured(of_rows if kind.is_dense else of_factors, problem.device)
-    if kind.name in ("diag", "ekfac"):
-        exact, more = _measured(of_exact, problem.device)
-    # The passes were run twice. An exact block has no A.
-    found = {
-        block: [None if not count else count // 2 for count in counts]
-        for block, counts in few.items()
-    }
-    return _Chunk(factors, exact, rows // 2, seconds + more, found)
+        beside, seconds, (sums, _) = _measured(
+            lambda: factor_sums(problem, [batch]), problem.device
+        )
+        for block, of_block in sums.items():
+            few[block] = [len(f.rows) if isinstance(f, Rows) else None for f in of_block]
+            beside -= sum((f.rows if isinstance(f, Rows) else f).nbytes for f in of_block)
+    if kind.name != "kfac":
+        of_pass, more, _ = _measured(of_exact, problem.device)
+        beside, seconds = max(beside, of_pass), seconds + more
+    return _Chunk(beside, 0, seconds, few)
 
 
-def _measured(run: Callable[[], object], device: torch.device) -> tuple[int, float]:
-    """Bytes at most and seconds of something that is run twice."""
+def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:
+    """Bytes at most and seconds of something that is run twice, and what it gives."""
     with Tracked() as memory:
         run()
     start = perf_counter()
-    run()
+    found = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return memory.peak, perf_counter() - start
+    return memory.peak, perf_counter() - start, found
 
 
 class Tracked(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.laplace.posterior_range import (
-    check_precisions,
-    check_temperature,
-    largest_curvatures,
-    squared_norm,
-)
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -24,7 +19,7 @@ from laplace_debias.operators import (
     Spectrum,
 )
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
-from laplace_debias.system.checks import check_generator, whole
+from laplace_debias.system.checks import check_generator, real, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +53,12 @@ class GaussianPosterior:
     prior_mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
     temperature: float = 1.0
     _largest: dict[str, float] = field(init=False, repr=False)
-    _square: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_data", whole(self.num_data, "num_data"))
         check_temperature(self.temperature)
-        object.__setattr__(self, "_square", squared_norm(self.from_prior_mean))
-        largest = largest_curvatures(self.curvature)
-        object.__setattr__(self, "_largest", dict(zip(self.curvature.blocks, largest, strict=True)))
+        _check_mean(self.from_prior_mean)
+        object.__setattr__(self, "_largest", largest_curvatures(self.curvature))
         self.check_prior_precision(self.prior_precision)
 
     def check_prior_precision(
@@ -77,9 +70,7 @@ class GaussianPosterior:
             ValueError: Naming the block, if it is not positive and finite, or if a precision or
                 variance is out of the range of the dtype.
         """
-        check_precisions(
-            self._largest, self.data_weight, prior_precision, self._square, self.curvature.dtype
-        )
+        check_precisions(self._largest, self.data_weight, prior_precision, self.curvature.dtype)
 
     @property
     def data_weight(self) -> float:
@@ -127,7 +118,7 @@ class GaussianPosterior:
         for name, value in fields.items():
             object.__setattr__(other, name, value)
         if "prior_mean" in fields:
-            object.__setattr__(other, "_square", squared_norm(other.from_prior_mean))
+            _check_mean(other.from_prior_mean)
         other.check_prior_precision(other.prior_precision)
         return other
 
@@ -262,3 +253,138 @@ def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:
 def scaled(block: LinearOperator, factor: float) -> LinearOperator:
     """A curvature block times a number, of the same structure."""
     return _apply(block, lambda values: factor * values)
+
+
+# --------------------------------------------- finite numbers, within the range of their dtype
+
+
+def check_temperature(temperature: Any) -> float:
+    """T as a `float`.
+
+    Raises:
+        TypeError: If it is not one number.
+        ValueError: If it is not positive and finite.
+    """
+    value = real(temperature, "temperature")
+    if value.ndim:
+        raise TypeError(f"temperature must be one number, got {temperature!r}.")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(
+            f"temperature must be positive and finite, got {float(value)}: 1 for the posterior "
+            "itself, less for one that is more certain."
+        )
+    return float(value)
+
+
+def _check_mean(mean: Float[Tensor, " parameters"]) -> None:
+    if not torch.linalg.vector_norm(mean, dtype=torch.float64).square().isfinite():
+        raise ValueError(
+            "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
+            "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
+        )
+
+
+def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
+    """The largest curvature of every block, whose parts must all be finite.
+
+    Args:
+        curvature: Blocks of directions and magnitudes.
+
+    Raises:
+        ValueError: Naming the block, if directions or magnitudes hold NaN or Inf, or a magnitude is
+            negative.
+    """
+    largest = {}
+    for name, block in curvature.blocks.items():
+        largest[name] = 0.0
+        for part in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
+            values = getattr(block, part, None)
+            if values is None or not values.numel():
+                continue
+            low, high = torch.stack(torch.aminmax(values)).tolist()
+            is_magnitude = part in ("magnitudes", "diagonal")
+            if not (math.isfinite(low) and math.isfinite(high)):
+                what = "curvature" if is_magnitude else "directions"
+                raise ValueError(
+                    f"The {what} of {name} {'holds' if is_magnitude else 'hold'} NaN or Inf in "
+                    f"{block.dtype}: look for Inf among the inputs and for targets or a sigma that "
+                    "are far from 1 in size, rescale them, or convert the model to a wider dtype."
+                )
+            if is_magnitude and low < 0:
+                raise ValueError(
+                    f"The curvature of {name} has negative magnitudes, down to {low:.3g}: expected "
+                    "those of a positive semi-definite matrix, such as the GGN or a Fisher."
+                )
+            largest[name] = max(largest[name], high) if is_magnitude else largest[name]
+    return largest
+
+
+def check_prior_precision(
+    prior_precision: Tensor, num_blocks: int, dtype: torch.dtype | None = None
+) -> list[float]:
+    """One positive finite number, or one per block, as a list.
+
+    Args:
+        prior_precision: δ.
+        num_blocks: How many curvature blocks there are.
+        dtype: What δ and 1/δ must be normal numbers of; None for any.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if prior_precision.shape not in ((), (num_blocks,)):
+        raise ValueError(
+            f"The prior precision must be one number or one for each of the {num_blocks} blocks, "
+            f"got shape {tuple(prior_precision.shape)}."
+        )
+    values = prior_precision.detach().double().reshape(-1).tolist()
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError(
+            f"The prior precision must be positive and finite, got {prior_precision.tolist()}: a "
+            "flat prior is approached by a small one, such as 1e-6."
+        )
+    if dtype is None:
+        return values
+    tiny = torch.finfo(dtype).tiny
+    if min(values) < tiny or max(values) > 1 / tiny:
+        raise ValueError(
+            f"The prior precision {prior_precision.tolist()} or its reciprocal is out of the range "
+            f"of {dtype}: expected {tiny:.3g} to {1 / tiny:.3g}. Use one closer to 1, or convert "
+            "the model to a wider dtype."
+        )
+    return values
+
+
+def check_precisions(
+    largest: Mapping[str, float], num_data: float, prior_precision: Tensor, dtype: torch.dtype
+) -> None:
+    r"""Require precisions $N\Lambda + \delta$ and variances that are normal numbers of a dtype.
+
+    Magnitudes below the dtype's least normal number lose digits, which N multiplies. That must not
+    show beside δ: so δ/N, too, must be a normal number.
+
+    Args:
+        largest: The largest curvature of every block.
+        num_data: N, over the temperature.
+        prior_precision: δ, one number or one per block.
+        dtype: What the posterior is computed in.
+
+    Raises:
+        ValueError: Naming the block, otherwise.
+    """
+    deltas = check_prior_precision(prior_precision, len(largest))
+    deltas = deltas * len(largest) if len(deltas) == 1 else deltas
+    tiny = torch.finfo(dtype).tiny
+    for (name, curvature), delta in zip(largest.items(), deltas, strict=True):
+        highest = num_data * curvature + delta
+        if delta < num_data * tiny:
+            wrong = f"The prior precision of {name}, {delta:.3g}, is too small"
+        elif highest > 1 / tiny:
+            wrong = f"The precision of {name} is up to {highest:.3g}, which is too large"
+        else:
+            continue
+        raise ValueError(
+            f"{wrong} for {dtype}, with N = {num_data} times a curvature of up to {curvature:.3g}: "
+            f"expected {num_data * tiny:.3g} to {1 / tiny:.3g}. Rescale the inputs, the targets "
+            "and their sigma, use another prior precision, or convert the model to a wider dtype."
+        )

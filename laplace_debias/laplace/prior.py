@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters
-from laplace_debias.laplace.posterior_range import check_prior_precision
+from laplace_debias.laplace.posterior import check_prior_precision
 from laplace_debias.system.checks import real
 
 # One number, or one per block.

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from typing import ParamSpec
 
 import torch
-from torch import nn
 
 from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
-from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.layers.backends import HookStream
 from laplace_debias.curvature.layers.blocks import Sharing
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
-from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.network.class_dim import check_class_dim
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.memory import check_memory_bound
@@ -95,20 +90,3 @@ class FitSettings:
                 "joint=True makes one block of a layer's weight and bias, and "
                 f"curvature={kind.name!r} is one block of all parameters: leave it out."
             )
-
-    def problem(
-        self,
-        network: nn.Module,
-        likelihood: Likelihood,
-        generator: torch.Generator | None,
-    ) -> Problem:
-        """The problem that curvature is taken of; still without blocks, which data tell.
-
-        Args:
-            network: The trained network, with the classes in the outputs' last dimension.
-            likelihood: Its likelihood.
-            generator: Seeds the labels of `fisher="mc"`; torch's global one if None.
-        """
-        loss = NegativeLogLikelihood(likelihood)
-        cotangents = Cotangents(loss, self.fisher.seeded(generator), self.class_dim)
-        return Problem(network, cotangents, (), HookStream, self.factor_dtype, self.memory_bound)

@@ -1,12 +1,13 @@
 """The subject of an approximation: a trained model, what its outputs mean, and the choices made."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
@@ -15,6 +16,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     MultiLabel,
 )
 from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.class_dim import (
     check_layout,
@@ -156,18 +158,23 @@ class Subject:
                 `BayesianParameters.verified` and `Prior.of`.
             NotImplementedError: As `BayesianParameters.verified`.
         """
-        problem = self.settings.problem(usable(self.model), self.likelihood, generator)
-        problem = problem.on(current())
+        settings = self.settings
+        usable(self.model)
+        # The labels' seed is drawn before the loader's order.
+        fisher = settings.fisher.seeded(generator)
         stream = self.of_fit(data, generator, what, progress)
         parameters = self._look_at(stream, prior)
-        network = network_of(self.model, parameters.names, self.settings)
-        problem = replace(
-            problem,
-            model=network,
-            blocks=parameters.blocks,
-            backend=choose_backend(network, self.backend, parameters.blocks),
+        network = network_of(self.model, parameters.names, settings)
+        loss = NegativeLogLikelihood(self.likelihood)
+        problem = Problem(
+            network,
+            Cotangents(loss, fisher, settings.class_dim),
+            parameters.blocks,
+            choose_backend(network, self.backend, parameters.blocks),
+            settings.factor_dtype,
+            settings.memory_bound,
         )
-        return problem, parameters, stream
+        return problem.on(current()), parameters, stream
 
     def _look_at(self, stream: Stream, prior: Prior) -> BayesianParameters:
         """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.

@@ -76,9 +76,9 @@ def test_it_is_saved_on_request_and_loaded_with_an_instance(tmp_path):
     ("given", "says"),
     [
         (None, r"fitted with the likelihood '.*:Poisson'.*likelihood=Poisson\(\.\.\.\)"),
-        (Silent(), "pass an instance of the class of the fit"),
-        (Categorical(), "pass an instance of the class of the fit"),
-        (Poisson(3.0), r"options \{'exposure': 2.0\}, got one of \{'exposure': 3.0\}"),
+        (Silent(), "Pass an instance of that class"),
+        (Categorical(), "Pass an instance of that class"),
+        (Poisson(3.0), r"options \{'exposure': 2.0\}.*\{'exposure': 3.0\}"),
     ],
 )
 def test_another_one_is_refused(given, says, tmp_path):

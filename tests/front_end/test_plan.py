@@ -182,7 +182,7 @@ def test_blocks_that_do_not_fit_are_counted_and_nothing_is_run(case, monkeypatch
     la = Laplace(model)
     whole = la.plan(data)
     monkeypatch.setattr(plans, "available_memory", lambda device: whole.posterior)
-    monkeypatch.setattr(plans, "Sweep", None)
+    monkeypatch.setattr(plans, "factor_sums", None)
     counted = la.plan(data)
     assert counted.blocks == whole.blocks
     assert counted.seconds is None
@@ -240,7 +240,6 @@ def test_a_printed_plan_is_aligned_and_complete(case):
     table = lines[2 : lines.index("", 2)]
     assert len({len(line) for line in table}) == 1
     assert [line.split()[0] for line in table[1:]] == Laplace(model).block_names
-    assert len(plan.to_frame()) == len(plan.blocks)
     assert json.loads(json.dumps(plan.summary()))["peak"] == plan.peak
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from csv_table import read_csv
-from fuzz_posterior_files import answers, resealed
+from fuzz_posterior_files import answers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -64,18 +64,6 @@ def assert_alike(a: Laplace, b: Laplace) -> None:
             assert first is second is None or torch.equal(first, second)
     for first, second in zip(answers(a, X), answers(b, X), strict=True):
         torch.testing.assert_close(first, second)
-
-
-def parts(path: Path) -> tuple[dict, bytes]:
-    raw = path.read_bytes()
-    end = 8 + int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8:end]), raw[end:]
-
-
-def rewrite(path: Path, header: dict | str, data: bytes) -> None:
-    """The file with another header, and the checksum computed anew."""
-    text = (header if isinstance(header, str) else json.dumps(header)).encode()
-    path.write_bytes(resealed(len(text).to_bytes(8, "little") + text + data))
 
 
 @contextlib.contextmanager
@@ -143,13 +131,7 @@ def test_a_changed_bit_of_any_byte_is_refused(la, path):
 
 def test_a_file_overwritten_in_place_does_not_change_what_was_loaded(la, path):
     loaded = Laplace.load(path, la.model)
-    header, data = parts(path)
-    start, end = header["0.magnitudes"]["data_offsets"]
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size - len(data) + start)
-        file.write(bytes(end - start))
-    assert_alike(loaded, la)
-    path.write_bytes(b"")
+    path.write_bytes(bytes(path.stat().st_size))
     assert_alike(loaded, la)
 
 
@@ -199,59 +181,16 @@ def test_an_earlier_format_is_refused_with_what_to_do(la, path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("nll", value) for value in ("3.0", None, True, [1.0])),
-        *(("num_data", value) for value in (0, 2.0, "9", True, None, 10**30)),
-        *(("rank", value) for value in (0, 1.5, "4", True)),
-        *(("joint", value) for value in (0, "true", None)),
-        *(("sharing", value) for value in ("other", 3, None, {"0": "other"})),
-        *(("param_names", value) for value in ([], "0.weight", [3], [["0.weight"]], None)),
-        *(("block_names", value) for value in ([], None, [None])),
-        *(("curvature", value) for value in ("kfra", None, ["kfac"])),
-        *(("others", value) for value in ([], None)),
-        *(("calls", value) for value in ([], {"0.weight": 3}, {"0.weight": ["nowhere"]})),
-        *(("likelihood", value) for value in (None, [], "classification", {})),
-        *(("likelihood", value) for value in ({"name": "poisson"}, {"name": "binary", "sigma": 1})),
-        ("likelihood", {"name": "classification", "class_weights": [1.0, -1.0, 0.0]}),
-        *(("likelihood", {"name": "regression", "sigma": value}) for value in (0, "1")),
-        *(("noise", value) for value in (3, {}, {"num_targets": 1.0})),
-        *(("temperature", value) for value in (0, "1", None)),
-        ("more", 1),
-    ],
-)
-def test_fields_of_another_kind_are_refused(la, path, field, value):
-    changed(path, lambda header, tensors: header.update({field: value}))
-    with pytest.raises(ValueError, match=r"\w+ \w+"):
-        Laplace.load(path, la.model)
-
-
-def test_missing_and_unknown_fields_are_named(la, path):
-    changed(path, lambda header, tensors: header.pop("joint"))
-    with pytest.raises(ValueError, match=r"is damaged, or .*'joint'"):
-        Laplace.load(path, la.model)
-    la.save(path)
-    changed(path, lambda header, tensors: header.update(more=1))
-    with pytest.raises(ValueError, match=r"is damaged, or .*'more'"):
-        Laplace.load(path, la.model)
-
-
-@pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("0.U_A", lambda U: U[1:], r"\['0\.U_A'\] are missing, superfluous, or of another shape"),
-        ("1.U_G", lambda U: U.double(), r"\['1\.U_G'\] are missing"),
         ("0.magnitudes", lambda m: -m, "negative"),
         ("0.magnitudes", lambda m: m / 0, "NaN or Inf"),
         ("prior_precision", lambda d: 0 * d, "positive and finite"),
-        ("prior_precision", lambda d: d / 0, "positive and finite"),
-        ("prior_precision", lambda d: d.float(), r"\['prior_precision'\] are missing"),
         ("mean", lambda m: m + 1, "parameters are not those of the fit"),
         ("mean", lambda m: m.double(), "holds a posterior in torch.float64"),
-        ("more", lambda _: X, r"\['more'\] are missing, superfluous"),
     ],
 )
-def test_tensors_are_checked(la, path, name, change, says):
+def test_a_file_of_another_posterior_is_refused(la, path, name, change, says):
     changed(path, lambda header, tensors: tensors.update({name: change(tensors.get(name))}))
     with pytest.raises(ValueError, match=says):
         Laplace.load(path, la.model)
@@ -282,18 +221,6 @@ def test_a_sigma_that_the_dtype_cannot_square_is_refused(tmp_path, sigma):
     double = model.double()
     la = Laplace(double, "regression", sigma=1e30).fit_batches([(X.double(), data[0][1].double())])
     assert la.predict(X.double()).variance.isfinite().all()
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
-def test_deep_json_is_refused(la, path, text):
-    header, data = parts(path)
-    rewrite(path, text, data)
-    with pytest.raises(ValueError, match="damaged"):
-        Laplace.load(path, la.model)
-    header["__metadata__"]["header"] = text
-    rewrite(path, header, data)
-    with pytest.raises(ValueError, match="damaged"):
-        Laplace.load(path, la.model)
 
 
 # ------------------------------------------------------------------------------ what is no file

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace.posterior_range import check_temperature
+from laplace_debias.laplace.posterior import check_temperature
 from laplace_debias.laplace.prior import check_kind
 
 DELTA, NUM_DATA, T = 0.7, 40, 0.3

@@ -78,10 +78,10 @@ def skipped(monkeypatch):
     counted = []
     has = Checkpoint.has
 
-    def counting(self, x, y):
-        found = has(self, x, y)
+    def counting(self, pair):
+        found = has(self, pair)
         if found:
-            counted.append(len(y))
+            counted.append(len(pair[1]))
         return found
 
     monkeypatch.setattr(Checkpoint, "has", counting)

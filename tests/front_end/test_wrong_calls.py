@@ -118,7 +118,6 @@ def test_names_that_nobody_has_are_pythons_errors(la):
     ("package", "extra", "use"),
     [
         ("pandas", "cli", lambda la: la.evaluate(DATA).to_frame()),
-        ("pandas", "cli", lambda la: la.plan(DATA).to_frame()),
         ("matplotlib", "cli", lambda _: import_module("laplace_debias.report")),
         ("botorch", "botorch", lambda _: import_module("laplace_debias.integrations")),
     ],

@@ -2,19 +2,12 @@
 
     python tests/support/fuzz_posterior_files.py --mutations 100000 --seed 0
 
-Mutations of two families. A *damaged* file is what a disk, a cable or an editor makes of a file: it
-must be refused with a `ValueError`, or answer to the last bit as the original does. A *resealed*
-file is one whose header or tensors were edited and whose checksum was computed anew: a file of
-another version, say, or of another model. It must be refused with a `ValueError`, or load. It then
-counts as another posterior, which no check can tell from one that was fitted.
+A mutated file is what a disk, a cable or an editor makes of a file: it must be refused with a
+`ValueError`, or answer to the last bit as the original does.
 """
 
 import argparse
-import hashlib
-import json
 import random
-import re
-import struct
 import tempfile
 import warnings
 from collections import Counter
@@ -30,7 +23,7 @@ from laplace_debias.curvature.losses.likelihoods import Categorical
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 LIKELIHOODS = ("classification", "binary", "multilabel", "regression")
-UNCHANGED, SAME, REFUSED, OTHER = "same bytes", "same answer", "refused", "another posterior"
+UNCHANGED, SAME, REFUSED = "same bytes", "same answer", "refused"
 DIFFERENT, CRASHED = "DIFFERENT ANSWER", "OTHER EXCEPTION"
 BAD = (DIFFERENT, CRASHED)
 
@@ -57,7 +50,7 @@ class Report:
         return sum(counts[outcome] for counts in self.counts.values())
 
     def __str__(self) -> str:
-        outcomes = (REFUSED, UNCHANGED, SAME, OTHER, *BAD)
+        outcomes = (REFUSED, UNCHANGED, SAME, *BAD)
         rows = [("mutation", *outcomes)]
         rows += [
             (kind, *(f"{counts[outcome]:,}" for outcome in outcomes))
@@ -202,187 +195,19 @@ BYTES: tuple[Callable[[bytearray, random.Random], None], ...] = (
     *(cut_off, append, insert, delete, swap, change_length),
 )
 
-# -------------------------------------------------------------- mutations of header and tensors
-
-VALUES = (
-    *("null", "true", "false", "0", "-1", "1.5", "1e999", "-0.0", "NaN", "Infinity", "-Infinity"),
-    *("1e308", "9007199254740993", "9" * 30, "9" * 5000, '""', '"a"', '"\\ud800"', '"\\u0000"'),
-    *("[]", "{}", "[[]]", '{"name": 3}', '{"a": 1, "a": 2}', "[" * 20_000, '{"a":' * 20_000),
-    *("[0, 0]", "[1, -1]", "[9223372036854775807, 9223372036854775807]", "1e-320"),
-    *('"kfac"', '"full"', '"lowrank"', '"diag"', '"reduce"', '{"name": "regression", "sigma": 0}'),
-    *('{"name": "regression", "sigma": [1, 2, 3]}', '{"name": "binary"}', '{"name": ["binary"]}'),
-    *('"0.weight"', '["0.weight"]', '["0.weight", "0.weight"]', '"laplace-debias/3"', '"F16"'),
-)
-TOKEN = r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|[\[\]{},:]'
-
-
-def edit_token(text: str, chance: random.Random) -> str:
-    """Another value, a deleted or a doubled token."""
-    spans = [match.span() for match in re.finditer(TOKEN, text)]
-    if not spans:
-        return chance.choice(VALUES)
-    start, end = chance.choice(spans)
-    how = chance.randrange(4)
-    if how == 0:
-        return text[:start] + text[end:]
-    if how == 1:
-        return text[:end] + text[start:end] + text[end:]
-    return text[:start] + chance.choice(VALUES) + text[end:]
-
-
-def edit_value(text: str, chance: random.Random) -> str:
-    """Another value at a random place of valid JSON, or a field removed, renamed or added."""
-    data = json.loads(text)
-    parent, key = _somewhere(data, chance)
-    if parent is None:
-        return chance.choice(VALUES)
-    how = chance.randrange(8)
-    mark = "\0here"
-    if how == 0:
-        del parent[key]
-    elif how == 1 and isinstance(parent, dict):
-        parent[f"{key}x"] = parent.pop(key)
-    elif how == 2:
-        if isinstance(parent, dict):
-            parent["more"] = 1
-        else:
-            parent.append(parent[key])
-    elif how == 3 and isinstance(parent[key], (int, float)) and not isinstance(parent[key], bool):
-        parent[key] += chance.choice((-1, 1, 8, 0.5, 2**40, -(2**40)))
-    else:
-        parent[key] = mark
-    return json.dumps(data).replace(json.dumps(mark), chance.choice(VALUES))
-
-
-def _somewhere(data: object, chance: random.Random):
-    places = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, (dict, list)):
-            for key in node if isinstance(node, dict) else range(len(node)):
-                places.append((node, key))
-                visit(node[key])
-
-    visit(data)
-    return chance.choice(places) if places else (None, None)
-
-
-def edit_posterior_header(raw: bytes, chance: random.Random) -> bytes:
-    return _with_inner(raw, lambda text: chance.choice((edit_token, edit_value))(text, chance))
-
-
-def edit_file_header(raw: bytes, chance: random.Random) -> bytes:
-    text, data = _parts(raw)
-    return _joined(chance.choice((edit_token, edit_value))(text, chance), data)
-
-
-def edit_tensors(raw: bytes, chance: random.Random) -> bytes:
-    """Tensors renamed, exchanged, removed, reshaped, moved, or taken for another dtype."""
-    text, data = _parts(raw)
-    header = json.loads(text)
-    names = [name for name in header if name != "__metadata__"]
-    a, b = chance.choice(names), chance.choice(names)
-    how = chance.randrange(6)
-    if how == 0:
-        header[a], header[b] = header[b], header[a]
-    elif how == 1:
-        header[f"{a}{chance.choice(('x', '', '0'))}"] = header.pop(a)
-    elif how == 2:
-        del header[a]
-    elif how == 3:
-        header[a]["shape"] = chance.choice(
-            (
-                header[a]["shape"][::-1],
-                [],
-                [0],
-                [1, *header[a]["shape"]],
-                [2**40, 2**40],
-                [-1],
-                [True],
-            )
-        )
-    elif how == 4:
-        start, end = header[a]["data_offsets"]
-        moves = ((start, start), (start - 8, end - 8), (start + 8, end + 8), (end, start))
-        header[a]["data_offsets"] = list(chance.choice((*moves, header[b]["data_offsets"])))
-    else:
-        dtypes = ("F16", "F32", "F64", "BF16", "I64", "BOOL", "F8_E4M3", "C64", "F4", "")
-        header[a]["dtype"] = chance.choice(dtypes)
-    return _joined(json.dumps(header), data)
-
-
-def edit_numbers(raw: bytes, chance: random.Random) -> bytes:
-    """A number of a tensor is negative, zero, huge, tiny, NaN, infinite, or one bit off."""
-    text, data = _parts(raw)
-    changed = bytearray(data)
-    header = json.loads(text)
-    # A tensor without a number (a table of no kept direction) has none to change.
-    full = [name for name in header if name != "__metadata__" and 0 not in header[name]["shape"]]
-    entry = header[chance.choice(full)]
-    size, code = {"F32": (4, "<f"), "F64": (8, "<d")}[entry["dtype"]]
-    start, end = entry["data_offsets"]
-    place = start + size * chance.randrange((end - start) // size)
-    (value,) = struct.unpack_from(code, changed, place)
-    special = (0.0, -value, 1.01 * value, 3.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"))
-    if chance.random() < 0.3:
-        changed[place + chance.randrange(size)] ^= 1 << chance.randrange(8)
-    else:
-        struct.pack_into(code, changed, place, chance.choice(special))
-    return _joined(text, bytes(changed))
-
-
-EDITS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    *(edit_posterior_header, edit_file_header, edit_tensors, edit_numbers),
-)
-
-
-def _parts(raw: bytes) -> tuple[str, bytes]:
-    end = 8 + int.from_bytes(raw[:8], "little")
-    return raw[8:end].decode(), raw[end:]
-
-
-def _joined(text: str, data: bytes) -> bytes:
-    header = text.encode(errors="replace")
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data
-
-
-def _with_inner(raw: bytes, change: Callable[[str], str]) -> bytes:
-    text, data = _parts(raw)
-    header = json.loads(text)
-    header["__metadata__"]["header"] = change(header["__metadata__"]["header"])
-    return _joined(json.dumps(header), data)
-
-
-def resealed(raw: bytes) -> bytes:
-    """The file with a checksum of what it holds, where it still says that it has one."""
-    try:
-        text, data = _parts(raw)
-        old = json.loads(text)["__metadata__"]["checksum"]
-        assert len(old) == 64
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
-        return raw
-    blank = raw[: len(raw) - len(data)].replace(old.encode(), b"0" * 64)
-    digest = hashlib.blake2b(blank + data, digest_size=32).hexdigest().encode()
-    return blank.replace(b"0" * 64, digest) + data
-
-
 # ------------------------------------------------------------------------------------ the run
 
 
-def outcome_of(raw: bytes, subject: Subject, path: Path, *, is_damaged: bool) -> tuple[str, str]:
+def outcome_of(raw: bytes, subject: Subject, path: Path) -> tuple[str, str]:
     """What comes of a file: one of the outcomes above, and what was said."""
     if raw == subject.raw:
         return UNCHANGED, ""
     path.write_bytes(raw)
     try:
-        la = Laplace.load(path, subject.model)
-        if not is_damaged:
-            return OTHER, ""
-        found = answers(la, subject.x)
+        found = answers(Laplace.load(path, subject.model), subject.x)
     except ValueError as error:
         told = str(error)
-        is_told = told and len(told) < 2000 and (str(path) in told or not is_damaged)
+        is_told = len(told) < 2000 and str(path) in told
         return (REFUSED, told) if is_told else (CRASHED, f"a message that tells little: {told!r}")
     except Exception as error:
         return CRASHED, repr(error)[:300]
@@ -408,19 +233,10 @@ def fuzz(mutations: int, seed: int, folder: Path, originals: list[Subject] | Non
     path = folder / "mutated"
     for number in range(mutations):
         subject = originals[number % len(originals)]
-        family = chance.choices(("damaged", "resealed"), (6, 4))[0]
-        change: Callable[..., object]
-        if chance.random() < (0.7 if family == "damaged" else 0.1):
-            change, changed = chance.choice(BYTES), bytearray(subject.raw)
-            change(changed, chance)
-            mutated = bytes(changed)
-        else:
-            change = chance.choice(EDITS)
-            mutated = change(subject.raw, chance)
-        if family == "resealed":
-            mutated = resealed(mutated)
-        outcome, told = outcome_of(mutated, subject, path, is_damaged=family == "damaged")
-        kind = f"{family}: {change.__name__.replace('_', ' ')}"
+        change, changed = chance.choice(BYTES), bytearray(subject.raw)
+        change(changed, chance)
+        outcome, told = outcome_of(bytes(changed), subject, path)
+        kind = change.__name__.replace("_", " ")
         report.counts.setdefault(kind, Counter())[outcome] += 1
         if outcome in BAD:
             report.failures.append(f"{outcome}: {kind}, {subject.name}, number {number}: {told}")

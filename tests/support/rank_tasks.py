@@ -465,8 +465,8 @@ def resumed(rank, curvature, options, folder, seed=3):
     skipped = {}
     has = Checkpoint.has
 
-    def counting(self, x, y):
-        found = has(self, x, y)
+    def counting(self, pair):
+        found = has(self, pair)
         skipped[self._number] = skipped.get(self._number, 0) + found
         return found
 

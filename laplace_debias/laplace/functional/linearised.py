@@ -49,8 +49,9 @@ def moments(
     posterior, blocks = fitted.posterior, fitted.parameters.blocks
     if prior_precisions is None:
         prior_precisions = posterior.prior_precision.unsqueeze(0)
-    for point in prior_precisions:
-        posterior.check_prior_precision(point)
+    else:
+        for point in prior_precisions:
+            posterior.check_prior_precision(point)
     num_blocks, num_points = len(fitted.parameters.block_names), len(prior_precisions)
     deltas = prior_precisions.reshape(num_points, -1).expand(-1, num_blocks).to(posterior.mean)
     with torch.inference_mode(False):
