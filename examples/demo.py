@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, metrics
-from laplace_debias.report.style import method_colours, metric_label, save, style_axes
+from laplace_debias.report.style import method_colours, save, style_axes
 from laplace_debias.sources.corruptions import corrupt
 
 EPOCHS = 40
@@ -138,7 +138,7 @@ def draw_nll(rows: list[Row], path: Path) -> None:
             ax.plot(
                 PRIOR_PRECISIONS[: len(nll)], nll, "o-", ms=3, color=colours[method], label=label
             )
-    ax.set(xscale="log", xlabel="Prior precision δ", ylabel=metric_label("nll"))
+    ax.set(xscale="log", xlabel="Prior precision δ", ylabel="NLL (nats) ↓")
     ax.legend(frameon=False)
     style_axes(ax)
     save(figure, path)

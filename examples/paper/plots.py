@@ -1,6 +1,7 @@
 """Pictures of several experiments."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,9 +13,7 @@ from examples.paper.quadratics import FULL, OTHER, SAME
 from laplace_debias.report.style import (
     FONT_SIZE,
     OKABE_ITO,
-    add_legend,
     method_colours,
-    metric_label,
     new_panels,
     style_axes,
 )
@@ -25,6 +24,50 @@ MARKERS = {
     SAME: ("o", 26, OKABE_ITO["orange"]),
 }
 """Marker, area and colour by what a slope or curvature was measured on."""
+_METRIC_NAMES = {
+    "nll": "NLL (nats) ↓",
+    "ece": "ECE ↓",
+    "accuracy": "Accuracy ↑",
+    "brier": "Brier score ↓",
+    "train_loss": "Training loss (nats) ↓",
+    "test_loss": "Test loss (nats) ↓",
+    "train_accuracy": "Training accuracy ↑",
+    "test_accuracy": "Test accuracy ↑",
+}
+_METRIC_FAMILIES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
+
+
+def metric_label(metric: str) -> str:
+    """A metric's name on an axis, with an arrow to where it is better.
+
+    Args:
+        metric: Name of a metric as `laplace_debias.metrics.evaluate` gives it.
+
+    Returns:
+        A label; for an unknown metric its name.
+    """
+    family, _, name = metric.partition("_")
+    if family in _METRIC_FAMILIES:
+        of_which = f" ({name})" if name else ""
+        return f"{_METRIC_FAMILIES[family]}{of_which} {'↓' if family == 'fpr95' else '↑'}"
+    return _METRIC_NAMES.get(metric, metric)
+
+
+def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
+    """Adds a legend without a frame above the panels.
+
+    Args:
+        figure: The picture.
+        handles: Artists of the legend, with labels.
+        columns: Entries beside each other.
+    """
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=columns,
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
 
 
 def points_figure(

@@ -1,12 +1,12 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
-from torch.distributions import Bernoulli, Distribution, Independent, MultivariateNormal, Normal
+from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Normal
 
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Likelihood
@@ -46,17 +46,12 @@ class Scored(NamedTuple):
             return self.values.flatten(), self.labels.flatten().long()
         return self.values, self.labels.long()
 
-    @property
-    def nll(self) -> float:
-        """The mean negative log-likelihood of the targets, in nats."""
-        return -self.log_probs.double().mean().item()
 
-
-def joined(parts: Sequence[Scored], what: str) -> Scored:
-    """The scores of several batches in one, of all processes that share them.
+def joined(parts: Sequence[Sequence[Tensor | None]], what: str) -> list[Tensor]:
+    """The columns of several batches in one, of all processes that share them.
 
     Args:
-        parts: Those of each batch of this process.
+        parts: Those of each batch of this process; None for a column that there is not.
         what: What there is to do with them, for the error.
 
     Raises:
@@ -66,13 +61,12 @@ def joined(parts: Sequence[Scored], what: str) -> Scored:
     of_all = current().on_all([torch.cat(column) for column in columns if column] or None)
     if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
-    scored = Scored(*of_all)
-    if not len(scored.log_probs):
+    if not len(of_all[0]):
         raise ValueError(
             f"Every target of the loader is ignored: nothing to {what}. Pass batches in which at "
             "least one target counts."
         )
-    return scored
+    return of_all
 
 
 def evaluate_predictions(
@@ -116,64 +110,47 @@ def evaluate_predictions(
         plain = evaluate_predictions(predict, likelihood, batches, {}, class_dim, level=level)
         statistics = plain._statistics | separated
         return report_of(statistics, plain._targets, level, intervals)
-    parts, has_probabilities, is_multilabel = [], False, False
+    parts, kinds = [], [False, False]
     for x, y in batches:
         predictive = predict(x)
-        is_multilabel = _is_multilabel(predictive)
-        has_probabilities = is_multilabel or hasattr(predictive, "probs")
+        is_multilabel = isinstance(getattr(predictive, "base_dist", None), Bernoulli)
+        kinds = [is_multilabel, is_multilabel or hasattr(predictive, "probs")]
         parts.append(score(likelihood, predictive, y, class_dim))
-    ranks = current()
-    scored = joined(parts, "evaluate")
+    scored = Scored(*joined(parts, "evaluate"))
     # A process without examples has not seen what is predicted.
-    kinds = ranks.exchange([is_multilabel, has_probabilities])
-    is_multilabel, has_probabilities = (any(of) for of in zip(*kinds, strict=True))
-    if not has_probabilities:
-        return _of_regression(scored, predict, ood, level, intervals)
-    of_inputs = _probs_of(predict)
-    ood_probs = {name: _over(data, name, of_inputs) for name, data in ood.items()}
-    # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
-    log_probs = scored.log_probs if is_multilabel or scored.values.ndim == 1 else None
-    make, classified = metrics.evaluate, scored.classified
-    if is_multilabel:
-        make, classified = metrics.evaluate_multilabel, (scored.values, scored.labels.long())
-    return make(
-        *classified,
-        ood_probs,
-        log_probs=log_probs,
-        intervals=intervals,
-        level=level,
-    )
-
-
-def _of_regression(
-    scored: Scored,
-    predict: Predict,
-    ood: Mapping[str, Batches],
-    level: float,
-    intervals: bool,
-) -> metrics.Report:
-    targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
-    if scored.deviations is None:
+    kinds = [any(of) for of in zip(*current().exchange(kinds), strict=True)]
+    is_multilabel, has_probabilities = kinds
+    if not has_probabilities and scored.deviations is None:
         if ood:
             raise ValueError(
                 "OOD detection of a regression is by the variance of a normal predictive, which "
                 "this likelihood does not give: leave out `ood`."
             )
-        statistics = {
-            "nll": of_log_probs(scored.log_probs),
-            "rmse": of_rmse(scored.values, targets),
-        }
+        targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
+        rmse = of_rmse(scored.values, targets)
+        statistics = {"nll": of_log_probs(scored.log_probs), "rmse": rmse}
         return report_of(statistics, targets, level, intervals)
-    of_inputs = _deviations_of(predict)
-    return metrics.evaluate_regression(
-        scored.values,
-        scored.deviations,
-        targets,
-        {name: _over(data, name, of_inputs) for name, data in ood.items()},
-        log_probs=scored.log_probs,
-        intervals=intervals,
-        level=level,
-    )
+
+    def of_inputs(x: Inputs) -> Tensor:
+        predictive = predict(x)
+        if has_probabilities:
+            return _flat(predictive)[0]
+        return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
+
+    of_ood = {name: _over(data, name, of_inputs) for name, data in ood.items()}
+    options: dict[str, Any] = {"intervals": intervals, "level": level}
+    if not has_probabilities:
+        assert scored.deviations is not None
+        targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
+        of_targets = scored.values, scored.deviations, targets
+        log_probs = scored.log_probs
+        return metrics.evaluate_regression(*of_targets, of_ood, log_probs=log_probs, **options)
+    if is_multilabel:
+        options["log_probs"] = scored.log_probs
+        return metrics.evaluate_multilabel(scored.values, scored.labels.long(), of_ood, **options)
+    # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
+    options["log_probs"] = scored.log_probs if scored.values.ndim == 1 else None
+    return metrics.evaluate(*scored.classified, of_ood, **options)
 
 
 def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:
@@ -183,22 +160,6 @@ def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Te
     if of_all is None:
         raise ValueError(f"The OOD loader {name!r} holds no batch.")
     return of_all[0]
-
-
-def _probs_of(predict: Predict) -> Callable[[Inputs], Tensor]:
-    return lambda x: _flat(predict(x))[0]
-
-
-def _deviations_of(predict: Predict) -> Callable[[Inputs], Tensor]:
-    def deviations(x: Inputs) -> Tensor:
-        predictive = predict(x)
-        return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
-
-    return deviations
-
-
-def _is_multilabel(predictive: Distribution) -> bool:
-    return isinstance(predictive, Independent) and isinstance(predictive.base_dist, Bernoulli)
 
 
 def score(

@@ -9,8 +9,7 @@ there is one optimum, the slope's only root, and groups do not see each other.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -20,27 +19,14 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.posterior import GaussianPosterior, counted
+from laplace_debias.laplace.posterior import counted
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
 
 
-@dataclass(frozen=True)
-class Group:
-    """Blocks with one prior precision.
-
-    Attributes:
-        name: The kind of their layers, or the block's name.
-        blocks: Their numbers.
-    """
-
-    name: str
-    blocks: tuple[int, ...]
-
-
-def groups_of(fitted: Fitted, per: str) -> list[Group]:
-    """The groups of a fit's blocks, in the order of their first ones.
+def groups_of(fitted: Fitted, per: str) -> dict[str, list[int]]:
+    """The numbers of a fit's blocks by their group, in the order of the first ones.
 
     Args:
         fitted: The fit.
@@ -49,7 +35,6 @@ def groups_of(fitted: Fitted, per: str) -> list[Group]:
     Raises:
         ValueError: If `per` is none of these, or if the curvature is one block of all parameters.
     """
-    names = fitted.parameters.block_names
     if per not in PER:
         raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
     if fitted.settings.kind.is_dense:
@@ -57,12 +42,11 @@ def groups_of(fitted: Fitted, per: str) -> list[Group]:
             f"curvature={fitted.settings.kind.name!r} is one block of all parameters, which has "
             f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
         )
-    if per == "block":
-        return [Group(name, (index,)) for index, name in enumerate(names)]
-    kinds: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for index, block in enumerate(fitted.parameters.blocks):
-        kinds.setdefault(kind_of(unwrapped(fitted.model), block), []).append(index)
-    return [Group(kind, tuple(members)) for kind, members in kinds.items()]
+        name = block.name if per == "block" else kind_of(unwrapped(fitted.model), block)
+        groups.setdefault(name, []).append(index)
+    return groups
 
 
 def kind_of(model: nn.Module, block: Block) -> str:
@@ -81,14 +65,6 @@ def kind_of(model: nn.Module, block: Block) -> str:
     if block.role == "bias":
         return "bias"
     return "convolution" if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else "linear"
-
-
-def spread(groups: Sequence[Group], values: Sequence[float]) -> list[float]:
-    """The groups' values, one for each block."""
-    of_blocks = {
-        index: value for group, value in zip(groups, values, strict=True) for index in group.blocks
-    }
-    return [of_blocks[index] for index in range(len(of_blocks))]
 
 
 BOUNDS = (1e-8, 1e8)
@@ -140,57 +116,6 @@ def maximise_marginal_likelihood(
     return Tuning(10.0**result.x, OF_EVIDENCE, -result.fun, table, flat=(ends[0], ends[1]))
 
 
-@dataclass(frozen=True, eq=False)
-class GroupEvidence:
-    """The numbers that the marginal likelihood sees of a group of blocks.
-
-    Attributes:
-        precisions: h = N Λ along the directions that have curvature, float64.
-        counts: How many directions each is that of.
-        num_parameters: D; along those without a precision h is zero.
-        square: S, the squared distance of the parameters from the prior's mean.
-    """
-
-    precisions: Float[Tensor, " directions"]
-    counts: Float[Tensor, " directions"]
-    num_parameters: int
-    square: float
-
-    @classmethod
-    def of(cls, posterior: GaussianPosterior, group: Group) -> "GroupEvidence":
-        """The evidence of a posterior's blocks, at its σ."""
-        blocks = list(posterior.curvature.blocks.values())
-        nothing = posterior.mean.new_zeros(0, dtype=torch.float64)
-        found, counts, size = [nothing], [nothing], 0
-        for index in group.blocks:
-            block = blocks[index]
-            size += block.shape[0]
-            magnitudes, of_block = counted(block)
-            found.append(posterior.data_weight * magnitudes.flatten())
-            counts.append(of_block.flatten())
-        squares = posterior.squared_distances()[list(group.blocks)]
-        return cls(torch.cat(found), torch.cat(counts), size, float(squares.sum()))
-
-    def num_determined(self, delta: float) -> float:
-        """γ = Σ h / (h + δ), how many parameters the data determine."""
-        return float((self.counts * (self.precisions / (self.precisions + delta))).sum())
-
-    def best(self, low: float, high: float) -> float:
-        """The root of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
-        from scipy.optimize import brentq
-
-        def slope(log_delta: float) -> float:
-            delta = math.exp(log_delta)
-            return self.num_determined(delta) - delta * self.square
-
-        ends = math.log(low), math.log(high)
-        if slope(ends[0]) <= 0:
-            return low
-        if slope(ends[1]) >= 0:
-            return high
-        return math.exp(brentq(slope, *ends, xtol=1e-10))
-
-
 def tune_groups(fitted: Fitted, per: str) -> Tuning:
     """The largest log marginal likelihood over a prior precision for each group.
 
@@ -209,39 +134,60 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     Reference:
         MacKay (1992), "A practical Bayesian framework for backpropagation networks".
     """
-    groups = groups_of(fitted, per)
-    seen = [GroupEvidence.of(fitted.posterior, group) for group in groups]
+    groups, posterior = groups_of(fitted, per), fitted.posterior
     together = maximise_marginal_likelihood(fitted.log_marginal_likelihood).prior_precision
     assert isinstance(together, float)
-    deltas = [of_group.best(*BOUNDS) for of_group in seen]
-    notes = notes_of(groups, deltas, together)
-    deltas = [together if delta == BOUNDS[0] else delta for delta in deltas]
-    of_blocks = torch.tensor(spread(groups, deltas), dtype=torch.float64)
-    value = fitted.log_marginal_likelihood(of_blocks).item()
-    rows = [
-        {
-            "name": group.name,
-            "prior_precision": delta,
-            "num_parameters": of_group.num_parameters,
-            "num_determined": of_group.num_determined(delta),
-        }
-        for group, of_group, delta in zip(groups, seen, deltas, strict=True)
-    ]
-    return Tuning(of_blocks.tolist(), OF_EVIDENCE, value, rows, notes=notes)
-
-
-def notes_of(groups: Sequence[Group], deltas: Sequence[float], together: float) -> tuple[str, ...]:
-    """Notes on groups whose optimum lies beyond the range."""
+    blocks, squares = list(posterior.curvature.blocks.values()), posterior.squared_distances()
+    of_blocks = torch.zeros(len(blocks), dtype=torch.float64)
+    rows: list[Row] = []
+    beyond: dict[float, list[str]] = {end: [] for end in BOUNDS}
+    for name, members in groups.items():
+        parts = [counted(blocks[index]) for index in members]
+        counts = torch.cat([of_block.flatten() for _, of_block in parts])
+        # h along the directions that have curvature; along the others it is zero.
+        h = torch.cat([posterior.data_weight * along.flatten() for along, _ in parts])
+        delta = _best(h, counts, float(squares[members].sum()))
+        if delta in beyond:
+            beyond[delta].append(name)
+        delta = together if delta == BOUNDS[0] else delta
+        of_blocks[members] = delta
+        row = {"name": name, "prior_precision": delta}
+        row["num_parameters"] = sum(blocks[index].shape[0] for index in members)
+        rows.append({**row, "num_determined": num_determined(h, counts, delta)})
     notes = []
-    if low := [g.name for g, delta in zip(groups, deltas, strict=True) if delta == BOUNDS[0]]:
+    if low := beyond[BOUNDS[0]]:
         notes.append(
             f"{', '.join(low)}: almost no curvature, so the data do not determine the prior "
             f"precision, and the marginal likelihood rises towards 0. It is set to the best value "
             f"for all parameters together, {together:.3g}."
         )
-    if high := [g.name for g, delta in zip(groups, deltas, strict=True) if delta == BOUNDS[1]]:
+    if high := beyond[BOUNDS[1]]:
         notes.append(
             f"{', '.join(high)}: almost no distance from the prior's mean, so the marginal "
             f"likelihood rises up to the end of the search range, {BOUNDS[1]:g}."
         )
-    return tuple(notes)
+    value = fitted.log_marginal_likelihood(of_blocks).item()
+    return Tuning(of_blocks.tolist(), OF_EVIDENCE, value, rows, notes=tuple(notes))
+
+
+def num_determined(
+    h: Float[Tensor, " directions"], counts: Float[Tensor, " directions"], delta: float
+) -> float:
+    """γ = Σ h / (h + δ), how many parameters the data determine."""
+    return float((counts * (h / (h + delta))).sum())
+
+
+def _best(h: Tensor, counts: Tensor, square: float) -> float:
+    """The root of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
+    from scipy.optimize import brentq
+
+    def slope(log_delta: float) -> float:
+        delta = math.exp(log_delta)
+        return num_determined(h, counts, delta) - delta * square
+
+    low, high = map(math.log, BOUNDS)
+    if slope(low) <= 0:
+        return BOUNDS[0]
+    if slope(high) >= 0:
+        return BOUNDS[1]
+    return math.exp(brentq(slope, low, high, xtol=1e-10))

@@ -17,7 +17,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.laplace.evaluation import Scored, joined
+from laplace_debias.laplace.evaluation import joined
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.laplace.validation_scores import (
@@ -98,15 +98,9 @@ class Look:
         none = torch.zeros(0, dtype=torch.long)
         ids = _of_all(torch.cat(examples or [none]), of_ranks)
         return [
-            self.scores.of_all(point, _joined(of_point), ids, links)
+            self.scores.of_all(point, joined([(x,) for x in of_point], "tune on")[0], ids, links)
             for point, of_point in zip([*points, math.inf], columns, strict=False)
         ]
-
-
-def _joined(columns: Sequence[Tensor]) -> Tensor:
-    """The columns of all batches and processes."""
-    parts = [Scored(part, part[:, 0], part[:, 0]) for part in columns]
-    return joined(parts, "tune on").values
 
 
 def _of_all(examples: Int[Tensor, " n"], of_ranks: Sequence[int]) -> Int[Tensor, " m"]:

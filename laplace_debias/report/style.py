@@ -49,18 +49,6 @@ _METHOD_COLOURS = {
     "full-batch": OKABE_ITO["black"],
 }
 _OTHER_COLOURS = [OKABE_ITO[name] for name in ("green", "purple", "sky blue", "vermillion")]
-_METRIC_NAMES = {
-    "nll": "NLL (nats) ↓",
-    "ece": "ECE ↓",
-    "accuracy": "Accuracy ↑",
-    "brier": "Brier score ↓",
-    "train_loss": "Training loss (nats) ↓",
-    "test_loss": "Test loss (nats) ↓",
-    "train_accuracy": "Training accuracy ↑",
-    "test_accuracy": "Test accuracy ↑",
-    "mean_entropy": "Mean entropy (nats)",
-}
-_METRIC_FAMILIES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
 
 
 def method_colours(methods: Iterable[str]) -> dict[str, str]:
@@ -79,22 +67,6 @@ def method_colours(methods: Iterable[str]) -> dict[str, str]:
     }
 
 
-def metric_label(metric: str) -> str:
-    """A metric's name on an axis, with an arrow to where it is better.
-
-    Args:
-        metric: Name of a metric as `laplace_debias.metrics.evaluate` gives it.
-
-    Returns:
-        A label; for an unknown metric its name.
-    """
-    family, _, name = metric.partition("_")
-    if family in _METRIC_FAMILIES:
-        of_which = f" ({name})" if name else ""
-        return f"{_METRIC_FAMILIES[family]}{of_which} {'↓' if family == 'fpr95' else '↑'}"
-    return _METRIC_NAMES.get(metric, metric)
-
-
 def new_panels(
     rows: int, columns: int, size: tuple[float, float], **options: Any
 ) -> tuple[Figure, np.ndarray]:
@@ -111,23 +83,6 @@ def new_panels(
     """
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
-    """Adds a legend without a frame above the panels.
-
-    Args:
-        figure: The picture.
-        handles: Artists of the legend, with labels.
-        columns: Entries beside each other.
-    """
-    figure.legend(
-        handles=handles,
-        loc="outside upper center",
-        ncols=columns,
-        frameon=False,
-        fontsize=FONT_SIZE,
-    )
 
 
 def log_ticks(axis: Axis, steps: Sequence[int] = (1, 2, 5)) -> None:

@@ -114,44 +114,6 @@ def test_batch_dimensions_and_large_logits(name):
             assert log_p.log_softmax(-1).isfinite().all()
 
 
-@pytest.mark.parametrize("rank", [None, 1, 0])
-def test_gradients_are_those_of_finite_differences(rank):
-    mean, covariance = gaussians(5, 3, rank=rank or None)
-    covariance = covariance * (rank != 0)
-    g = torch.randn(3, 5, generator=generator(3), dtype=torch.float64)
-    step = torch.randn(3, 5, 5, generator=generator(4), dtype=torch.float64)
-    step = step @ step.mT  # A way on which covariances stay covariances.
-
-    def slopes(function):
-        m, s = mean.clone().requires_grad_(), covariance.clone().requires_grad_()
-        of_mean, of_covariance = torch.autograd.grad((function(m, s) * g).sum(), (m, s))
-        return of_mean, (of_covariance * step).sum((1, 2))
-
-    def differences(function, h):
-        def value(m, s):
-            return (function(m, s) * g).sum(-1)
-
-        unit = torch.eye(5).double() * h
-        of_mean = [
-            (value(mean + e, covariance) - value(mean - e, covariance)) / (2 * h) for e in unit
-        ]
-        ahead = [value(mean, covariance + k * h * step) for k in (0, 1, 2)]
-        return torch.stack(of_mean, -1), (4 * ahead[1] - 3 * ahead[0] - ahead[2]) / (2 * h)
-
-    def log_p(m, s):
-        return pairwise(m, s).log_softmax(-1)
-
-    for found, expected in zip(slopes(log_p), differences(log_p, 1e-5), strict=True):
-        same(found, expected, rtol=1e-5, atol=1e-6)
-
-    def of_draws(m, s):
-        return drawn(m, s).log()
-
-    # The gradient of the expectation, which 128 points tell to a few per cent.
-    for found, expected in zip(slopes(exact), differences(of_draws, 1e-3), strict=True):
-        assert (found - expected).norm() < 0.1 * expected.norm()
-
-
 def fitted(likelihood="classification", num_outputs=None, **options):
     model, x, y, _, _ = oracle.SMALL_MODELS["mlp_tanh"]()
     if likelihood == "regression":
@@ -161,27 +123,6 @@ def fitted(likelihood="classification", num_outputs=None, **options):
         y = torch.randint(2, (len(x), num_outputs), generator=generator())
     options = {"prior_precision": 0.7, **options}
     return Laplace(model, likelihood, **options).fit_batches([(x, y)]), x, y
-
-
-@pytest.mark.parametrize(("name", "step", "rel"), [("pairwise", 1e-4, 1e-5), ("exact", 0.05, 0.1)])
-def test_the_slope_in_the_prior_precision(name, step, rel):
-    """By way of the covariance J P⁻¹ Jᵀ, of which the posterior is known."""
-    la, x, _ = fitted(curvature="full")
-    J = oracle.flat_jacobian(la.model, x, la.param_names).detach()
-    (block,) = la.posterior.curvature.blocks.values()
-    NC = la.num_data * block.to_dense()
-    mean, delta = la.model(x).detach(), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-
-    def value(d, formula=FORMULAS[name]):
-        P = NC + d * torch.eye(len(NC)).double()
-        return formula(mean, J @ torch.linalg.solve(P, J.mT)).log_softmax(-1)[:, 0]
-
-    same(value(delta).detach(), la.predict(x, link=name).logits[:, 0])
-    slopes = torch.autograd.functional.jacobian(value, delta)
-    by = {"pairwise": pairwise, "exact": lambda m, s: drawn(m, s).log()}[name]
-    with torch.no_grad():
-        differences = (value(delta + step, by) - value(delta - step, by)) / (2 * step)
-    assert (slopes - differences).norm() < rel * differences.norm()
 
 
 def test_predict_takes_the_formula_of_the_functional_covariance():

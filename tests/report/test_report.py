@@ -8,7 +8,7 @@ import torch
 from csv_table import read_csv
 from rich.console import Console
 
-from laplace_debias.report.style import method_colours, metric_label
+from laplace_debias.report.style import method_colours
 from laplace_debias.report.tables import markdown_table, print_table, write_csv
 
 ROWS = [
@@ -120,10 +120,3 @@ def test_colours_of_known_and_other_methods_differ():
     assert list(colours) == methods
     assert len(set(colours.values())) == len(methods)
     assert method_colours(["debiased"])["debiased"] == colours["debiased"]
-
-
-def test_labels_of_metrics_tell_where_better_is():
-    assert metric_label("accuracy") == "Accuracy ↑"
-    assert metric_label("auroc_svhn") == "AUROC (svhn) ↑"
-    assert metric_label("fpr95_svhn") == "FPR95 (svhn) ↓"
-    assert metric_label("something") == "something"
