@@ -153,12 +153,13 @@ class Fitted:
             ValueError: As `GaussianPosterior.check_prior_precision`.
         """
         posterior = self.posterior
-        if prior.precision is not posterior.prior_precision:
-            posterior = posterior.with_prior_precision(prior.precision)
-        if prior.mean is not posterior.prior_mean:
-            posterior = posterior.with_prior_mean(prior.mean)
-        if prior.temperature != posterior.temperature:
-            posterior = posterior.with_temperature(prior.temperature)
+        fields = {
+            "prior_precision": prior.precision,
+            "prior_mean": prior.mean,
+            "temperature": prior.temperature,
+        }
+        others = {k: value for k, value in fields.items() if value is not getattr(posterior, k)}
+        posterior = posterior.changed(**others) if others else posterior
         return replace(self, posterior=posterior, link=prior.link)
 
     def moved(self, x: Any) -> Inputs:

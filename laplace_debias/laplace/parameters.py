@@ -119,11 +119,6 @@ class BayesianParameters:
             return self
         return BayesianParameters.of(model, names, settings, x, calls)
 
-    @property
-    def order_bytes(self) -> int:
-        """Bytes of `order`, on the CPU."""
-        return 0 if self.order is None else self.order.nbytes
-
     def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
         """The present values, in the model's order, `[D]`, no narrower than single precision."""
         values = [model.get_parameter(name).detach().flatten() for name in self.names]

@@ -82,43 +82,22 @@ class GaussianPosterior:
         """θ* − μ, from the prior's mean to the posterior's, `[D]`."""
         return self.mean if self.prior_mean is None else self.mean.double() - self.prior_mean
 
-    def with_prior_precision(
-        self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
-    ) -> "GaussianPosterior":
-        """The same curvature under another prior, which alone is checked again.
+    def changed(self, **fields: Any) -> "GaussianPosterior":
+        """The same with other fields, whose blocks are not read again.
+
+        Args:
+            **fields: The prior's precision or mean, the temperature, or a curvature whose
+                magnitudes are no larger.
 
         Raises:
-            ValueError: As `check_prior_precision`.
+            ValueError: As `check_prior_precision`; if the temperature is not positive and finite.
         """
-        return self._with(prior_precision=prior_precision)
-
-    def with_curvature(self, curvature: BlockDiagonal) -> "GaussianPosterior":
-        """The same with other blocks, whose magnitudes are no larger."""
-        return self._with(curvature=curvature)
-
-    def with_prior_mean(self, prior_mean: Tensor | None) -> "GaussianPosterior":
-        """The same with another mean of the prior, of which the posterior's mean stays.
-
-        Raises:
-            ValueError: As `check_prior_precision`.
-        """
-        return self._with(prior_mean=prior_mean)
-
-    def with_temperature(self, temperature: float) -> "GaussianPosterior":
-        """The same curvature at another temperature.
-
-        Raises:
-            ValueError: As `check_prior_precision`; if it is not positive and finite.
-        """
-        check_temperature(temperature)
-        return self._with(temperature=temperature)
-
-    def _with(self, **fields: Any) -> "GaussianPosterior":
         other = copy.copy(self)
         for name, value in fields.items():
             object.__setattr__(other, name, value)
         if "prior_mean" in fields:
             _check_mean(other.from_prior_mean)
+        check_temperature(other.temperature)
         other.check_prior_precision(other.prior_precision)
         return other
 

@@ -118,7 +118,7 @@ def at_threshold(fitted: Fitted, threshold: float) -> Fitted:
         name: _thin_block(block, ratios[name], threshold)
         for name, block in posterior.curvature.blocks.items()
     }
-    return fitted.with_posterior(posterior.with_curvature(BlockDiagonal(blocks)))
+    return fitted.with_posterior(posterior.changed(curvature=BlockDiagonal(blocks)))
 
 
 def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:

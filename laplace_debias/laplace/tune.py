@@ -148,7 +148,7 @@ def by_evidence(
     if per is not None:
         of_groups = evidence.tune_groups(tuned, per)
         deltas = torch.tensor(of_groups.prior_precision, dtype=torch.float64)
-        tuned = replace(tuned, posterior=tuned.posterior.with_prior_precision(deltas))
+        tuned = replace(tuned, posterior=tuned.posterior.changed(prior_precision=deltas))
         found = of_groups if found is None else replace(of_groups, sigma=found.sigma)
     elif found is None:
         found = evidence.maximise_marginal_likelihood(fitted.log_marginal_likelihood)

@@ -260,16 +260,6 @@ def test_mc_labels_do_not_depend_on_the_batch_size():
             close(two, one, 1e-10)
 
 
-def test_the_generator_decides_the_mc_labels():
-    case = Case("conv2d", fisher="mc")
-    seeds = []
-    for seed in (0, 0, 1):
-        case.la.fit_batches([(case.x, case.y)], generator=torch.Generator().manual_seed(seed))
-        seeds.append(operator_blocks(case.la)[0])
-    assert torch.equal(seeds[0], seeds[1])
-    assert not torch.allclose(seeds[0], seeds[2])
-
-
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["conv2d_all", "regression"])
 def test_results_do_not_depend_on_the_memory_bound(name, curvature):
