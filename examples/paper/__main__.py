@@ -21,6 +21,7 @@ EXPERIMENTS = {
     "over_training": "Figure 21: the bias over the course of training",
     "model_size": "Figure 22: the bias against the number of parameters",
     "debiasing": "beyond the paper: ways to debias at equal data",
+    "frontier": "beyond the paper: distance to exact full-batch against the time of a fit",
     "kfac_error": "beyond the paper: distance of K-FAC and EKFAC from the full GGN",
     "train": "train a test problem's network, and save it as --output",
 }

@@ -1,9 +1,10 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
+from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.mixture import Mixture
 from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.schemes import Auto, CrossFit, Full, Split
+from laplace_debias.laplace.schemes import CrossFit, Full, Split
 
 __all__ = ["Auto", "CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]

@@ -1,37 +1,49 @@
 """A fit in growing rounds, which says after each how far it is from that of all the data."""
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import FactorSums, factor_sums
-from laplace_debias.curvature.network.batches import Pairs, Stream
-from laplace_debias.curvature.network.inputs import Inputs, join, num_examples, take, tensors_of
+from laplace_debias.curvature.network.batches import Batches, Placed, Stream
+from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
+from laplace_debias.curvature.network.shards import FAR, ShardedBatches
 from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.scale import Looked, output_curvatures
-from laplace_debias.laplace.schemes import AUTO_FOLDS, FIRST_ROUND, Auto
+from laplace_debias.laplace.schemes import Finish, Scheme
 from laplace_debias.operators import BlockDiagonal
+from laplace_debias.system.checks import real, whole
+from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.warn import warn
 
+AUTO_FOLDS = 4
+"""Folds, by whose differences the error is told."""
+FIRST_ROUND = 64
+"""Examples of the first round."""
+LOOKS = 8
+"""How many examples go forward for one that goes backward."""
+_LEAST = 16
 # Inputs at which the standard deviations of outputs are compared, and the outputs of each.
 _PROBES, _OUTPUTS = 16, 4
 # Prior precisions at which the error is told, in units of the fit's own.
 _CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 # What leaves a block's variance and takes away that of the others.
 _WITHOUT = 1e12
-# How many examples go forward for one that goes backward.
-LOOKS = 8
 NUM_ERRORS = 2.0
 """Standard errors that are told as the error, which the true one rarely exceeds."""
 
@@ -47,77 +59,152 @@ class _Round:
     curve: list[float]
 
 
-def fit_anytime(problem: Problem, scheme: Auto, fitted: Callable[[CurvatureFit], Fitted]) -> Fitted:
-    """Fit in rounds until the error is within a tolerance, or a budget is spent.
+@dataclass(frozen=True)
+class Auto(Scheme):
+    """As many examples as it takes: cross-fitted in growing rounds, each of which tells its error.
 
-    Args:
-        problem: The network and its blocks.
-        scheme: The data, tolerance and budget.
-        fitted: Makes the state of a fit.
+    See `laplace.anytime`. The error is that of standard deviations of the outputs against those of
+    a fit of all the data, at the prior precision that `Laplace` has and up to 10⁴ times it.
+
+    Attributes:
+        data: Batches `(x, y)` in random order; no more of them are read than are needed.
+        tolerance: The relative error at which the fit ends.
+        seconds: The fit ends where a further round would take it beyond so many seconds.
+        examples: The fit ends when so many examples went backward, in whole batches.
+        looks: How many examples go forward for one that goes backward.
 
     Raises:
-        ValueError: If the first batch has one example, or weights of examples mean nothing to a
-            block; as `factor_sums`.
-        KeyboardInterrupt: Before the first round has ended; later it ends the fit.
+        TypeError: For numbers of the wrong kind.
+        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, or no
+            looks.
     """
-    if any(block.is_joint or block.role == "table" for block in problem.blocks):
-        raise ValueError(
-            'mode="auto" weighs examples, which neither joint=True nor an embedding\'s table can '
-            'be: leave out joint, name other parameters (params="last_layer"), or use mode="full".'
-        )
-    assert isinstance(scheme.data, Stream)
-    start, rounds = perf_counter(), list[_Round]()
-    reading = _Reading(problem, iter(scheme.data))
-    ended_by, target = "", FIRST_ROUND
-    try:
-        while not ended_by:
-            before = perf_counter()
-            if not reading.until(min(target, scheme.examples or target)):
-                ended_by = "data"
-                break
-            rounds.append(_round(reading, fitted))
-            error, now = max(rounds[-1].curve), perf_counter()
-            if error <= scheme.tolerance:
-                ended_by = "tolerance"
-            elif scheme.examples is not None and reading.num_drawn >= scheme.examples:
-                ended_by = "examples"
-            elif scheme.seconds is not None and now - start + 2 * (now - before) > scheme.seconds:
-                ended_by = "seconds"
-            # The error falls with the root of the number: twice the tolerance takes four times.
-            growth = 4 if error > 2 * scheme.tolerance else 2
-            target = growth * reading.num_drawn
-        if ended_by == "data":
-            is_bounded = scheme.seconds is not None or scheme.examples is not None
-            if not rounds or not (is_bounded or isinstance(scheme.data.source, Iterator)):
-                return _exact(problem, scheme.data, fitted, rounds, start)
-            ended_by = "the end of the data"
-    except KeyboardInterrupt:
-        if not rounds:
-            raise
-        ended_by = "interrupt"
+
+    mode = "auto"
+    data: Batches
+    tolerance: float = 0.05
+    seconds: float | None = None
+    examples: int | None = None
+    looks: int = LOOKS
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < float(real(value, name)) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}.")
+        if self.examples is not None:
+            whole(self.examples, "examples", _LEAST)
+        whole(self.looks, "looks")
+
+    @property
+    def num_folds(self) -> int:
+        """As `Scheme.num_folds`."""
+        return AUTO_FOLDS
+
+    def check(self, kind: CurvatureKind) -> None:
+        """Require K-FAC and data in random order.
+
+        Raises:
+            ValueError: Otherwise.
+        """
+        if kind.name != "kfac":
+            raise ValueError(f'mode="auto" fits curvature="kfac", not {kind.name!r}.')
+        batches = getattr(self.data, "batch_sampler", None)
+        if isinstance(batches, ShardedBatches):
+            is_in_order = not batches.shuffle
+        else:
+            is_in_order = isinstance(getattr(batches, "sampler", None), SequentialSampler)
+        if is_in_order:
+            raise ValueError(
+                'mode="auto" reads the first examples, and this loader gives them in the order of '
+                "the data set: use DataLoader(..., shuffle=True), of several processes "
+                "ShardedBatches(..., shuffle=True)."
+            )
+
+    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
+        """Fit in rounds until the error is within the tolerance, or a budget is spent.
+
+        Raises:
+            ValueError: If the first batch has one example, or weights of examples mean nothing to a
+                block; as `factor_sums`.
+            KeyboardInterrupt: Before the first round has ended, or of several processes; else it
+                ends the fit.
+        """
+        if any(block.is_joint or block.role == "table" for block in problem.blocks):
+            raise ValueError(
+                'mode="auto" weighs examples, which neither joint=True nor an embedding\'s table '
+                'can be: leave out joint, name other parameters (params="last_layer"), or use '
+                'mode="full".'
+            )
+        assert isinstance(self.data, Stream)
+        clock, rounds = _Clock(problem.ranks), list[_Round]()
+        reading = _Reading(problem, iter(self.data), self.looks)
+        ended_by, target = "", FIRST_ROUND
+        try:
+            while not ended_by:
+                before = clock()
+                if not reading.until(min(target, self.examples or target)):
+                    ended_by = "data"
+                    break
+                rounds.append(_round(reading, fitted))
+                error, now = max(rounds[-1].curve), clock()
+                if error <= self.tolerance:
+                    ended_by = "tolerance"
+                elif self.examples is not None and reading.num_drawn >= self.examples:
+                    ended_by = "examples"
+                elif self.seconds is not None and now + 2 * (now - before) > self.seconds:
+                    ended_by = "seconds"
+                # The error falls with the root of the number: twice the tolerance takes four times.
+                growth = 4 if error > 2 * self.tolerance else 2
+                target = growth * reading.num_drawn
+            if ended_by == "data":
+                is_bounded = self.seconds is not None or self.examples is not None
+                if not rounds or not (is_bounded or isinstance(self.data.source, Iterator)):
+                    return _exact(problem, self.data, fitted, rounds, clock)
+                ended_by = "the end of the data"
+        except KeyboardInterrupt:
+            if not rounds or problem.ranks.size > 1:
+                raise
+            ended_by = "interrupt"
+        return _reported(rounds, ended_by, clock(), self.tolerance, reading.probes)
+
+
+class _Clock:
+    """Seconds since the start, the same on all processes, which decide by them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._start = ranks, perf_counter()
+
+    def __call__(self) -> float:
+        return max(self._ranks.exchange(perf_counter() - self._start))
+
+
+def _reported(
+    rounds: Sequence[_Round], ended_by: str, seconds: float, tolerance: float, probes: Inputs
+) -> Fitted:
+    """The fit of the last round, with its report; warns if the tolerance was not reached."""
     last = rounds[-1]
     report = FitReport(
         last.num_drawn,
         last.num_read,
-        perf_counter() - start,
+        seconds,
         ended_by,
         tuple((of.num_drawn, max(of.curve)) for of in rounds),
         dict(zip(_CURVE, last.curve, strict=True)),
-        _of_blocks(last, reading.probes),
+        _of_blocks(last, probes),
     )
     if ended_by != "tolerance":
         warn(
-            f"The tolerance {scheme.tolerance:g} was not reached, as the fit was ended by "
-            f"{ended_by}: after {last.num_drawn:,} examples the error of standard deviations is "
+            f"The tolerance {tolerance:g} was not reached, as the fit was ended by {ended_by}: "
+            f"after {last.num_drawn:,} examples the error of standard deviations is "
             f"{report.error:.3g}. Twice as many would bring it to some {report.error_of_twice:.3g}."
         )
     return replace(last.fitted, report=report)
 
 
-def _round(reading: "_Reading", fitted: Callable[[CurvatureFit], Fitted]) -> _Round:
+def _round(reading: "_Reading", fitted: Finish) -> _Round:
     """The posterior of what was read, and its error."""
     sums, sizes = [fold.calibrated() for fold in reading.folds], [f.num_read for f in reading.folds]
-    curvature, plain, replicates = crossfit_with_replicates(reading.problem, sizes, sums)
+    curvature, plain, *replicates = crossfit_with_replicates(reading.problem, sizes, sums)
     now = fitted(CurvatureFit(curvature, reading.seen))
     deltas = _own(now) * now.posterior.mean.new_tensor(_CURVE)[:, None]
     crossed, biased, *logs = [
@@ -127,16 +214,18 @@ def _round(reading: "_Reading", fitted: Callable[[CurvatureFit], Fitted]) -> _Ro
     # The true variance lies between those of magnitudes in fold and out of fold.
     bias = (biased - crossed).nan_to_num(0.0) / 2
     chance = NUM_ERRORS * jackknife(torch.stack(logs))
-    errors = (chance.square() + bias.square()).mean((1, 2)).sqrt()
-    return _Round(now, replicates, reading.num_drawn, reading.seen.num_examples, errors.tolist())
+    errors = (chance.square() + bias.square()).mean((1, 2)).sqrt().tolist()
+    # All processes decide by the same bits.
+    errors = reading.problem.ranks.from_rank(errors, 0)
+    return _Round(now, replicates, reading.num_drawn, reading.seen.num_examples, errors)
 
 
 def _exact(
     problem: Problem,
     data: Stream,
-    fitted: Callable[[CurvatureFit], Fitted],
+    fitted: Finish,
     rounds: Sequence[_Round],
-    start: float,
+    clock: _Clock,
 ) -> Fitted:
     """The fit of all the data.
 
@@ -153,7 +242,7 @@ def _exact(
     report = FitReport(
         num_data,
         num_data,
-        perf_counter() - start,
+        clock(),
         "data",
         (*((of.num_drawn, max(of.curve)) for of in rounds), (num_data, 0.0)),
         dict.fromkeys(_CURVE, 0.0),
@@ -197,7 +286,7 @@ def jackknife(of_replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*
 
 
 def inclusion(
-    curvatures: Float[Tensor, " batch"], mean: float, looks: int = LOOKS
+    curvatures: Float[Tensor, " batch"], mean: float, looks: int
 ) -> Float[Tensor, " batch"]:
     """With what probability examples are drawn: one of `looks`, and more where the loss curves.
 
@@ -255,6 +344,7 @@ class _Reading:
     Args:
         problem: The network and its blocks.
         pairs: The data, of which inputs are set aside.
+        looks: How many examples go forward for one that is drawn.
 
     Attributes:
         probes: Inputs that are no part of the fit.
@@ -266,72 +356,103 @@ class _Reading:
         ValueError: If the first batch has one example.
     """
 
-    def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]]) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:
+        self.problem, self._looks_each = problem, looks
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
         self.seen, self.num_drawn, self._curvature = Seen(0, 0.0, 0, 0), 0, 0.0
         self._generator = torch.Generator().manual_seed(0)
-        x, y, *weights = next(pairs)
-        if num_examples(x) < 2:
+        (x, y, *weights), ranks = next(pairs, (None, ())), problem.ranks
+        sizes = ranks.exchange(len(y))
+        if sum(sizes) < 2:
             raise ValueError(
                 'mode="auto" compares fits at inputs of the first batch, which it sets aside: use '
                 "batches of two examples or more."
             )
-        count = min(_PROBES, num_examples(x) // 2)
-        self.probes = take(x, slice(0, count))
-        rest = take(x, slice(count, None)), y[count:], *weights
-        self._looked = output_curvatures(problem, _chained(rest, pairs))
+        count = min(_PROBES, sum(sizes) // 2)
+        own = min(max(count - sum(sizes[: ranks.rank]), 0), len(y))
+        of_ranks = ranks.exchange(take(x, slice(0, own)) if own else None)
+        self.probes = join([some for some in of_ranks if some is not None])
+        rest = [(take(x, slice(own, None)), y[own:], *weights)] if own < len(y) else []
+        self._looked = output_curvatures(problem, chain(rest, pairs))
+        # The probes may be all of this process's first batch, which the others still read.
+        self._waits = 0 < own == len(y)
 
     def until(self, target: int) -> bool:
         """Read until so many examples are drawn; False if the data ends before."""
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]] = [[] for _ in self.folds]
-        num_drawn = self.num_drawn
-        while num_drawn < target and (looked := next(self._looked, None)) is not None:
-            num_drawn += self._draw(looked, drawn)
-        for fold, parts in zip(self.folds, drawn, strict=True):
-            if parts:
-                sums, seen = factor_sums(self.problem, _joined(parts), self.num_drawn)
+        num_drawn, ranks = torch.zeros(len(self.folds), dtype=torch.long), self.problem.ranks
+        while self.num_drawn + int(num_drawn.sum()) < target:
+            looked = None if self._waits else next(self._looked, None)
+            own = ([], 0.0, 0) if looked is None else looked.told()
+            of_ranks = ranks.exchange((self._waits or looked is not None, own))
+            self._waits = False
+            if not any(is_one for is_one, _ in of_ranks):
+                break
+            num_drawn += self._draw(looked, [told for _, told in of_ranks], drawn)
+        # Labels of processes are drawn by numbers far from each other's.
+        place = partial(operator.add, FAR * ranks.rank)
+        for fold, parts, number in zip(self.folds, drawn, num_drawn.tolist(), strict=True):
+            if number:
+                placed = Placed(_joined(parts), lambda _, seen: place(seen))
+                sums, seen = factor_sums(self.problem, placed, self.num_drawn)
                 self.num_drawn += seen.num_examples
                 fold.sums = sums if fold.sums is None else _added(fold.sums, sums)
-        return num_drawn >= target
+        return self.num_drawn >= target
 
-    def _draw(self, looked: Looked, drawn: list[list[tuple[Inputs, Tensor, Tensor]]]) -> int:
-        """Draw examples of a batch, of which every fourth belongs to a fold; how many they are."""
-        traces, size, count = looked.traces.cpu(), len(looked.y), 0
+    def _draw(
+        self,
+        looked: Looked | None,
+        of_ranks: Sequence[tuple[list[float], float, int]],
+        drawn: list[list[tuple[Inputs, Tensor, Tensor]]],
+    ) -> Int[Tensor, " folds"]:
+        """Draw examples of all processes' batches, of which every fourth belongs to a fold.
+
+        Args:
+            looked: This process's batch.
+            of_ranks: What of each process's is told.
+            drawn: Takes this process's examples, fold by fold.
+
+        Returns:
+            How many examples of each fold all processes have drawn.
+        """
+        traces = torch.tensor([c for some, _, _ in of_ranks for c in some], dtype=torch.float64)
+        before = sum(len(some) for some, _, _ in of_ranks[: self.problem.ranks.rank])
+        number = 0 if looked is None else len(looked.y)
+        size, is_own = len(traces), torch.zeros(len(traces), dtype=torch.bool)
+        is_own[before : before + number] = True
         self._curvature += float(traces.sum())
         fold_of = (self.seen.num_examples + torch.arange(size)) % len(self.folds)
-        self.seen = self.seen + Seen(size, float(looked.nll), looked.num_outputs, size)
-        chances = inclusion(traces, self._curvature / self.seen.num_examples)
+        nll, num_outputs = sum(nll for _, nll, _ in of_ranks), sum(n for _, _, n in of_ranks)
+        self.seen = self.seen + Seen(size, nll, num_outputs, size)
+        mean = self._curvature / self.seen.num_examples
+        chances = inclusion(traces, mean, self._looks_each)
         is_drawn = torch.rand(size, generator=self._generator, dtype=torch.float64) < chances
-        for number, fold in enumerate(self.folds):
-            own = fold_of == number
-            fold.num_read += int(own.sum())
-            fold.curvature += float(traces[own].sum())
-            chosen = (own & is_drawn).nonzero()[:, 0]
-            if len(chosen):
-                weights = chances[chosen].reciprocal()
-                fold.weights += float(weights.sum())
-                fold.weighed += float((weights * traces[chosen]).sum())
-                drawn[number].append((take(looked.x, chosen), looked.y[chosen], weights))
-                count += len(chosen)
-        return count
+        for k, fold in enumerate(self.folds):
+            of_fold = fold_of == k
+            fold.num_read += int(of_fold.sum())
+            fold.curvature += float(traces[of_fold].sum())
+            chosen = of_fold & is_drawn
+            weights = chances[chosen].reciprocal()
+            fold.weights += float(weights.sum())
+            fold.weighed += float((weights * traces[chosen]).sum())
+            own = (chosen & is_own).nonzero()[:, 0]
+            if looked is not None and len(own):
+                pairs = take(looked.x, own - before), looked.y[own - before]
+                drawn[k].append((*pairs, chances[own].reciprocal()))
+        return fold_of[is_drawn].bincount(minlength=len(self.folds))
 
 
 def _joined(
     parts: Sequence[tuple[Inputs, Tensor, Tensor]],
 ) -> list[tuple[Inputs, Tensor, Tensor]]:
     """Drawn examples as one batch, if they are alike."""
+    if not parts:
+        return []
     xs, ys, weights = (list(of) for of in zip(*parts, strict=True))
     shapes = {tuple(t.shape[1:] for t in (*tensors_of(x), y)) for x, y, _ in parts}
     if len(shapes) > 1:
         return list(parts)
     return [(join(xs), torch.cat(ys), torch.cat(weights))]
-
-
-def _chained(first: tuple[Any, ...], pairs: Pairs) -> Pairs:
-    if len(first[1]):
-        yield first
-    yield from pairs
 
 
 def _times(factor: Factor, number: float) -> Factor:

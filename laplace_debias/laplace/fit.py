@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.shadow import check_no_autocast
 from laplace_debias.curvature.network.shards import check_shared, place_of
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace.anytime import fit_anytime
+from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.data_size import (
     Expected,
     check_alike,
@@ -32,7 +32,6 @@ from laplace_debias.laplace.resume import check_resumable, identity_of
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
     OF_FIRST_BATCHES,
-    Auto,
     CrossFit,
     Full,
     Scheme,
@@ -178,19 +177,18 @@ def fit(subject: Subject, prior: Prior, request: Request) -> Fitted:
         if checkpoint is not None:
             problem = replace(problem, checkpoint=checkpoint)
         scheme = replace(scheme, **streams)
-        if isinstance(scheme, Auto):
-            return fit_anytime(
-                problem, scheme, lambda found: _fitted(subject, prior, request, parameters, found)
-            )
         ratio = None if of_scale is None else scale_of(problem, scheme.read[-1], of_scale)
-        found = scheme.fit(kind, problem)
-        if ratio is not None:
-            curvature = found.curvature.map(lambda _, block: scaled(block, ratio))
-            found = CurvatureFit(curvature, found.seen)
-        fitted = _fitted(subject, prior, request, parameters, found)
+
+        def fitted(found: CurvatureFit) -> Fitted:
+            if ratio is not None:
+                curvature = found.curvature.map(lambda _, block: scaled(block, ratio))
+                found = CurvatureFit(curvature, found.seen)
+            return _fitted(subject, prior, request, parameters, found)
+
+        state = scheme.fit(kind, problem, fitted)
     if checkpoint is not None:
         checkpoint.remove()
-    return fitted
+    return state
 
 
 def _checkpoint(subject: Subject, request: Request, problem: Problem) -> Checkpoint:

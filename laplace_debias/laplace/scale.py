@@ -36,6 +36,10 @@ class Looked:
     nll: Tensor
     num_outputs: int
 
+    def told(self) -> tuple[list[float], float, int]:
+        """The numbers among these, for other processes."""
+        return self.traces.tolist(), float(self.nll), self.num_outputs
+
 
 def output_curvatures(problem: Problem, batches: Pairs) -> Iterator[Looked]:
     """The curvature of each example's loss in the outputs: 1 − Σ p² for a softmax.

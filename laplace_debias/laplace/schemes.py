@@ -4,26 +4,21 @@ A scheme holds its data, and knows which function of a `CurvatureKind` serves it
 is one more class here.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch.utils.data import SequentialSampler
-
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.system.checks import real, whole
-from laplace_debias.system.ranks import current
+from laplace_debias.laplace.fitted import Fitted
+from laplace_debias.system.checks import whole
 
 FOLDS = 2
 """How many folds cross-fitting takes by default: more did no better in the study of debiasing."""
-AUTO_FOLDS = 4
-"""How many a fit of `mode="auto"` takes, whose errors are told by the folds' differences."""
-FIRST_ROUND = 64
-"""Examples of its first round."""
+# Makes the state of a fit.
+Finish = Callable[[CurvatureFit], Fitted]
 
 
 @dataclass(frozen=True)
@@ -57,8 +52,14 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
-        """The curvature, of data that `check` let pass and that is read as pairs by now."""
+    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
+        """Fit data that `check` let pass and that is read as pairs by now.
+
+        Args:
+            kind: The curvature's kind.
+            problem: The network and its blocks.
+            fitted: Makes the state of a fit from its curvature.
+        """
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class Full(Scheme):
                 "once: pass a DataLoader or a list of batches."
             )
 
-    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
+    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return kind.fit(problem, self.data, None)
+        return fitted(kind.fit(problem, self.data, None))
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ class Split(Scheme):
     directions: Batches
     magnitudes: Batches
 
-    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
+    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return kind.fit(problem, self.directions, self.magnitudes)
+        return fitted(kind.fit(problem, self.directions, self.magnitudes))
 
 
 @dataclass(frozen=True)
@@ -136,71 +137,9 @@ class CrossFit(Scheme):
         """As `Scheme.num_folds`."""
         return self.folds
 
-    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
+    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return kind.crossfit(problem, self.data, self.folds)
-
-
-@dataclass(frozen=True)
-class Auto(Scheme):
-    """As many examples as it takes: cross-fitted in growing rounds, each of which tells its error.
-
-    See `laplace.anytime`. The error is that of standard deviations of the outputs against those of
-    a fit of all the data, at the prior precision that `Laplace` has and up to 10⁴ times it.
-
-    Attributes:
-        data: Batches `(x, y)` in random order; no more of them are read than are needed.
-        tolerance: The relative error at which the fit ends.
-        seconds: The fit ends where a further round would take it beyond so many seconds.
-        examples: The fit ends when so many examples went backward, in whole batches.
-
-    Raises:
-        TypeError: For numbers of the wrong kind.
-        ValueError: For a tolerance or seconds that are not positive, or fewer than 64 examples,
-            which the first round takes.
-    """
-
-    mode = "auto"
-    data: Batches
-    tolerance: float = 0.05
-    seconds: float | None = None
-    examples: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("tolerance", "seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < float(real(value, name)) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}.")
-        if self.examples is not None:
-            whole(self.examples, "examples", FIRST_ROUND)
-
-    @property
-    def num_folds(self) -> int:
-        """As `Scheme.num_folds`."""
-        return AUTO_FOLDS
-
-    def check(self, kind: CurvatureKind) -> None:
-        """Require K-FAC, one process and data in random order.
-
-        Raises:
-            ValueError: Otherwise.
-        """
-        if kind.name != "kfac":
-            raise ValueError(f'mode="auto" fits curvature="kfac", not {kind.name!r}.')
-        if current().size > 1:
-            raise ValueError(
-                'mode="auto" runs on one process: fit there and load the saved posterior, or use '
-                'mode="full".'
-            )
-        if isinstance(getattr(self.data, "sampler", None), SequentialSampler):
-            raise ValueError(
-                'mode="auto" reads the first examples, and this loader gives them in the order of '
-                "the data set: use DataLoader(..., shuffle=True)."
-            )
-
-    def fit(self, kind: CurvatureKind, problem: Problem) -> CurvatureFit:
-        """Not by itself: the errors are those of a posterior, see `fit_anytime`."""
-        raise NotImplementedError
+        return fitted(kind.crossfit(problem, self.data, self.folds))
 
 
 def scheme_of(directions: Batches, magnitudes: Batches | None, folds: int | None) -> Scheme:

@@ -55,6 +55,15 @@ def test_every_curvature_and_mode_is_the_same_on_any_number_of_processes(process
     check_all(processes.run(num_ranks, tasks.fits, MATRIX), MATRIX)
 
 
+@pytest.mark.filterwarnings("ignore:The tolerance")
+@pytest.mark.parametrize(("num_ranks", "fisher"), [(2, "exact"), (3, "empirical")])
+def test_a_fit_in_rounds_draws_the_same_examples(processes, num_ranks, fisher):
+    expected = tasks.fit_auto(0, {"fisher": fisher})
+    assert len(expected["rounds"]) >= 5
+    for found in processes.run(num_ranks, tasks.fit_auto, {"fisher": fisher}):
+        check(found, expected, rel=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "batch"), [(2, 16), (7, 3)])
 def test_processes_without_examples_take_part(processes, size, batch):

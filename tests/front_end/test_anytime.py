@@ -50,7 +50,7 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
 
 def test_inverse_probabilities_are_unbiased_and_bounded():
     curvatures = torch.rand(500, generator=torch.Generator().manual_seed(0)).double() ** 6
-    chances = inclusion(curvatures, float(curvatures.mean()))
+    chances = inclusion(curvatures, float(curvatures.mean()), LOOKS)
     assert chances.reciprocal().max() <= 2 * LOOKS
     assert float(chances.sum()) == pytest.approx(500 / LOOKS, rel=0.05)
     generator = torch.Generator().manual_seed(1)
@@ -234,7 +234,7 @@ def test_a_saved_posterior_has_no_report(tmp_path):
         ({"tolerance": 0}, "tolerance must be positive"),
         ({"tolerance": float("nan")}, "tolerance must be positive"),
         ({"seconds": -1.0}, "seconds must be positive"),
-        ({"examples": 63}, "examples must be at least 64"),
+        ({"examples": 15}, "examples must be at least 16"),
     ],
 )
 def test_wrong_numbers_are_refused(options: dict, message: str):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace_debias import Categorical, Laplace, Quadratic, ShardedBatches, alone
+from laplace_debias import Auto, Categorical, Laplace, Quadratic, ShardedBatches, alone
 from laplace_debias.curvature import (
     EKFAC,
     GGN,
@@ -100,6 +100,17 @@ def fit(rank, curvature, mode, options, fit_options, size=SIZE, batch=BATCH):
     la = laplace(curvature, **options)
     la.fit(loader(size, batch), mode=mode, generator=generator(5), **fit_options)
     return numbers(la)
+
+
+def fit_auto(rank, options, size=2000, batch=48):
+    """A fit in rounds of shared data, what it says of itself, and how it draws."""
+    la = laplace(**options)
+    data = loader(size, batch, shuffle=True)
+    la.fit(Auto(data, tolerance=1e-9, examples=200), num_data=size)
+    report = la.fit_report
+    of_blocks = torch.tensor(list(report.of_blocks.values()))
+    told = torch.tensor([number for one in report.rounds for number in one] + [report.num_read])
+    return {**numbers(la), "error by block": of_blocks, "rounds": told}
 
 
 def fits(rank, cases, size=SIZE, batch=BATCH):

@@ -194,7 +194,7 @@ def _of_factors(
 
 def crossfit_with_replicates(
     problem: Problem, sizes: Sequence[float], of_folds: Sequence[FactorSums]
-) -> tuple[BlockDiagonal, BlockDiagonal, list[BlockDiagonal]]:
+) -> list[BlockDiagonal]:
     """K-FAC cross-fitted from factors, the plain one, and replicates without each fold.
 
     A replicate is for a jackknife. It has the eigenbasis of the other folds, which cross-fitting
@@ -202,17 +202,15 @@ def crossfit_with_replicates(
     eigenvalue to the mean of that over the replicates: so no factor is decomposed for them.
 
     Args:
-        problem: The network and its blocks, of one process.
-        sizes: Examples in each fold.
-        of_folds: The factors of each, summed over its examples. They are kept.
+        problem: The network and its blocks.
+        sizes: Examples in each fold, of all processes.
+        of_folds: The factors of each, summed over its examples, of the blocks that this process
+            owns. They are kept.
     """
     of_folds = [dict(sums) for sums in of_folds]
     _make_alike(of_folds)
-    bases: dict[Block, Eigenbasis] = {}
-    table: Sums = {}
-    plain: dict[str, LinearOperator] = {}
-    replicates: list[dict[str, LinearOperator]] = [{} for _ in sizes]
-    for block in problem.blocks:
+    parts: dict[Block, list[Tensor | None]] = {}
+    for block in [block for block in problem.blocks if block in of_folds[0]]:
         G, A = _stacked(of_folds, block)
         basis = eigenbasis(_sum(G) / sum(sizes), _sum(A) / sum(sizes), block.name)
         sides = []
@@ -223,18 +221,22 @@ def crossfit_with_replicates(
             # Where the others have no curvature there is nothing but rounding to compare.
             least = resolution(problem.dtype) * mean.amax(-1, keepdim=True)
             ratios = [torch.where(mean > least, values / mean, 1.0) for values, _ in others]
-            sides.append([(along * r, U) for r, (_, U) in zip(ratios, others, strict=True)])
-            sides[-1].append((along, known[1]))
-        *without, (of_G, of_A) = zip(*sides, strict=True)
-        for replicate, ((along_G, U_G), (along_A, U_A)) in zip(replicates, without, strict=True):
-            of_block = EigenKronecker(U_G, U_A, outer(along_G, along_A))
-            replicate[block.name] = of_block.to(problem.dtype)
-        of_block = EigenKronecker(basis.U_G, basis.U_A, basis.magnitudes)
-        plain[block.name] = of_block.to(problem.dtype)
-        bases[block] = basis
-        table[block] = basis.pooled(outer(of_G[0], of_A[0]), problem.dtype)
-    found = [BlockDiagonal(blocks) for blocks in replicates]
-    return assemble(problem, bases, table), BlockDiagonal(plain), found
+            of_others = [(along * r, U) for r, (_, U) in zip(ratios, others, strict=True)]
+            sides.append([(along, known[1]), *of_others])
+        ((along_G, _), (along_A, _)), *without = zip(*sides, strict=True)
+        table = basis.pooled(outer(along_G, along_A), problem.dtype)
+        parts[block] = [basis.U_G, basis.U_A, table, basis.U_G, basis.U_A, basis.magnitudes]
+        for (along_G, U_G), (along_A, U_A) in without:
+            parts[block] += [U_G, U_A, outer(along_G, along_A)]
+    owners = owners_by_cost(problem.blocks, problem.ranks.size)
+    shared = problem.ranks.share(parts, owners)
+    found: list[dict[str, LinearOperator]] = [{} for _ in range(2 + len(sizes))]
+    for block, of_block in shared.items():
+        for number, curvature in enumerate(found):
+            U_G, U_A, magnitudes = of_block[3 * number : 3 * number + 3]
+            assert magnitudes is not None
+            curvature[block.name] = EigenKronecker(U_G, U_A, magnitudes).to(problem.dtype)
+    return [BlockDiagonal(blocks) for blocks in found]
 
 
 # Factors of all folds, `[K, ...]`, or the rows of each.

@@ -25,7 +25,7 @@ from laplace_debias.system.ranks import Ranks, check_joined
 # Examples of a data set that are read to tell it from another.
 _FEW = 4
 # Where the data tells no sizes, the places of one process's examples are so far from another's.
-_FAR = 2**40
+FAR = 2**40
 
 
 class ShardedBatches(Sampler[list[int]]):
@@ -145,7 +145,7 @@ def place_of(ranks: Ranks, stream: Stream) -> Place:
     if isinstance(data, (list, tuple)):
         firsts = first_places(ranks, [len(stream.pair(batch)[1]) for batch in data])
         return lambda batch, _: firsts[batch]
-    return lambda _, seen: _FAR * ranks.rank + seen
+    return lambda _, seen: FAR * ranks.rank + seen
 
 
 def first_places(ranks: Ranks, sizes: Sequence[int]) -> list[int]:

@@ -1,0 +1,250 @@
+"""Beyond the paper: how far each fit is from exact full-batch K-FAC, against the time it takes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from time import process_time
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from torch import Tensor
+from tqdm import tqdm
+
+from examples.paper.common import Batch, Row, Trained, half_width, load, write
+from examples.paper.common import Settings as Shared
+from laplace_debias import Auto, Laplace
+from laplace_debias.laplace.links import Link
+from laplace_debias.report.style import add_legend, method_colours, new_panels, style_axes
+
+FULL, AUTO = "full-batch", "auto"
+# Mode and Fisher.
+WAYS = {
+    "mini-batch": ("mini", "exact"),
+    "mini-batch, Monte-Carlo": ("mini", "mc"),
+    "mini-batch, empirical": ("mini", "empirical"),
+    "debiased": ("debiased", "exact"),
+    "cross-fitted": ("crossfit", "exact"),
+    "cross-fitted, Monte-Carlo": ("crossfit", "mc"),
+}
+
+
+@dataclass(kw_only=True)
+class Settings(Shared):
+    """What is studied, and on how much data.
+
+    Attributes:
+        sizes: Numbers of examples of the fits that are told one.
+        monte_carlo_sizes: Further ones with Monte-Carlo labels and no folds.
+        tolerances: Of `mode="auto"`.
+        budgets: Numbers of examples that `mode="auto"` may draw.
+        looks: How many examples it then reads for each that it draws.
+        draws: How many times each is fitted, to other examples.
+        reference: Posterior file of the full-batch fit, made by an earlier run in its output.
+        reference_examples: How many training examples, drawn with probability proportional to the
+            curvature of their loss and weighed by the inverse, stand for all; None for all.
+        test_examples: How many test images are predicted.
+        prior_precisions: The grid of δ.
+        chunk_size: Images per batch.
+    """
+
+    output: Path = Path("results/frontier")
+    sizes: tuple[int, ...] = (64, 256, 1024)
+    monte_carlo_sizes: tuple[int, ...] = ()
+    tolerances: tuple[float, ...] = (0.2, 0.1, 0.05)
+    budgets: tuple[int, ...] = ()
+    looks: int = 8
+    draws: int = 5
+    reference: Path | None = None
+    reference_examples: int | None = None
+    test_examples: int = 100
+    prior_precisions: tuple[float, ...] = (0.1, 1.0, 10.0, 100.0, 1000.0)
+    chunk_size: int = 50
+
+
+def run(settings: Settings) -> list[Row]:
+    """Fit and predict in every way; returns a row for each way and size."""
+    trained = load(settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    chosen = torch.randperm(len(trained.test), generator=generator)[: settings.test_examples]
+    test = [trained.batch(trained.test, part) for part in chosen.split(settings.chunk_size)]
+    grid, num_data = list(settings.prior_precisions), len(trained.train)
+    rows: list[Row] = []
+
+    def measure(name: str, fit: Callable[[], Laplace], draw: int | None, size: float) -> Laplace:
+        start = process_time()
+        la = fit()
+        seconds = process_time() - start
+        report = la.fit_report if name.startswith(AUTO) else None
+        table = la.tune(test, grid=grid, link=Link("pairwise")).table
+        told = {} if report is None else {"error": report.error, "read": report.num_read}
+        drawn = {} if report is None else {"drawn": report.num_examples}
+        shared = {"method": name, "draw": draw, "size": size, "seconds": seconds, **told, **drawn}
+        rows.extend(
+            {**shared, "prior_precision": row["prior_precision"], "nll": row["nll"]}
+            for row in table
+        )
+        return la
+
+    def new(fisher: str = "exact") -> Laplace:
+        return Laplace(trained.model, params="weights", fisher=fisher)
+
+    full = measure(FULL, partial(_full, settings, trained, new), None, num_data)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    full.save(settings.output / "full-batch.safetensors")
+    del full
+    for draw in tqdm(range(settings.draws), "draws", disable=not settings.progress):
+        order = torch.randperm(num_data, generator=torch.Generator().manual_seed(1000 + draw))
+        for name, (mode, fisher) in WAYS.items():
+            more = settings.monte_carlo_sizes if (mode, fisher) == ("mini", "mc") else ()
+            for size in (*settings.sizes, *more):
+                if size <= num_data:
+                    fit = partial(_fit, settings, trained, new(fisher), order[:size], mode)
+                    measure(name, fit, draw, size)
+        data = _Shuffled(trained, order, settings.chunk_size)
+        autos = [(AUTO, tolerance, Auto(data, tolerance)) for tolerance in settings.tolerances]
+        autos += [
+            (f"{AUTO}, told a number", number, Auto(data, 1e-9, None, number, settings.looks))
+            for number in settings.budgets
+        ]
+        for name, size, scheme in autos:
+            measure(name, partial(new().fit, scheme, num_data=num_data), draw, size)
+    summary = summarise(rows)
+    title = "Mean distance of the NLL to exact full-batch, ± half a 95 % interval over draws"
+    # Where a few stand for all, as long as the least of the fits an example takes for each of them.
+    pace = min(r["CPU seconds"] / r["size"] for r in summary if r["method"] == "mini-batch")
+    exact = rows[0]["seconds"] if settings.reference_examples is None else pace * num_data
+    figure = _figure(summary, exact)
+    write(settings, {"results": rows, "summary": summary}, {"frontier": figure}, title)
+    print(f"Exact full-batch: {exact:.0f} CPU seconds.")
+    return summary
+
+
+def _full(settings: Settings, trained: Trained, new: Callable[[], Laplace]) -> Laplace:
+    """The fit of all training examples, or of those that stand for them."""
+    if settings.reference is not None:
+        return Laplace.load(settings.reference, trained.model)
+    everything = torch.arange(len(trained.train))
+    if settings.reference_examples is None:
+        batches: Iterator[Any] = map(
+            partial(trained.batch, trained.train), everything.split(settings.chunk_size)
+        )
+        return new().fit_batches(batches, num_data=len(everything))
+    return new().fit_batches(
+        by_importance(trained, settings.reference_examples, settings.chunk_size),
+        num_data=len(everything),
+    )
+
+
+def by_importance(trained: Trained, number: int, chunk_size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Some training images with weights that make their sums unbiased.
+
+    An image is drawn with probability `min(1, a (c / c̄ + 0.1))`, where c is the curvature of its
+    loss in the outputs, 1 − Σ p².
+    """
+    parts, curvatures = torch.arange(len(trained.train)).split(500), []
+    with torch.no_grad():
+        for part in parts:
+            p = trained.model(trained.batch(trained.train, part)[0]).softmax(1).double()
+            curvatures.append(1 - p.square().sum(1))
+    share = torch.cat(curvatures).cpu()
+    share = share / share.mean() + 0.1
+    low, high = 0.0, float(number)
+    for _ in range(60):
+        a = (low + high) / 2
+        low, high = (a, high) if (a * share).clamp_max(1).sum() < number else (low, a)
+    chances = (a * share).clamp_max(1)
+    generator = torch.Generator().manual_seed(4242)
+    uniforms = torch.rand(len(share), generator=generator, dtype=torch.float64)
+    drawn = (uniforms < chances).nonzero()[:, 0]
+    drawn = drawn[torch.randperm(len(drawn), generator=generator)]
+    for part in drawn.split(chunk_size):
+        yield *trained.batch(trained.train, part), 1 / chances[part]
+
+
+def _fit(settings: Settings, trained: Trained, la: Laplace, indices: Tensor, mode: str) -> Laplace:
+    """A fit to given images, in batches that fit memory."""
+
+    def batches(some: Tensor) -> list[Batch]:
+        return [trained.batch(trained.train, part) for part in some.split(settings.chunk_size)]
+
+    num_data, half = len(trained.train), len(indices) // 2
+    if mode == "debiased":
+        first, second = batches(indices[:half]), batches(indices[half:])
+        return la.fit_batches(first, second, num_data=num_data)
+    folds = 2 if mode == "crossfit" else None
+    return la.fit_batches(batches(indices), num_data=num_data, folds=folds)
+
+
+@dataclass
+class _Shuffled:
+    """All training images in an order, batch by batch, which can be read again."""
+
+    trained: Trained
+    order: Tensor
+    chunk_size: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        for part in self.order.split(self.chunk_size):
+            yield self.trained.batch(self.trained.train, part)
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Distances of every way and size to full-batch, and CPU seconds; both means over draws.
+
+    The distance is the mean |NLL − full-batch's| over the prior precisions, in nats.
+    """
+    full = {row["prior_precision"]: row["nll"] for row in rows if row["draw"] is None}
+    found: dict[tuple[str, float], dict[int, list[Row]]] = {}
+    for row in rows:
+        if row["draw"] is not None:
+            key = row["method"], row["size"]
+            found.setdefault(key, {}).setdefault(row["draw"], []).append(row)
+    table = []
+    for (method, size), of_draws in found.items():
+
+        def distance(draws: Sequence[int], of: dict[int, list[Row]] = of_draws) -> float:
+            return fmean(
+                abs(row["nll"] - full[row["prior_precision"]]) for d in draws for row in of[d]
+            )
+
+        draws = list(of_draws)
+        of_fits = [rows[0] for rows in of_draws.values()]
+        table.append(
+            {
+                "method": method,
+                "size": size,
+                "draws": len(draws),
+                "examples": fmean(row.get("drawn", row["size"]) for row in of_fits),
+                "CPU seconds": fmean(row["seconds"] for row in of_fits),
+                "NLL distance": distance(draws),
+                "NLL distance ±": half_width(draws, distance),
+            }
+        )
+    return table
+
+
+def _figure(summary: Sequence[Row], exact: float) -> Figure:
+    """Distance against seconds, a line for each way; the exact full-batch fit's as a vertical."""
+    colours = method_colours(dict.fromkeys(row["method"] for row in summary))
+    figure, ((ax,),) = new_panels(1, 1, (7.2, 4.2))
+    for method, colour in colours.items():
+        of_line = sorted((r for r in summary if r["method"] == method), key=_seconds)
+        x, y = [_seconds(r) for r in of_line], [r["NLL distance"] for r in of_line]
+        is_auto = method.startswith(AUTO)
+        ax.plot(x, y, "o-", color=colour, markersize=4, linewidth=2.4 if is_auto else 1.1)
+    ax.axvline(exact, color="black", linewidth=0.9, linestyle="--")
+    ax.set(xscale="log", yscale="log", xlabel="CPU seconds of the fit")
+    ax.set_ylabel("|NLL − exact full-batch NLL| (nats) ↓")
+    style_axes(ax)
+    handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    handles.append(Line2D([], [], color="black", linestyle="--", label="exact full-batch"))
+    add_legend(figure, handles, columns=3)
+    return figure
+
+
+def _seconds(row: Row) -> float:
+    return row["CPU seconds"]
