@@ -96,11 +96,7 @@ def on_data(
     found = first_look(look, points, by, _OF_PROBABILITIES[metric])
     finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, found)
 
-    def sigma_at(factor: float) -> float | list[float]:
-        assert isinstance(likelihood, Gaussian)
-        return (likelihood.sigma * factor).tolist()
-
-    result = tuning_of(found, finer, metric, sigma_at)
+    result = tuning_of(found, finer, metric, likelihood)
     if not with_noise:
         return _noting_assumed(result, fitted, sigma), None
     last = finer or found
