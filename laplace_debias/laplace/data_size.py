@@ -80,40 +80,29 @@ class Expected:
         return self.num_data
 
 
-def expected_of_all(loader: Any, num_data: int | None) -> Expected:
-    """The N of a fit that reads the whole loader: given, told, or counted.
+def expected_of_loader(loader: Any, num_data: int | None, mode: str) -> Expected:
+    """The N of a fit that reads a loader: given, told, or counted if it reads all of it.
 
     Raises:
-        ValueError: As `told_by`; if every pass leaves out examples (`drop_last=True`).
+        ValueError: As `told_by`; if every pass leaves out examples (`drop_last=True`), or the fit
+            reads the first batches alone and the loader does not tell.
     """
     if num_data is not None:
         return Expected(num_data)
     told = told_by(loader)
+    if told is None and mode != "full":
+        raise ValueError(
+            f'mode="{mode}" sees a part of the data, and the loader does not tell how many '
+            "examples there are in all: pass num_data=, the number of training examples."
+        )
     size = int(getattr(loader, "batch_size", None) or 1)
-    if told is not None and getattr(loader, "drop_last", False) and told % size:
+    if mode == "full" and told and getattr(loader, "drop_last", False) and told % size:
         raise ValueError(
             f'mode="full" sees all data, but every pass of this loader leaves out {told % size} of '
             f"its {told} examples (drop_last=True): use drop_last=False, or pass "
             f"num_data={told} to let those seen stand for all."
         )
-    return Expected(told, is_told=True, is_whole=True)
-
-
-def expected_of_some(loader: Any, num_data: int | None, mode: str) -> Expected:
-    """The N of a fit that reads the loader's first batches: given or told.
-
-    Raises:
-        ValueError: As `told_by`; if the loader does not tell.
-    """
-    if num_data is not None:
-        return Expected(num_data)
-    told = told_by(loader)
-    if told is None:
-        raise ValueError(
-            f'mode="{mode}" sees a part of the data, and the loader does not tell how many '
-            "examples there are in all: pass num_data=, the number of training examples."
-        )
-    return Expected(told, is_told=True)
+    return Expected(told, is_told=True, is_whole=mode == "full")
 
 
 def expected_of_given(data: Iterable[Any], num_data: SupportsIndex | None) -> Expected:

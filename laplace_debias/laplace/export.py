@@ -37,6 +37,7 @@ from laplace_debias.laplace import predictive, sampling
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link, link_from, variances_suffice
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.predictive import DEFAULT_SAMPLES
 from laplace_debias.laplace.sampling import SAMPLES_AT_ONCE
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame
@@ -44,8 +45,6 @@ from laplace_debias.system.atomic import check_target, written_atomically
 from laplace_debias.system.checks import whole
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
-
-DEFAULT_SAMPLES = 100
 
 Answers = dict[str, Tensor]
 

@@ -13,7 +13,6 @@ from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.fingerprint import fingerprint
-from laplace_debias.curvature.network.inputs import move
 from laplace_debias.curvature.network.shadow import check_no_autocast
 from laplace_debias.curvature.network.shards import check_shared, place_of
 from laplace_debias.curvature.network.wrappers import unwrapped
@@ -21,9 +20,8 @@ from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.data_size import (
     Expected,
     check_alike,
-    expected_of_all,
     expected_of_given,
-    expected_of_some,
+    expected_of_loader,
 )
 from laplace_debias.laplace.fitted import Fitted, Noise
 from laplace_debias.laplace.parameters import BayesianParameters
@@ -102,10 +100,10 @@ def of_loader(
     if mode == "full":
         all_data = Full(loader)
         all_data.check(subject.settings.kind)
-        expected = expected_of_all(loader, given)
+        expected = expected_of_loader(loader, given, mode)
         return Request(all_data, mode, expected, generator, resume, None, is_shared, progress)
     num_batches = OF_FIRST_BATCHES[mode].num_batches
-    expected = expected_of_some(loader, given, mode)
+    expected = expected_of_loader(loader, given, mode)
     batches = list(itertools.islice(subject.stream(loader, generator).raw(), num_batches))
     most = max(current().exchange(len(batches)))
     if most < num_batches:
@@ -139,7 +137,7 @@ def of_scheme(
     of_data = [check_shared(current(), data) for data in (*scheme.read, scale)]
     if isinstance(scheme, Auto):
         given = None if num_data is None else whole(num_data, "num_data")
-        expected = expected_of_some(scheme.data, given, scheme.mode)
+        expected = expected_of_loader(scheme.data, given, scheme.mode)
     else:
         expected = expected_of_given(scheme.read, num_data)
     return Request(scheme, scheme.mode, expected, generator, resume, scale, of_data[0])
@@ -174,8 +172,7 @@ def fit(subject: Subject, prior: Prior, request: Request) -> Fitted:
         check_alike(
             *(ranks, unwrapped(subject.model), parameters.block_names, first, request.is_shared)
         )
-        x = move(first[0][0], problem.device, None) if first else None
-        check_room(unwrapped(subject.model), problem, kind, x)
+        check_room(problem, kind)
         checkpoint = None if request.resume is None else _checkpoint(subject, request, problem)
         if checkpoint is not None:
             problem = replace(problem, checkpoint=checkpoint)

@@ -18,10 +18,9 @@ from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shadow import check_no_autocast
 from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision
 from laplace_debias.laplace.prior import Prior
-from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.system.checks import real
 
 

@@ -1,10 +1,11 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -32,7 +33,10 @@ from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linearised import OutputChoice
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.parameters import (
+    BayesianParameters,
+    FitSettings,
+)
 from laplace_debias.laplace.plan import Plan, plan_of
 from laplace_debias.laplace.posterior import GaussianPosterior, check_temperature
 from laplace_debias.laplace.predictive import Prediction
@@ -44,7 +48,6 @@ from laplace_debias.laplace.prior import (
     prior_precision_from,
 )
 from laplace_debias.laplace.schemes import Scheme, scheme_of
-from laplace_debias.laplace.settings import OURS, FitSettings, knowing_laplace_torch
 from laplace_debias.laplace.subject import Subject, usable
 from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.metrics import Report, Uncertainty
@@ -55,6 +58,27 @@ from laplace_debias.system.threads import Lock
 
 # Held for the moment in which a fit or a prior takes the place of another.
 _EXCHANGE = Lock()
+_P = ParamSpec("_P")
+OURS = {
+    "sigma_noise": "la.sigma",
+    "predictive_samples": "la.sample(n), or la.predict(x, method='nn')",
+    "subset_of_weights": 'params="all" or "last_layer"',
+    "hessian_structure": 'curvature="kfac", "diag", "full" or "lowrank"',
+    "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",
+}
+"""Names of laplace-torch, and what takes their place."""
+
+
+def knowing_laplace_torch(init: Callable[_P, None]) -> Callable[_P, None]:
+    """A constructor that answers arguments of laplace-torch with ours."""
+
+    @functools.wraps(init)
+    def checked(*arguments: _P.args, **named: _P.kwargs) -> None:
+        for theirs in OURS.keys() & named.keys():
+            raise TypeError(f"{theirs} is laplace-torch's name: use {OURS[theirs]}.")
+        init(*arguments, **named)
+
+    return checked
 
 
 class Laplace:
@@ -272,12 +296,11 @@ class Laplace:
             The object itself.
 
         Raises:
-            ValueError: For an unknown mode, too few batches, a posterior that takes more memory
-                than is available, targets or outputs that do not fit the likelihood, NaN in them, a
-                model that draws random numbers or mixes examples, an N that is out of range, not
-                told, or not what the fit saw; in a process group also if processes read the same
-                data or have different models; with `resume` if its folder holds another fit's
-                state, or the loader's order cannot be told again.
+            ValueError: For an unknown mode, too few batches, data or a model that do not fit the
+                likelihood, a posterior that is larger than memory, an N that is not told, or not
+                what the fit saw; in a process group if processes read the same data or have
+                different models; with `resume` if its folder holds another fit's state, or the
+                loader's order cannot be told again.
             TypeError: For targets or inputs of the wrong dtype, `num_data` that is no integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 its examples cannot be told apart.

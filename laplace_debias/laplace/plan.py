@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,8 +23,6 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
-from laplace_debias.curvature.network.last_layer import last_layer_parameters
-from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
@@ -74,7 +72,6 @@ class Plan:
         seconds: Of the passes over the data, from one batch, without eigendecompositions; None
             where the number of batches is not known, or nothing was run as the blocks do not fit.
         available: Bytes that the device has left; None where the system does not tell.
-        alternatives: Smaller posteriors: arguments of `Laplace`, and the bytes of each.
     """
 
     curvature: str
@@ -85,7 +82,6 @@ class Plan:
     posterior: int
     seconds: float | None
     available: int | None
-    alternatives: Mapping[str, int]
 
     @property
     def peak(self) -> int:
@@ -96,11 +92,11 @@ class Plan:
         """Refuse a fit that does not fit.
 
         Raises:
-            ValueError: If more bytes are needed than are available; it names smaller posteriors.
+            ValueError: If more bytes are needed than are available.
         """
         if self.available is not None and self.peak > self.available:
             what = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
-            raise ValueError(_refusal(what, self.peak, self.available, self.alternatives))
+            raise ValueError(_refusal(what, self.peak, self.available))
 
     def summary(self) -> dict[str, Any]:
         """The plan of the whole fit, for JSON."""
@@ -189,7 +185,6 @@ def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: i
         posterior_bytes(problem, kind, rows),
         seconds,
         available,
-        _alternatives(unwrapped(subject.model), problem, kind, x),
     )
 
 
@@ -211,43 +206,20 @@ def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_R
     return kept + problem.dtype.itemsize * size
 
 
-def check_room(model: nn.Module, problem: Problem, kind: CurvatureKind, x: Inputs | None) -> None:
+def check_room(problem: Problem, kind: CurvatureKind) -> None:
     """Require memory for the posterior.
 
     Args:
-        model: The user's model, unwrapped.
         problem: The network and its blocks.
         kind: The curvature.
-        x: Inputs of the first batch; None where this process has none.
 
     Raises:
-        ValueError: Naming smaller posteriors, with their bytes.
+        ValueError: Saying what would take less.
     """
     available, needed = available_memory(problem.device), posterior_bytes(problem, kind)
     if available is not None and needed > available:
         what = f"The posterior of curvature={kind.name!r} takes"
-        others = _alternatives(model, problem, kind, x)
-        raise ValueError(f"{_refusal(what, needed, available, others)} Nothing was fitted.")
-
-
-def _alternatives(
-    model: nn.Module, problem: Problem, kind: CurvatureKind, x: Inputs | None
-) -> dict[str, int]:
-    """Smaller posteriors by the arguments of `Laplace` that make them, and the bytes of each."""
-    found = {}
-    for other in (CurvatureKind("diag"), CurvatureKind("lowrank")):
-        found[f'curvature="{other.name}"'] = posterior_bytes(problem, other)
-    weights = [block for block in problem.blocks if block.role in ("weight", "table")]
-    try:
-        last = set(last_layer_parameters(model, x))
-    except (ValueError, NotImplementedError):  # A model without one last layer.
-        last = set()
-    of_last = [block for block in problem.blocks if last.issuperset(block.parameters)]
-    for name, blocks in (("weights", weights), ("last_layer", of_last)):
-        if blocks:
-            found[f'params="{name}"'] = posterior_bytes(replace(problem, blocks=blocks), kind)
-    own = posterior_bytes(problem, kind)
-    return {name: number for name, number in found.items() if number < own}
+        raise ValueError(f"{_refusal(what, needed, available)} Nothing was fitted.")
 
 
 def _of_block(
@@ -418,14 +390,13 @@ class Tracked(TorchDispatchMode):
         self.live += size
 
 
-def _refusal(what: str, needed: int, available: int, alternatives: Mapping[str, int]) -> str:
-    """The message for what does not fit: what it takes, what there is, what would do."""
-    start = f"{what} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available."
-    fitting = {name: number for name, number in alternatives.items() if number <= available}
-    if not fitting:
-        return f"{start} Fewer parameters (params=) or a smaller model are needed."
-    listed = "; ".join(f"{name} ({_size(number)})" for name, number in fitting.items())
-    return f"{start} Smaller posteriors: {listed}."
+def _refusal(what: str, needed: int, available: int) -> str:
+    """The message for what does not fit: what it takes, what there is, what would take less."""
+    return (
+        f"{what} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. Less "
+        'take curvature="diag" or "lowrank", params="weights" or "last_layer", or fewer parameters '
+        "by name; `plan` counts the bytes of each."
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -22,7 +22,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.laplace.file import likelihood_to_json
-from laplace_debias.laplace.settings import FitSettings
+from laplace_debias.laplace.parameters import FitSettings
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 

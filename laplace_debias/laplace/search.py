@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
@@ -264,16 +264,14 @@ def refined(look: Look, found: Found) -> Found | None:
     return replace(found, points=[row[0] for row in rows[: len(points)]])
 
 
-def tuning_of(
-    found: Found, finer: Found | None, metric: str, sigma: Callable[[float], float | list[float]]
-) -> Tuning:
+def tuning_of(found: Found, finer: Found | None, metric: str, likelihood: Likelihood) -> Tuning:
     """The findings of a search, in terms of prior precisions and of the noise.
 
     Args:
         found: The points of the grid.
         finer: Those of the finer one.
         metric: The metric's name.
-        sigma: From the factor that the fit's σ is multiplied by to σ.
+        likelihood: That of the fit.
     """
     last = finer or found
     best, rows = last.points[last.best], []
@@ -286,7 +284,10 @@ def tuning_of(
         if int((point.counts > 0).sum()) > 1:
             row["standard_error"] = point.standard_error
         rows.append(row)
-    flat = None
+    sigma = flat = None
+    if best.sigma_factor is not None:
+        assert isinstance(likelihood, Gaussian)
+        sigma = (likelihood.sigma * best.sigma_factor).tolist()
     if (within := last.flat) is not None:
         deltas = [point.prior_precision for point in last.points[within[0] : within[1] + 1]]
         flat = min(deltas), max(deltas)
@@ -297,7 +298,7 @@ def tuning_of(
         metric,
         best.value,
         sorted(rows, key=lambda row: row["prior_precision"]),
-        None if best.sigma_factor is None else sigma(best.sigma_factor),
+        sigma,
         flat,
         max((max(ratio, 1 / ratio) for ratio in beside), default=None),
         _at_the_end(found),

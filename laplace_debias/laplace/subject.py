@@ -38,9 +38,8 @@ from laplace_debias.curvature.network.shadow import (
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace.data_size import first_batch
 from laplace_debias.laplace.fitted import network_of
-from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.prior import Prior
-from laplace_debias.laplace.settings import FitSettings
 from laplace_debias.system.ranks import current
 from laplace_debias.system.warn import warn
 

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import evidence, noise, predictive
 from laplace_debias.laplace.data_size import check_held_out
 from laplace_debias.laplace.fitted import Fitted
@@ -83,24 +82,17 @@ def on_data(
         unit = noise.squared_residuals(fitted) / of_noise.num_targets
         scores, points = NoiseProfile(likelihood), points * unit
 
-    def predict(
-        x: Inputs, grid: Tensor, by: Sequence[Link | None]
-    ) -> Iterator[tuple[int, Distribution]]:
-        return predictive.predictives_by_links(fitted, x, grid, by)
-
     # The first batch shows how many classes there are.
     defaults = [predictive.default_link(fitted, x) for x, _ in stream.first]
     default = next(filter(None, current().exchange(next(iter(defaults), None))), None)
     by = links_to_try(default, link)
-    look = Look(predict, stream, likelihood, class_dim, scores)
+    look = Look(
+        partial(predictive.predictives_by_links, fitted), stream, likelihood, class_dim, scores
+    )
     found = first_look(look, points, by, _OF_PROBABILITIES[metric])
     finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, found)
 
-    def sigma_at(factor: float) -> float | list[float]:
-        assert isinstance(likelihood, Gaussian)
-        return (likelihood.sigma * factor).tolist()
-
-    result = tuning_of(found, finer, metric, sigma_at)
+    result = tuning_of(found, finer, metric, likelihood)
     if not with_noise:
         return _noting_assumed(result, fitted, sigma), None
     last = finer or found

@@ -97,7 +97,11 @@ def check_classification(
             "labels, squeeze a trailing dimension of one."
         )
     probs = check_probs(probs)
-    check_same_length(probs, labels, "probs", "labels")
+    if len(probs) != len(labels):
+        raise ValueError(
+            f"`probs` has {len(probs)} examples and `labels` {len(labels)}; expected as many. Pass "
+            "both for the same examples, in the same order."
+        )
     check_same_device(probs, labels, "probs", "labels")
     lowest, highest = (bound.item() for bound in labels.aminmax())
     if lowest < 0 or highest >= probs.shape[1]:
@@ -127,27 +131,6 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
         )
     if scores.isnan().any():
         raise ValueError(f"`{name}` holds NaN; expected scores with an order. Drop those examples.")
-
-
-def check_same_length(
-    first: Shaped[Tensor, "n ..."], second: Shaped[Tensor, "m ..."], name: str, other: str
-) -> None:
-    """Checks that two tensors have the same number of examples.
-
-    Args:
-        first: `[n, ...]`.
-        second: `[m, ...]`.
-        name: Name of `first` in error messages.
-        other: Name of `second` in error messages.
-
-    Raises:
-        ValueError: `n` and `m` differ.
-    """
-    if len(first) != len(second):
-        raise ValueError(
-            f"`{name}` has {len(first)} examples and `{other}` {len(second)}; expected as many. "
-            "Pass both for the same examples, in the same order."
-        )
 
 
 def check_same_device(

@@ -181,12 +181,6 @@ def test_ood_rows_are_the_share_of_pairs_in_the_right_order(run_of_images):
             assert found[method, score] == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_entropy_of_the_last_posterior_is_recommended(run_of_images):
-    found = read(run_of_images, "metrics.json")["recommended"]
-    assert found == {"method": METHODS[-1], "score": "entropy"}
-    assert "is recommended" in read(run_of_images, "run.json")["conclusion"][-1]
-
-
 def test_differences_are_of_the_same_examples(run_of_images):
     found = read(run_of_images, "metrics.json")["differences"]
     keys = {(row["method"], row["reference"]) for row in found if row["set"] == "test"}

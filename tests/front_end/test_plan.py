@@ -158,12 +158,8 @@ def test_what_does_not_fit_is_refused_with_what_does(case):
     plan = Laplace(model, curvature="full").plan(data)
     plan.check()
     small = replace(plan, available=plan.peak - 1)
-    with pytest.raises(ValueError, match=r"takes .* are available.*diag") as error:
+    with pytest.raises(ValueError, match=r"takes .* are available.*diag"):
         small.check()
-    # What is named is the posterior's size by a plan of its own.
-    other = Laplace(model, curvature="diag").plan(data)
-    assert small.alternatives['curvature="diag"'] == other.posterior
-    assert 'params="last_layer"' in str(error.value)
 
 
 def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeypatch):

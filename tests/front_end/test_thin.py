@@ -1,7 +1,5 @@
 """Posteriors of thin directions, against the dense matrices that they stand for."""
 
-import math
-
 import oracle
 import pytest
 import torch
@@ -470,20 +468,6 @@ def test_wrong_calls_of_thin():
     assert la.thin(x[:2], 1e-2).half_width == float("inf")
 
 
-def test_thin_posteriors_become_thinner():
-    (la, x), (whole, _) = wide(), wide()
-    first = la.thin(x[:40], 1e-3)
-    before = la.functional(x[:40], True)[1]
-    second = la.thin(x[:40], 1e-2)
-    assert second.share < 1
-    after = la.functional(x[:40], True)[1]
-    assert ((after / before).sqrt() - 1).abs()[::2].max() <= 1e-2
-    traces = [each.posterior.curvature.to_dense().trace() for each in (la, whole)]
-    close(traces[0], traces[1])
-    at_once, _ = wide()
-    assert at_once.thin(x[:40], 1e-2).share == pytest.approx(first.share * second.share, rel=0.1)
-
-
 @pytest.mark.parametrize("mode", ["full", "debiased"])
 def test_fits_to_few_examples_become_thinner(mode):
     """What few rows leave has no directions; its curvature may be large on the second batch."""
@@ -504,19 +488,6 @@ def test_fits_to_few_examples_become_thinner(mode):
         close(la.posterior.curvature.blocks["0.weight"].to_dense().trace(), trace)
         assert found.share <= 1
     assert found.share < 0.6
-
-
-def test_a_thin_posterior_is_tuned_set_and_evaluated_as_any():
-    la, x = wide()
-    la.thin(x[:10], 1e-2)
-    y = torch.randint(3, (len(x),), generator=torch.Generator().manual_seed(2))
-    tuned = la.tune([(x, y)])
-    assert la.prior_precision == tuned.prior_precision
-    assert math.isfinite(la.evaluate([(x, y)])["nll"])
-    assert la.predict(x, "nn", 5).probs.shape == (100, 3)
-    assert la.predict(x, "glm-mc", 5).probs.isfinite().all()
-    la.tune_evidence()
-    assert math.isfinite(la.log_marginal_likelihood())
 
 
 def random_errors(seed):

@@ -80,7 +80,7 @@ def shaped(curve, num_examples=200, noise=0.0, more_is_better=False, start=DEFAU
     look = Look(predict, batches, Softmax(), None, MetricOverTerms("nll", Softmax()))
     grid = torch.as_tensor(start, dtype=torch.float64)
     found = first_look(look, grid, [None], more_is_better)
-    return tuning_of(found, refined(look, found), "nll", float), batches, tried
+    return tuning_of(found, refined(look, found), "nll", look.likelihood), batches, tried
 
 
 def test_the_optimum_within_the_grid_is_refined_in_one_more_pass():

@@ -264,12 +264,6 @@ def test_rows_normalised_to_single_precision_pass():
     assert metrics.nll(torch.tensor([[0.5, 0.49995]] * 4), LABELS).isfinite()
 
 
-@pytest.mark.parametrize("function", [metrics.ece, metrics.reliability_curve])
-def test_fewer_than_one_bin_is_refused(function):
-    with pytest.raises(ValueError, match="`num_bins` is 0"):
-        function(HALVES, LABELS, 0)
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("metric", OOD)
 @pytest.mark.parametrize(
