@@ -245,8 +245,9 @@ def seconds_of(summary: Sequence[Row], method: str, size: int) -> float:
 
 
 def _figure(summary: Sequence[Row], whole: Mapping[str, float]) -> Figure:
-    """Distance against seconds, a line for each way; `whole` are the full-batch fits' seconds."""
-    colours = method_colours(dict.fromkeys(row["method"] for row in summary))
+    """Distance against seconds, a line for each way of several sizes; `whole` are full batches'."""
+    names = [row["method"] for row in summary]
+    colours = method_colours(name for name in dict.fromkeys(names) if names.count(name) > 1)
     figure, ((ax,),) = new_panels(1, 1, (7.2, 4.2))
     for method, colour in colours.items():
         of_line = sorted((r for r in summary if r["method"] == method), key=_seconds)

@@ -45,6 +45,10 @@ OPTIONS = {
         *("--batch_size=4", "--draws=1", "--ekfac_draws=1", "--folds=[2]", "--further_batches=1"),
         *("--full_examples=20", "--test_examples=10", "--prior_precisions=[1]"),
     ],
+    "frontier": [
+        *("--sizes=[8,16]", "--monte_carlo_sizes=[24]", "--tolerances=[0.5]", "--budgets=[16]"),
+        *("--draws=2", "--reference_examples=100", "--test_examples=10", "--prior_precisions=[1]"),
+    ],
     "kfac_error": ["--batch_size=4", "--draws=1", "--num_batches=2", "--folds=2"],
 }
 
