@@ -176,7 +176,8 @@ def test_a_loaded_posterior_takes_a_hook(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "hook", "error", "says"),
     [
-        ((X, Y, 0), None, TypeError, r"tuple of length 3: pass batch=.*batch\[0\], batch\[1\]"),
+        ((X, Y, 0), None, TypeError, r"pass batch=.*batch\[0\], batch\[1\]"),
+        ((X, Y, 0, 0), None, TypeError, "tuple of length 4: pass batch="),
         (X, None, TypeError, "got Tensor of length 6"),
         ({"image": X}, None, ValueError, r"entries \['image'\], none that is targets"),
         ({"x": X, "y": Y, "label": Y}, None, ValueError, r"several .* \['label', 'y'\]"),

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from laplace_debias.curvature.network.inputs import move, tensors_of
-from laplace_debias.curvature.network.reader import BatchReader
+from laplace_debias.curvature.network.reader import USE_A_HOOK, BatchReader
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.randomness import Randomness
 from laplace_debias.system.ranks import current
@@ -169,7 +169,8 @@ def checked_weights(weights: Any, size: int, name: str) -> Tensor:
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         raise TypeError(
             "A third entry of a batch is the weights of its examples, a tensor of floating-point "
-            f"numbers; got {getattr(weights, 'dtype', type(weights).__name__)}: leave out others."
+            f"numbers; got {getattr(weights, 'dtype', type(weights).__name__)}. To leave it out, "
+            f"{USE_A_HOOK}."
         )
     if weights.shape != (size,):
         raise ValueError(

@@ -26,7 +26,7 @@ BatchHook = Callable[[Any], tuple[Any, Any]]
 TARGETS = ("labels", "label", "label_ids", "targets", "target", "y")
 """Entries of a batch with names that are its targets."""
 
-_HOOK = (
+USE_A_HOOK = (
     "pass batch=, a function from a batch to (inputs, targets), such as "
     "batch=lambda batch: (batch[0], batch[1])"
 )
@@ -54,7 +54,7 @@ class BatchReader:
         if hook is not None and not callable(hook):
             raise TypeError(
                 f"batch must be a function from a batch to (inputs, targets), got "
-                f"{type(hook).__name__}: {_HOOK}."
+                f"{type(hook).__name__}: {USE_A_HOOK}."
             )
         self._model = model
         self._hook = hook
@@ -92,7 +92,7 @@ class BatchReader:
         else:
             raise TypeError(
                 "Batches must be pairs (inputs, targets), or mappings or dataclasses with the "
-                f"targets under {', '.join(map(repr, TARGETS))}; got {_kind(batch)}: {_HOOK}. "
+                f"targets under {', '.join(map(repr, TARGETS))}; got {_kind(batch)}: {USE_A_HOOK}. "
                 "Several inputs go into a tuple or a dict."
             )
         return _checked(inputs, targets, name)
@@ -121,7 +121,7 @@ class BatchReader:
         if len(found) != 1:
             what = f"several that may be the targets, {found}" if found else "none that is targets"
             raise ValueError(
-                f"The batch has the entries {list(named)}, {what}: {_HOOK}. One entry of "
+                f"The batch has the entries {list(named)}, {what}: {USE_A_HOOK}. One entry of "
                 f"{', '.join(map(repr, TARGETS))} is taken for the targets."
             )
         targets = named.pop(found[0])
@@ -147,7 +147,7 @@ class BatchReader:
             raise ValueError(
                 f"The model's forward pass has no parameters {unknown}, which are entries of the "
                 f"batch besides the targets; it has {list(known)}. Leave them out of the batch, or "
-                f"{_HOOK}."
+                f"{USE_A_HOOK}."
             )
         return named
 
