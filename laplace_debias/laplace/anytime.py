@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from time import perf_counter
@@ -16,15 +16,18 @@ from torch.utils.data import SequentialSampler
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.directions import Factor, Rows
+from laplace_debias.curvature.fits.forward import ForwardPasses
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
-from laplace_debias.curvature.fits.sums import FactorSums, factor_sums
+from laplace_debias.curvature.fits.sums import FactorSums, SideSums, factor_sums, owned_factors
+from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches, Placed, Stream
+from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.shards import FAR, ShardedBatches
 from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.scale import Looked, output_curvatures
+from laplace_debias.laplace.scale import check_unweighed, looked
 from laplace_debias.laplace.schemes import Finish, Scheme
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
@@ -44,6 +47,7 @@ _PROBES, _OUTPUTS = 16, 4
 _CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 # What leaves a block's variance and takes away that of the others.
 _WITHOUT = 1e12
+Factors = dict[Block, Factor]
 NUM_ERRORS = 2.0
 """Standard errors that are told as the error, which the true one rarely exceeds."""
 
@@ -203,7 +207,7 @@ def _reported(
 
 def _round(reading: "_Reading", fitted: Finish) -> _Round:
     """The posterior of what was read, and its error."""
-    sums, sizes = [fold.calibrated() for fold in reading.folds], [f.num_read for f in reading.folds]
+    sums, sizes = [fold.factors() for fold in reading.folds], [f.num_read for f in reading.folds]
     curvature, plain, *replicates = crossfit_with_replicates(reading.problem, sizes, sums)
     now = fitted(CurvatureFit(curvature, reading.seen))
     deltas = _own(now) * now.posterior.mean.new_tensor(_CURVE)[:, None]
@@ -304,42 +308,50 @@ def inclusion(
 
 @dataclass
 class _Fold:
-    """A fold: factors of the examples drawn, and what they stand for.
+    """A fold: factors of the examples drawn, and of all that was read.
 
     Attributes:
-        sums: Factors of the examples drawn, weighed by their inverse probabilities.
+        gradients: G of the examples drawn, weighed by their inverse probabilities.
+        inputs: A of all that was read.
         num_read: How many examples were read.
-        weights: The sum of the weights of those drawn.
-        curvature: That of the curvatures of all that was read.
+        curvature: The sum of the curvatures of all that was read.
         weighed: That of the weighed curvatures of those drawn.
     """
 
-    sums: FactorSums | None = None
+    gradients: Factors = field(default_factory=dict)
+    inputs: Factors = field(default_factory=dict)
     num_read: int = 0
-    weights: float = 0.0
     curvature: float = 0.0
     weighed: float = 0.0
 
-    def calibrated(self) -> FactorSums:
-        """Factors as of all that was read: A of their number, G of their curvature.
+    def factors(self) -> FactorSums:
+        """Factors as of all that was read: G of their curvature.
 
         Raises:
             ValueError: If none of the examples drawn has curvature.
         """
-        if self.sums is None or not self.weighed:
+        if not self.weighed:
             raise ValueError(
                 "The loss of the examples at hand has no curvature in the outputs, all of which "
                 'are certain: use mode="full".'
             )
-        of_G, of_A = self.curvature / self.weighed, self.num_read / self.weights
-        return {block: (_times(G, of_G), _times(A, of_A)) for block, (G, A) in self.sums.items()}
+        scale = self.curvature / self.weighed
+        return {
+            block: (_times(G, scale), self.inputs.get(block, self._ones(block, G)))
+            for block, G in self.gradients.items()
+        }
+
+    def _ones(self, block: Block, like: Factor) -> Tensor:
+        like = like.rows if isinstance(like, Rows) else like
+        return like.new_full((*block.groups, 1, 1), self.num_read)
 
 
 class _Reading:
     """Examples that were read.
 
-    Everything that is read goes forward. Of it examples are drawn that go backward, with weights
-    that are the inverse of the probability with which each was drawn.
+    Everything that is read goes forward, which gives its curvature in the outputs and A. Of it
+    examples are drawn that go backward, with weights that are the inverse of the probability with
+    which each was drawn.
 
     Args:
         problem: The network and its blocks.
@@ -360,7 +372,7 @@ class _Reading:
         self.problem, self._looks_each = problem, looks
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
         self.seen, self.num_drawn, self._curvature = Seen(0, 0.0, 0, 0), 0, 0.0
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator, self._forward = torch.Generator().manual_seed(0), ForwardPasses(problem)
         (x, y, *weights), ranks = next(pairs, (None, ())), problem.ranks
         sizes = ranks.exchange(len(y))
         if sum(sizes) < 2:
@@ -372,73 +384,88 @@ class _Reading:
         own = min(max(count - sum(sizes[: ranks.rank]), 0), len(y))
         of_ranks = ranks.exchange(take(x, slice(0, own)) if own else None)
         self.probes = join([some for some in of_ranks if some is not None])
-        rest = [(take(x, slice(own, None)), y[own:], *weights)] if own < len(y) else []
-        self._looked = output_curvatures(problem, chain(rest, pairs))
         # The probes may be all of this process's first batch, which the others still read.
-        self._waits = 0 < own == len(y)
+        rest = [(take(x, slice(own, None)), y[own:], *weights)] if len(y) else []
+        self._pairs, self._faults = enumerate(chain(rest, pairs), start=1), Faults()
 
     def until(self, target: int) -> bool:
         """Read until so many examples are drawn; False if the data ends before."""
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]] = [[] for _ in self.folds]
+        inputs = [SideSums(self.problem, 1) for _ in self.folds]
         num_drawn, ranks = torch.zeros(len(self.folds), dtype=torch.long), self.problem.ranks
+        before = [fold.num_read for fold in self.folds]
         while self.num_drawn + int(num_drawn.sum()) < target:
-            looked = None if self._waits else next(self._looked, None)
-            own = ([], 0.0, 0) if looked is None else looked.told()
-            of_ranks = ranks.exchange((self._waits or looked is not None, own))
-            self._waits = False
-            if not any(is_one for is_one, _ in of_ranks):
+            number, pair = next(self._pairs, (0, None))
+            sizes = ranks.exchange(None if pair is None else len(pair[1]))
+            if sizes.count(None) == len(sizes):
                 break
-            num_drawn += self._draw(looked, [told for _, told in of_ranks], drawn)
+            with self._faults.of_batch(number):
+                num_drawn += self._look(pair, [size or 0 for size in sizes], inputs, drawn)
+        self._faults.read()
         # Labels of processes are drawn by numbers far from each other's.
         place = partial(operator.add, FAR * ranks.rank)
-        for fold, parts, number in zip(self.folds, drawn, num_drawn.tolist(), strict=True):
-            if number:
-                placed = Placed(_joined(parts), lambda _, seen: place(seen))
+        for k, fold in enumerate(self.folds):
+            if fold.num_read > before[k]:
+                (of_inputs,) = owned_factors(self.problem, inputs[k])
+                fold.inputs = _added(fold.inputs, of_inputs)
+            if num_drawn[k]:
+                placed = Placed(_joined(drawn[k]), lambda _, seen: place(seen))
                 sums, seen = factor_sums(self.problem, placed, self.num_drawn)
                 self.num_drawn += seen.num_examples
-                fold.sums = sums if fold.sums is None else _added(fold.sums, sums)
+                fold.gradients = _added(fold.gradients, {b: G for b, (G, _) in sums.items()})
         return self.num_drawn >= target
 
-    def _draw(
+    def _look(
         self,
-        looked: Looked | None,
-        of_ranks: Sequence[tuple[list[float], float, int]],
+        pair: tuple[Any, ...] | None,
+        sizes: Sequence[int],
+        inputs: Sequence[SideSums],
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]],
     ) -> Int[Tensor, " folds"]:
         """Draw examples of all processes' batches, of which every fourth belongs to a fold.
 
         Args:
-            looked: This process's batch.
-            of_ranks: What of each process's is told.
-            drawn: Takes this process's examples, fold by fold.
+            pair: This process's batch.
+            sizes: Those of the processes' batches.
+            inputs: Takes A of this process's examples, fold by fold.
+            drawn: Takes those that are drawn.
 
         Returns:
             How many examples of each fold all processes have drawn.
         """
+        ranks, total = self.problem.ranks, sum(sizes)
+        fold_of = (self.seen.num_examples + torch.arange(total)) % len(self.folds)
+        before = sum(sizes[: ranks.rank])
+        own_folds = fold_of[before : before + sizes[ranks.rank]]
+        traces, nll, num_outputs = torch.zeros(len(own_folds), dtype=torch.float64), 0.0, 0
+        if pair is not None:
+            x, y, *weights = pair
+            check_unweighed(weights)
+            for k, of_inputs in enumerate(inputs):
+                own = (own_folds == k).nonzero()[:, 0]
+                if len(own):
+                    outputs = self._forward(take(x, own), y[own], of_inputs)
+                    numbers = looked(self.problem, outputs, y[own])
+                    traces[own] = numbers.traces.cpu()
+                    nll, num_outputs = nll + float(numbers.nll), num_outputs + numbers.num_outputs
+        of_ranks = ranks.exchange((traces.tolist(), nll, num_outputs))
         traces = torch.tensor([c for some, _, _ in of_ranks for c in some], dtype=torch.float64)
-        before = sum(len(some) for some, _, _ in of_ranks[: self.problem.ranks.rank])
-        number = 0 if looked is None else len(looked.y)
-        size, is_own = len(traces), torch.zeros(len(traces), dtype=torch.bool)
-        is_own[before : before + number] = True
         self._curvature += float(traces.sum())
-        fold_of = (self.seen.num_examples + torch.arange(size)) % len(self.folds)
-        nll, num_outputs = sum(nll for _, nll, _ in of_ranks), sum(n for _, _, n in of_ranks)
-        self.seen = self.seen + Seen(size, nll, num_outputs, size)
+        nll, num_outputs = (sum(of) for of in list(zip(*of_ranks, strict=True))[1:])
+        self.seen = self.seen + Seen(total, nll, num_outputs, total)
         mean = self._curvature / self.seen.num_examples
         chances = inclusion(traces, mean, self._looks_each)
-        is_drawn = torch.rand(size, generator=self._generator, dtype=torch.float64) < chances
+        is_drawn = torch.rand(total, generator=self._generator, dtype=torch.float64) < chances
         for k, fold in enumerate(self.folds):
             of_fold = fold_of == k
             fold.num_read += int(of_fold.sum())
             fold.curvature += float(traces[of_fold].sum())
             chosen = of_fold & is_drawn
-            weights = chances[chosen].reciprocal()
-            fold.weights += float(weights.sum())
-            fold.weighed += float((weights * traces[chosen]).sum())
-            own = (chosen & is_own).nonzero()[:, 0]
-            if looked is not None and len(own):
-                pairs = take(looked.x, own - before), looked.y[own - before]
-                drawn[k].append((*pairs, chances[own].reciprocal()))
+            fold.weighed += float((traces[chosen] / chances[chosen]).sum())
+            own = chosen[before : before + len(own_folds)].nonzero()[:, 0]
+            if pair is not None and len(own):
+                of_own = chances[before + own].reciprocal()
+                drawn[k].append((take(pair[0], own), pair[1][own], of_own))
         return fold_of[is_drawn].bincount(minlength=len(self.folds))
 
 
@@ -459,13 +486,12 @@ def _times(factor: Factor, number: float) -> Factor:
     return Rows(factor.rows * number**0.5) if isinstance(factor, Rows) else factor * number
 
 
-def _added(total: FactorSums, more: FactorSums) -> FactorSums:
+def _added(total: Factors, more: Factors) -> Factors:
+    """Sums of factors, of the blocks of both."""
+
     def both(a: Factor, b: Factor) -> Factor:
         if isinstance(a, Rows) and isinstance(b, Rows):
             return a + b
         return operator.add(*(f.rows.mT @ f.rows if isinstance(f, Rows) else f for f in (a, b)))
 
-    return {
-        block: (both(of[0], more[block][0]), both(of[1], more[block][1]))
-        for block, of in total.items()
-    }
+    return {b: both(total[b], of) if b in total else of for b, of in more.items()}

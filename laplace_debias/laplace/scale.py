@@ -1,6 +1,6 @@
 """The scale of a few examples' curvature, corrected by forward passes over many."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,35 +13,27 @@ from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogL
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.faults import Faults
-from laplace_debias.curvature.network.inputs import Inputs, call, move
+from laplace_debias.curvature.network.inputs import call, move
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 
 
 @dataclass(frozen=True)
 class Looked:
-    """Examples that went through the network forward.
+    """Numbers of examples that went through the network forward.
 
     Attributes:
-        x: Inputs.
-        y: Targets.
         traces: tr ∇²_f ℓ of each example, or ‖∇_f ℓ‖², `[B]`, float64.
         nll: Their summed loss.
         num_outputs: How many numbers the network gave for them.
     """
 
-    x: Inputs
-    y: Tensor
     traces: Float[Tensor, " batch"]
     nll: Tensor
     num_outputs: int
 
-    def told(self) -> tuple[list[float], float, int]:
-        """The numbers among these, for other processes."""
-        return self.traces.tolist(), float(self.nll), self.num_outputs
 
-
-def output_curvatures(problem: Problem, batches: Pairs) -> Iterator[Looked]:
+def looked(problem: Problem, outputs: Tensor, y: Tensor) -> Looked:
     """The curvature of each example's loss in the outputs: 1 − Σ p² for a softmax.
 
     A block's trace is the mean of squared output gradients times activations. What share of it an
@@ -49,49 +41,57 @@ def output_curvatures(problem: Problem, batches: Pairs) -> Iterator[Looked]:
 
     Args:
         problem: The network; its loss is a likelihood's. Of `fisher="empirical"` it is ‖∇_f ℓ‖².
-        batches: `(x, y)`, on the model's device or the CPU.
+        outputs: The network's.
+        y: Targets, on the model's device or the CPU.
 
     Raises:
         ValueError: If outputs or targets are not what they must be.
     """
-    network, loss = shadow(problem.model), problem.cotangents.loss
+    loss = problem.cotangents.loss
     assert isinstance(loss, NegativeLogLikelihood)
-    device = next(problem.model.parameters()).device
-    faults = Faults()
-    for number, (x, y, *weights) in enumerate(batches, start=1):
-        if weights:
-            raise ValueError(
-                'Neither scale=True nor mode="auto" takes weights of examples: leave them out.'
-            )
-        with faults.of_batch(number):
-            with torch.no_grad():
-                outputs = call(network, move(x, device, None))
-            check_outputs(outputs)
-            targets = targets_classes_last(y, outputs.ndim, problem.cotangents.class_dim)
-            loss.check(outputs, targets)
-            labels = loss.labels(targets.to(device, non_blocking=True), outputs.ndim)
-            if problem.cotangents.fisher.kind == "empirical":
-                traces = loss.gradient(outputs, labels).double().square().flatten(1).sum(1)
-            else:
-                traces = loss.hessian_traces(outputs, labels)
-        yield Looked(x, y, traces, loss.value(outputs, labels), outputs.numel())
-    faults.read()
+    check_outputs(outputs)
+    targets = targets_classes_last(y, outputs.ndim, problem.cotangents.class_dim)
+    loss.check(outputs, targets)
+    labels = loss.labels(targets.to(outputs.device, non_blocking=True), outputs.ndim)
+    if problem.cotangents.fisher.kind == "empirical":
+        traces = loss.gradient(outputs, labels).double().square().flatten(1).sum(1)
+    else:
+        traces = loss.hessian_traces(outputs, labels)
+    return Looked(traces, loss.value(outputs, labels), outputs.numel())
+
+
+def check_unweighed(weights: Sequence[Tensor]) -> None:
+    """Require a batch without weights.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if weights:
+        raise ValueError(
+            'Neither scale=True nor mode="auto" takes weights of examples: leave them out.'
+        )
 
 
 def mean_output_curvature(problem: Problem, batches: Pairs) -> float:
-    """Mean of `output_curvatures` over the examples of all processes.
+    """Mean of the examples' curvatures in the outputs, over those of all processes.
 
     The ratio of its means over many and over few examples scales the curvature of the few (a ratio
     estimator).
 
     Raises:
-        ValueError: If there is no example; as `output_curvatures`.
+        ValueError: If there is no example; as `looked`.
     """
+    network, faults = shadow(problem.model), Faults()
     total: Tensor | float = 0.0
     num_examples = 0
-    for looked in output_curvatures(problem, batches):
-        total = total + looked.traces.sum()
-        num_examples += len(looked.y)
+    for number, (x, y, *weights) in enumerate(batches, start=1):
+        check_unweighed(weights)
+        with faults.of_batch(number):
+            with torch.no_grad():
+                outputs = call(network, move(x, problem.device, None))
+            total = total + looked(problem, outputs, y).traces.sum()
+        num_examples += len(y)
+    faults.read()
     of_ranks = problem.ranks.exchange([float(total), num_examples])
     num_of_all = sum(seen for _, seen in of_ranks)
     if num_of_all == 0:

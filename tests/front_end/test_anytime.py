@@ -76,8 +76,7 @@ def of_folds(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
     for k in range(4):
         H, t, w, a = hessians[k::4], traces[k::4], weights[k::4], x[k::4]
         G = t.sum() / (w * t).sum() * (w[:, None, None] * H).sum(0)
-        A = len(a) / w.sum() * (w[:, None] * a).mT @ a
-        folds.append((G, A))
+        folds.append((G, a.mT @ a))
     return folds
 
 

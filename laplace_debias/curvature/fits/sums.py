@@ -1,6 +1,7 @@
 """Sums over data, block by block: factors, and the eigenbases that are made of them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,116 +33,128 @@ FactorSums = dict[Block, tuple[Factor, Factor]]
 RowsOf = dict[Block, list[Tensor]]
 
 
-def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
-    """Factors of every block, summed over the examples of all batches; `first` as in `Sweep.over`.
+class SideSums:
+    """Factors of one side of the blocks, summed batch by batch: rows while they are few.
 
-    On several processes they are those of all, and each block's are at its owner alone.
+    Args:
+        problem: The blocks.
+        side: 0 for G, 1 for A.
     """
-    of_gradients: Sums = {}
-    of_inputs: Sums = {}
-    gradient_rows: RowsOf = {}
-    input_rows: RowsOf = {}
-    dtype = problem.factor_dtype
 
-    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
-        few = few_gradient_rows(layer, block, uses, masks)
-        return gradient_factor(layer, block, uses, masks) if few is None else Rows(few)
+    def __init__(self, problem: Problem, side: int) -> None:
+        self.problem, self.side = problem, side
+        self.sums: Sums = {}
+        self.rows: RowsOf = {}
 
-    def add_gradients(block: Block, gradients: Factor) -> None:
-        if not isinstance(gradients, Rows):
-            add_to(of_gradients, block, gradients.to(dtype))
+    def add(self, block: Block, factor: Factor) -> None:
+        """Add a batch's factor."""
+        if not isinstance(factor, Rows):
+            # The sum has the dtype of the first.
+            is_first, dtype = block not in self.sums, self.problem.factor_dtype
+            add_to(self.sums, block, factor.to(dtype) if is_first else factor)
             return
-        kept = gradient_rows.setdefault(block, [])
-        kept.append(gradients.rows)
-        if sum(map(len, kept)) >= block.shape[0]:
-            multiply(block, gradient_rows, of_gradients)
+        kept, d = self.rows.setdefault(block, []), block.shape[self.side]
+        kept.append(factor.rows)
+        if sum(map(len, kept)) >= (d // 2 + 1 if self.side else d):
+            self._multiply(block)
 
     def add_inputs(
+        self,
         layer: nn.Module,
         block: Block,
         inputs: Sequence[Sequence[Tensor]],
         masks: Sequence[Masks | None],
     ) -> None:
-        few = None if block in of_inputs else few_input_rows(layer, block, inputs, masks)
-        if few is not None:
-            kept = input_rows.setdefault(block, [])
-            kept.append(few)
-            if sum(map(len, kept)) * 2 > block.shape[1]:
-                multiply(block, input_rows, of_inputs)
-            return
-        A = input_factor(layer, block, inputs, masks)
-        # The sum has the dtype of the first.
-        add_to(of_inputs, block, A if block in of_inputs else A.to(dtype))
+        """Add A of a layer's inputs; arguments as `input_factor` takes them."""
+        few = None if block in self.sums else few_input_rows(layer, block, inputs, masks)
+        self.add(block, input_factor(layer, block, inputs, masks) if few is None else Rows(few))
 
-    def multiply(block: Block, rows: RowsOf, sums: Sums) -> None:
-        add_to(sums, block, moments(torch.cat(rows.pop(block))).to(dtype))
+    def few(self) -> dict[Block, Rows]:
+        """Factors of all processes' rows where these are so few that no matrix is made of them.
 
-    sums = {"G": of_gradients, "A": of_inputs, "rows": gradient_rows, "input rows": input_rows}
-    sweep = Sweep(problem, measure, add_gradients, add_inputs, sums=sums, additive=True)
+        What is left are matrices.
+        """
+        problem, limit = self.problem, {b: b.shape[self.side] for b in self.problem.blocks}
+        own = {
+            block.name: None if block in self.sums else sum(map(len, self.rows.get(block, [])))
+            for block in problem.blocks
+        }
+        of_ranks = problem.ranks.exchange(own)
+        few = []
+        for block in problem.blocks:
+            counts = [of_rank[block.name] for of_rank in of_ranks]
+            if None not in counts and 0 < 2 * sum(counts) <= limit[block]:
+                few.append(block)
+        joined: list[Tensor] | None = []
+        if few:
+            none = [
+                torch.zeros(0, limit[b], dtype=problem.dtype, device=problem.device) for b in few
+            ]
+            joined = problem.ranks.on_all(
+                [
+                    torch.cat([zero, *self.rows.pop(b, [])])
+                    for b, zero in zip(few, none, strict=True)
+                ]
+            )
+        for block in list(self.rows):
+            self._multiply(block)
+        assert joined is not None
+        return {b: Rows(of.to(problem.factor_dtype)) for b, of in zip(few, joined, strict=True)}
+
+    def _multiply(self, block: Block) -> None:
+        rows = torch.cat(self.rows.pop(block))
+        add_to(self.sums, block, moments(rows).to(self.problem.factor_dtype))
+
+
+def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
+    """Factors of every block, summed over the examples of all batches; `first` as in `Sweep.over`.
+
+    On several processes they are those of all, and each block's are at its owner alone.
+    """
+    gradients, inputs = SideSums(problem, 0), SideSums(problem, 1)
+
+    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
+        few = few_gradient_rows(layer, block, uses, masks)
+        return gradient_factor(layer, block, uses, masks) if few is None else Rows(few)
+
+    sums: dict[str, Any] = {"G": gradients.sums, "A": inputs.sums}
+    sums |= {"rows": gradients.rows, "input rows": inputs.rows}
+    sweep = Sweep(problem, measure, gradients.add, inputs.add_inputs, sums=sums, additive=True)
     seen = sweep.over(batches, first)
-    few = [
-        _few(problem, rows, of_side, side)
-        for side, (rows, of_side) in enumerate(
-            ((gradient_rows, of_gradients), (input_rows, of_inputs))
-        )
-    ]
-    for rows, of_side in ((gradient_rows, of_gradients), (input_rows, of_inputs)):
-        for block in list(rows):
-            multiply(block, rows, of_side)
+    owned_G, owned_A = owned_factors(problem, gradients, inputs)
+    # What an exact block is multiplied with, once an example.
+    return {
+        block: (G, _ones(problem, block, seen.weight) if block.is_exact else owned_A[block])
+        for block, G in owned_G.items()
+    }, seen
+
+
+def owned_factors(problem: Problem, *sides: SideSums) -> list[dict[Block, Factor]]:
+    """Sums of all processes, side by side, of the blocks that this process owns.
+
+    Raises:
+        ValueError: If one is not finite.
+    """
+    few = [of_side.few() for of_side in sides]
     found = {
-        block: [of[block] for of in (of_gradients, of_inputs) if block in of]
-        + [of[block].rows for of in few if block in of]
+        block: [of.sums[block] for of in sides if block in of.sums]
+        + [of_few[block].rows for of_few in few if block in of_few]
         for block in problem.blocks
     }
     check_finite_sums({block: parts for block, parts in found.items() if parts})
-    few_G, few_A = few
-    owned_G: dict[Block, Factor] = {
-        **few_G,
-        **to_owners(problem, of_gradients, lambda b: None if b in few_G else shape_of_G(b)),
-    }
-    owned_A: dict[Block, Factor] = {
-        **few_A,
-        **to_owners(problem, of_inputs, lambda b: None if b in few_A else shape_of_A(b)),
-    }
-    owners = owners_by_cost(problem.blocks, problem.ranks.size)
-    factors: FactorSums = {}
-    for block, owner in owners.items():
-        if owner == problem.ranks.rank:
-            # What an exact block is multiplied with, once an example.
-            shape = (*block.groups, 1, 1)
-            ones = torch.full(shape, seen.weight, dtype=dtype, device=problem.device)
-            factors[block] = (owned_G[block], ones if block.is_exact else owned_A[block])
-    return factors, seen
+    owners, owned = owners_by_cost(problem.blocks, problem.ranks.size), []
+    for of_side, of_few in zip(sides, few, strict=True):
+        shape = shape_of_A if of_side.side else shape_of_G
+        of_sums = {b: shape(b) for b in problem.blocks if b not in of_few}
+        factors: dict[Block, Factor] = {**of_few, **to_owners(problem, of_side.sums, of_sums.get)}
+        mine = [block for block, owner in owners.items() if owner == problem.ranks.rank]
+        owned.append({block: factors[block] for block in mine if block in factors})
+    return owned
 
 
-def _few(problem: Problem, rows: RowsOf, sums: Sums, side: int) -> dict[Block, Rows]:
-    """The factors of so few rows that no matrix is made of them; these are taken out of `rows`.
-
-    Args:
-        problem: The blocks, and the processes whose rows are joined.
-        rows: Rows of the factors.
-        sums: Factors that are matrices already.
-        side: 0 for G, 1 for A.
-    """
-    ranks, limit = problem.ranks, {block: block.shape[side] for block in problem.blocks}
-    own = {
-        block.name: None if block in sums else sum(map(len, rows.get(block, [])))
-        for block in problem.blocks
-    }
-    of_ranks = ranks.exchange(own)
-    few = []
-    for block in problem.blocks:
-        counts = [of_rank[block.name] for of_rank in of_ranks]
-        if None not in counts and 0 < 2 * sum(counts) <= limit[block]:
-            few.append(block)
-    if not few:
-        return {}
-    none = [torch.zeros(0, limit[b], dtype=problem.dtype, device=problem.device) for b in few]
-    joined = ranks.on_all(
-        [torch.cat([zero, *rows.pop(b, [])]) for b, zero in zip(few, none, strict=True)]
-    )
-    assert joined is not None
-    return {b: Rows(of.to(problem.factor_dtype)) for b, of in zip(few, joined, strict=True)}
+def _ones(problem: Problem, block: Block, weight: float) -> Tensor:
+    shape = (*block.groups, 1, 1)
+    return torch.full(shape, weight, dtype=problem.factor_dtype, device=problem.device)
 
 
 def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:

@@ -58,7 +58,7 @@ class Tap:
         self._calls: dict[str, list[Call] | None] = {}
         self._versions: list[int] = []
         self._handed_on: dict[str, Tensor] = {}
-        self._batch = 0
+        self._batch, self._has_graph = 0, True
         # What one example and two tell of the layers' inputs; None before they were run.
         self._dims: ExampleDims | None = None
         called = dict.fromkeys(path for s in sites if s.is_call for path in s.paths)
@@ -119,11 +119,12 @@ class Tap:
 
         return record
 
-    def forward(self, x: Inputs) -> Tensor:
+    def forward(self, x: Inputs, graph: bool = True) -> Tensor:
         """Run the network and record the uses of the tapped layers.
 
         Args:
             x: Inputs, `[B, ...]`.
+            graph: Whether the graph is recorded, without which nothing can be pushed back.
 
         Returns:
             The network's outputs, attached to the recorded graph.
@@ -133,6 +134,7 @@ class Tap:
             NotImplementedError: If the forward pass overwrites a tapped layer's input, or merges
                 the examples with another dimension before one.
         """
+        self._has_graph = graph
         outputs, faults = self.look(x)
         for error in faults.values():
             raise error
@@ -198,7 +200,7 @@ class Tap:
         self.forget()
         self._versions.clear()
         self._batch = num_examples(x)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self._has_graph):
             outputs = call(self._network, x)
             if "" in self._recorder.paths and not outputs.requires_grad:
                 outputs = outputs.detach().requires_grad_()

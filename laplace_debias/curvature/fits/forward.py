@@ -1,0 +1,52 @@
+"""Input factors from forward passes alone."""
+
+from torch import Tensor
+
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.sums import SideSums
+from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.shadow import shadow
+
+
+class ForwardPasses:
+    """Runs the network forward, and sums A of its weight blocks on the way.
+
+    Args:
+        problem: The network and its blocks.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._blocks = [block for block in problem.blocks if not block.is_exact]
+        self._tap = Tap.on(shadow(problem.model), self._blocks)
+        self._positions: PositionFinder | None = None
+
+    def __call__(self, x: Inputs, y: Tensor, inputs: SideSums) -> Tensor:
+        """The outputs for a batch, whose inputs of layers are added to `inputs`.
+
+        Args:
+            x: Inputs, on the model's device or the CPU.
+            y: Targets, which say of padding.
+            inputs: Sums of A.
+
+        Raises:
+            ValueError: If outputs are not `[B, C]`; as `Tap.forward`.
+        """
+        problem, tap = self._problem, self._tap
+        outputs = tap.forward(move(x, problem.device, None), graph=False)
+        check_outputs(outputs)
+        uses = tap.uses
+        tap.forget()
+        if self._positions is None:
+            self._positions = PositionFinder(
+                problem.model, self._blocks, problem.cotangents, tap.network, uses, outputs
+            )
+        masks = self._positions.find(x, y)
+        for block in self._blocks:
+            of_layer = [use.x for use in uses if use.layer == block.layer]
+            layer = tap.network.get_submodule(block.layer)
+            inputs.add_inputs(layer, block, [of_layer], [masks.get(block.layer)])
+        return outputs
