@@ -1,0 +1,98 @@
+"""Input factors from forward passes are those of a pass forward and back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.directions import Factor, Rows
+from laplace_debias.curvature.fits.forward import ForwardPasses
+from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.sums import SideSums, factor_sums, owned_factors
+from laplace_debias.curvature.losses.cotangents import FisherType
+from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+
+PAD = 0
+
+
+class Padded(nn.Module):
+    """Tokens, some of which are padding, and the mean over those that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.up = nn.Embedding(6, 4, padding_idx=PAD), nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        real = tokens.ne(PAD).to(self.head.weight)[..., None]
+        return self.head((self.up(self.token(tokens)).tanh() * real).sum(1) / real.sum(1))
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, and one of its uses on several positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.shared(self.shared(x).relu()).mean(1))
+
+
+def tokens() -> Tensor:
+    lengths = torch.tensor([3, 5, 2, 4, 1, 5])
+    drawn = torch.randint(1, 6, (6, 5), generator=torch.Generator().manual_seed(2))
+    return drawn.where(torch.arange(5) < lengths[:, None], PAD)
+
+
+def features(*shape: int) -> Tensor:
+    return torch.randn(6, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+NETWORKS = {
+    "linear": lambda: (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), features(4)),
+    "few rows": lambda: (nn.Linear(300, 3), features(300)),
+    "convolutions": lambda: (
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(4, 6, 3, stride=2, groups=2),
+            nn.Flatten(),
+            nn.Linear(24, 3),
+        ),
+        features(2, 6, 6),
+    ),
+    "attention": lambda: (
+        nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+            nn.Flatten(),
+            nn.Linear(12, 3),
+        ),
+        features(3, 4),
+    ),
+    "padding": lambda: (Padded(), tokens()),
+    "two uses": lambda: (Twice(), features(3, 4)),
+}
+
+
+def dense(factor: Factor) -> Tensor:
+    return factor.rows.mT @ factor.rows if isinstance(factor, Rows) else factor
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_input_factors_of_both_passes_agree(name: str):
+    torch.manual_seed(0)
+    model, x = NETWORKS[name]()
+    model = model.double().eval()
+    y = torch.arange(6) % 3
+    names = [name for name, _ in model.named_parameters()]
+    loss = NegativeLogLikelihood(Categorical())
+    problem = Problem.of(model, loss, names, FisherType("exact"), torch.float64)
+    factors, _ = factor_sums(problem, [(x, y)])
+    inputs, forward = SideSums(problem, 1), ForwardPasses(problem)
+    outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]
+    torch.testing.assert_close(torch.cat(outputs), model(x))
+    (found,) = owned_factors(problem, inputs)
+    assert set(found) == {block for block in problem.blocks if not block.is_exact}
+    for block, A in found.items():
+        torch.testing.assert_close(dense(A), dense(factors[block][1]), rtol=1e-12, atol=1e-13)
