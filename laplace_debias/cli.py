@@ -32,6 +32,8 @@ _TRACEBACK = "--traceback"
 _TOLD = 1.0
 # What torch says of an error of a data set in a worker; another rank's is told of before.
 _IN_WORKER = re.compile(r"(Rank \d+ failed with \w+: )?Caught \w+ in DataLoader worker process")
+_WRONG = re.compile(r'Parser key "([\w.]+)": (.*?)G(?:iven|ot) value: ([^{]*)', re.DOTALL)
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 # Errors whose text is meant for the user.
 _SAID = (
     *(ValueError, TypeError, NotImplementedError, ArithmeticError, OSError),
@@ -294,6 +296,13 @@ def _explained(message: str, options: Iterable[str], also: Sequence[str] = ()) -
         options: The command's options, without dashes.
         also: Options that were not given and that most commands need besides the required ones.
     """
+    if wrong := _WRONG.fullmatch(" ".join(message.split())):
+        wanted = [
+            f"one of {names}" for names in re.findall(r"Expected a \S*Literal\[(.*?)\]", wrong[2])
+        ]
+        wanted += [word for kind, word in _KINDS.items() if f"<class '{kind}'>" in wrong[2]]
+        if wanted:
+            return f"--{wrong[1]} {wrong[3]}: expected {' or '.join(wanted)}"
     required, _, missing = message.partition("are required: ")
     if missing:
         told = f"{required}are required: {', '.join(f'--{name}' for name in missing.split(', '))}"

@@ -361,7 +361,9 @@ def _in_words(row: Row, text: Any) -> dict[str, str]:
 
 
 def _confidence(gap: Row) -> str:
-    return _CONFIDENCE[_sign(gap)].format(**_in_words(gap, points))
+    return _CONFIDENCE[_sign(gap) if abs(gap["value"]) >= 5e-4 else 0].format(
+        **_in_words(gap, points)
+    )
 
 
 def _names(criteria: Sequence[str] | Mapping[str, Row]) -> str:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -60,6 +60,7 @@ from laplace_debias.system.threads import Lock
 _EXCHANGE = Lock()
 _P = ParamSpec("_P")
 OURS = {
+    "H": "la.posterior.precision, less the prior's",
     "sigma_noise": "la.sigma",
     "predictive_samples": "la.sample(n), or la.predict(x, method='nn')",
     "subset_of_weights": 'params="all" or "last_layer"',
@@ -204,6 +205,10 @@ class Laplace:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
         lines = described(self._subject, self._prior, self._fitted)
         return "\n".join(["Laplace(", *(f"  {key}: {line}" for key, line in lines.items()), ")"])
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Name what takes the place of laplace-torch's call."""
+        raise TypeError("la(x) is laplace-torch's call: use la.predict(x).")
 
     def _repr_html_(self) -> str:
         return html_table(described(self._subject, self._prior, self._fitted).items())

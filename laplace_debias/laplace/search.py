@@ -307,6 +307,9 @@ def tuning_of(found: Found, finer: Found | None, metric: str, likelihood: Likeli
     )
 
 
+_PASS = "pass a grid= (--prior_precisions) of"
+
+
 def _at_the_end(found: Found) -> tuple[str, ...]:
     """The note on a best point that lies at the end of a grid."""
     best, last = found.best, len(found.points) - 1
@@ -314,9 +317,9 @@ def _at_the_end(found: Found) -> tuple[str, ...]:
         return ()
     at = f"{found.points[best].prior_precision:.3g}"
     if best == 0:
-        return (f"The best is the smallest value tried, {at}: pass a grid= of smaller ones.",)
+        return (f"The best is the smallest value tried, {at}: {_PASS} smaller ones.",)
     return (
-        f"The best is the largest value tried, {at}: pass a grid= of larger ones, or predict with "
+        f"The best is the largest value tried, {at}: {_PASS} larger ones, or predict with "
         "method='map', which has no uncertainty of the parameters.",
     )
 

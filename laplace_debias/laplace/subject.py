@@ -277,9 +277,9 @@ def look_at(
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, settings.class_dim)
     if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
         warn(
-            "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= in the "
-            "targets' units, or tune it after the fit, as la.tune(validation_loader) does, or "
-            "la.tune_evidence(sigma=True)."
+            "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= (--sigma) "
+            "in the targets' units, or tune it after the fit, as la.tune(validation_loader) does, "
+            "or la.tune_evidence(sigma=True)."
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)

@@ -104,6 +104,8 @@ def _open(file: Path) -> Iterator[Any]:
 def opened(file: Path, is_grey: bool = False) -> Any:
     """A picture, decoded; raises as `_open`."""
     with _open(file) as picture:
+        if picture.mode[0] in "IF":  # Pillow would clip them
+            raise ValueError("more than 8 bits a pixel")
         return picture.convert("L" if is_grey else "RGB")
 
 

@@ -66,6 +66,20 @@ def test_printed_config_can_be_read_again(capsys, tmp_path):
     assert printed_config(["fit", f"--config={tmp_path / 'again.yaml'}"], capsys) == once
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--examples=all", "--examples all: expected a whole number"),
+        ("--workers=1.5", "--workers 1.5: expected a whole number"),
+        ("--corruptions=x", "--corruptions x: expected a whole number"),
+        ("--task=foo", "--task foo: expected one of 'classification', 'regression'"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_in_a_sentence(option, told, capsys):
+    assert main(["report", "--model=a:b", option]) == 2
+    assert f"error: {told}" in capsys.readouterr().err
+
+
 def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     assert main(["fit"]) == 2

@@ -148,6 +148,13 @@ def test_a_folder_gives_what_pillow_reads(images):
     assert len(every(found.train)[1].unique()) == 3
 
 
+def test_images_of_16_bits_are_refused_not_clipped(images):
+    file = min((images / "test").glob("*/*.png"))
+    Image.fromarray(np.full((8, 8), 40_000, np.uint16)).save(file)
+    with pytest.raises(ValueError, match="more than 8 bits a pixel"):
+        loaded(model="nets:build", data=images).test.dataset[0]
+
+
 def test_a_folder_is_not_decoded_before_it_is_read(images):
     files = sorted((images / "test").glob("*/*.png"))
     files[1].write_bytes(b"no image")
