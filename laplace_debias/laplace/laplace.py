@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, SupportsIndex
+from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -205,10 +205,6 @@ class Laplace:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
         lines = described(self._subject, self._prior, self._fitted)
         return "\n".join(["Laplace(", *(f"  {key}: {line}" for key, line in lines.items()), ")"])
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Name what takes the place of laplace-torch's call."""
-        raise TypeError("la(x) is laplace-torch's call: use la.predict(x).")
 
     def _repr_html_(self) -> str:
         return html_table(described(self._subject, self._prior, self._fitted).items())

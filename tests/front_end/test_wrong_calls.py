@@ -110,8 +110,6 @@ def test_names_that_nobody_has_are_pythons_errors(la):
         la.optimize_prior_precision(method="marglik")
     with pytest.raises(AttributeError, match=r"use la.posterior.precision"):
         _ = la.H
-    with pytest.raises(TypeError, match=r"use la.predict\(x\)"):
-        la(1)
     with pytest.raises(AttributeError, match="object has no attribute 'no_such'"):
         _ = la.no_such
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
