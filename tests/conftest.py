@@ -2,6 +2,7 @@ import gc
 import importlib
 import os
 import signal
+from contextlib import contextmanager, nullcontext
 
 # The networks here are tiny: one thread each, and the processes of pytest-xdist side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,8 +63,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish():
-    """Half a million objects live as long as the process: no later collection visits them."""
+FIRST_CASES = set()
+
+
+def pytest_collection_finish(session):
+    named = {}
+    for item in session.items:
+        named.setdefault(item.nodeid.partition("[")[0], item.nodeid)
+    FIRST_CASES.update(named.values())
+    # Half a million objects live as long as the process: no later collection visits them.
     gc.collect()
     gc.freeze()
 
@@ -72,12 +80,26 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
+@contextmanager
+def annotations_unchecked():
+    before = jaxtyping_config.jaxtyping_disable
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", before)
+
+
 @pytest.fixture
 def unchecked():
     """As for a user, whose annotations nobody checks: errors are the package's own."""
-    jaxtyping_config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping_config.update("jaxtyping_disable", False)
+    with annotations_unchecked():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _checked_in_the_first_case(request):
+    """Where annotations are checked: every test has one case in which they are."""
+    with nullcontext() if request.node.nodeid in FIRST_CASES else annotations_unchecked():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from conformance import fingerprint
 from networks import (
+    BCE,
+    CE,
     LABELS,
     N,
     Net,
@@ -249,94 +251,55 @@ class Mean(nn.CrossEntropyLoss):
         return super().forward(outputs, targets)
 
 
+X = inputs(3)
+OF_A_MODEL = {
+    "dropout": (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double(), ValueError, "model.eval"),
+    "batch norm": (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ValueError, "model.eval"),
+    "random": (random_net(), ValueError, "deterministic"),
+    "model": (F.relu, TypeError, "nn.Module"),
+    "nan parameter": (broken(), ValueError, "0.weight holds NaN"),
+}
+SHUFFLED = DataLoader(TensorDataset(X, LABELS), 3, shuffle=True, generator=torch.Generator())
+OF_DATA = {
+    "iterator": (iter(batches(X, LABELS, 3)), TypeError, "only once"),
+    "generator": ((b for b in batches(X, LABELS, 3)), TypeError, "only once"),
+    "no iterable": (3, TypeError, "iterable"),
+    "empty": ([], ValueError, "empty"),
+    "no pairs": ([X], TypeError, "pairs"),
+    "sizes": ([(X, LABELS[:3])], ValueError, "targets of shape"),
+    "shared iterator": (Shared, TypeError, "Shared gave no batch .* only once"),
+    "nan": ([(X / 0 * 0, LABELS)], ValueError, "NaN"),
+    "dtype": ([(X.float(), LABELS)], TypeError, "convert"),
+    "shuffled": (SHUFFLED, ValueError, "shuffle=False"),
+    "all ignored": ([(X, torch.full_like(LABELS, -100))], ValueError, "ignore_index"),
+    "labels": ([(X, LABELS + 1)], ValueError, "0 … 2"),
+    "one-hot": ([(X, F.one_hot(LABELS))], ValueError, "class indices of shape"),
+    "bool": ([(X, LABELS > 0)], TypeError, "int64"),
+}
+OF_A_LOSS = {
+    "loss class": (CE, LABELS, TypeError, "instance"),
+    "none": (CE(reduction="none"), LABELS, ValueError, "scalar loss"),
+    "no reduction": (F.cross_entropy, LABELS, ValueError, "reduction="),
+    "weighted mean": (nn.NLLLoss(weight=W), LABELS, ValueError, 'reduction="sum"'),
+    "weight": (CE(weight=W[:2]), LABELS, ValueError, "weight of shape"),
+    "negative weight": (CE(weight=-W), LABELS, ValueError, "weight must be"),
+    "pos_weight": (BCE(pos_weight=W[:2]), zero_one(3), ValueError, "pos_weight of shape"),
+    "weight rows": (BCE(weight=W[:2, None]), zero_one(3), ValueError, "weights of examples belong"),
+    "ignored": (CE(ignore_index=1), probabilities(3), ValueError, "ignore_index=1"),
+    "shape": (nn.MSELoss(), inputs(1), ValueError, "outputs' shape"),
+    "integers": (nn.MSELoss(), random_labels(3), TypeError, "float"),
+    "range": (BCE(), X, ValueError, r"in \[0, 1\]"),
+}
+NAMES = r"got a list of Parameter: give names, of \['0.weight', [^=]*$"
 BAD = {
-    "dropout": (
-        {"model": nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()},
-        ValueError,
-        "model.eval",
-    ),
-    "batch norm": (
-        {"model": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()},
-        ValueError,
-        "model.eval",
-    ),
-    "random": ({"model": random_net()}, ValueError, "deterministic"),
-    "model": ({"model": F.relu}, TypeError, "nn.Module"),
-    "iterator": ({"data": iter(batches(inputs(3), LABELS, 3))}, TypeError, "only once"),
-    "generator": ({"data": (b for b in batches(inputs(3), LABELS, 3))}, TypeError, "only once"),
-    "no iterable": ({"data": 3}, TypeError, "iterable"),
-    "empty": ({"data": []}, ValueError, "empty"),
-    "no pairs": ({"data": [inputs(3)]}, TypeError, "pairs"),
-    "sizes": ({"data": [(inputs(3), LABELS[:3])]}, ValueError, "targets of shape"),
-    "shared iterator": ({"data": Shared}, TypeError, "Shared gave no batch .* only once"),
-    "nan parameter": ({"model": broken()}, ValueError, "0.weight holds NaN"),
-    "nan": ({"data": [(inputs(3) / 0 * 0, LABELS)]}, ValueError, "NaN"),
-    "dtype": ({"data": [(inputs(3).float(), LABELS)]}, TypeError, "convert"),
-    "shuffled": (
-        {
-            "data": DataLoader(
-                TensorDataset(inputs(3), LABELS),
-                3,
-                shuffle=True,
-                generator=torch.Generator().manual_seed(0),
-            )
-        },
-        ValueError,
-        "shuffle=False",
-    ),
+    **{name: ({"model": model}, *says) for name, (model, *says) in OF_A_MODEL.items()},
+    **{name: ({"data": data}, *says) for name, (data, *says) in OF_DATA.items()},
+    **{n: ({"loss": loss, "data": [(X, y)]}, *says) for n, (loss, y, *says) in OF_A_LOSS.items()},
     "num_data": ({"num_data": 7}, ValueError, "holds 6"),
-    "loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "instance"),
-    "none": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "scalar loss"),
-    "no reduction": ({"loss": F.cross_entropy}, ValueError, "reduction="),
     "two reductions": ({"reduction": "sum"}, ValueError, "leave it out"),
-    "weighted mean": ({"loss": nn.NLLLoss(weight=W)}, ValueError, 'reduction="sum"'),
     "not scalar": ({"loss": lambda f, y: f, "reduction": "sum"}, TypeError, "scalar"),
-    "weight": ({"loss": nn.CrossEntropyLoss(weight=W[:2])}, ValueError, "weight of shape"),
-    "negative weight": ({"loss": nn.CrossEntropyLoss(weight=-W)}, ValueError, "weight must be"),
-    "pos_weight": (
-        {"loss": nn.BCEWithLogitsLoss(pos_weight=W[:2]), "data": [(inputs(3), zero_one(3))]},
-        ValueError,
-        "pos_weight of shape",
-    ),
-    "weight rows": (
-        {"loss": nn.BCEWithLogitsLoss(weight=W[:2, None]), "data": [(inputs(3), zero_one(3))]},
-        ValueError,
-        "weights of examples belong to a loss of your own",
-    ),
-    "ignore probabilities": (
-        {"loss": nn.CrossEntropyLoss(ignore_index=1), "data": [(inputs(3), probabilities(3))]},
-        ValueError,
-        "ignore_index=1",
-    ),
-    "all ignored": (
-        {"data": [(inputs(3), torch.full_like(LABELS, -100))]},
-        ValueError,
-        "ignore_index",
-    ),
-    "labels": ({"data": [(inputs(3), LABELS + 1)]}, ValueError, "0 … 2"),
-    "one-hot": ({"data": [(inputs(3), F.one_hot(LABELS))]}, ValueError, "class indices of shape"),
-    "bool": ({"data": [(inputs(3), LABELS > 0)]}, TypeError, "int64"),
-    "shape": (
-        {"loss": nn.MSELoss(), "data": [(inputs(3), inputs(1))]},
-        ValueError,
-        "outputs' shape",
-    ),
-    "integers": (
-        {"loss": nn.MSELoss(), "data": [(inputs(3), random_labels(3))]},
-        TypeError,
-        "float",
-    ),
-    "range": (
-        {"loss": nn.BCEWithLogitsLoss(), "data": [(inputs(3), inputs(3))]},
-        ValueError,
-        r"in \[0, 1\]",
-    ),
     "params": ({"params": ["5.weight"]}, ValueError, "5.weight"),
-    "tensors as params": (
-        {"params": list(build("mlp").parameters())},
-        TypeError,
-        r"got a list of Parameter: give names, of \['0.weight', [^=]*$",
-    ),
+    "tensors as params": ({"params": list(build("mlp").parameters())}, TypeError, NAMES),
     "memory_bound": ({"memory_bound": -1}, ValueError, "memory_bound"),
     "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size"),
 }

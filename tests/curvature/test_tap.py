@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from laplace_debias import Laplace
 
@@ -196,20 +195,6 @@ def test_paddings_that_backpack_gets_wrong_go_through_hooks(options):
         Laplace(model, backend="backpack")
 
 
-def test_strided_second_convolutions_agree_between_backends():
-    model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 3, 3, 2, 1, 2), nn.Flatten(), nn.LazyLinear(3)
-    ).double()
-    x, y = torch.randn(4, 1, 9, 8).double(), torch.randint(3, (4,))
-    model.eval()(x)
-    blocks = [
-        Laplace(model, backend=backend).fit_batches([(x, y)]).posterior.curvature.blocks
-        for backend in ("backpack", "hooks")
-    ]
-    for name in blocks[0]:
-        torch.testing.assert_close(blocks[0][name].to_dense(), blocks[1][name].to_dense())
-
-
 def test_callers_in_inference_mode_get_the_same():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
     x, y = torch.randn(6, 3), torch.randint(3, (6,))
@@ -252,21 +237,6 @@ def test_buffers_that_the_forward_writes_stay_as_they_were():
     assert model.calls == 0
 
 
-def test_a_frozen_backbone_of_another_dtype_is_passed_through():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone = nn.Linear(3, 4).bfloat16().requires_grad_(False)
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(self.backbone(x.bfloat16()).float())
-
-    la = Laplace(Mixed().eval()).fit_batches([(torch.randn(4, 3), torch.randint(3, (4,)))])
-    assert la.posterior.curvature.dtype == torch.float32
-    assert la.predict(torch.randn(2, 3).bfloat16()).probs.isfinite().all()
-
-
 def test_different_data_get_different_monte_carlo_labels():
     """Directions and magnitudes from the same batch: the labels are drawn anew."""
     model = nn.Sequential(nn.Linear(3, 3)).double().eval()
@@ -277,14 +247,6 @@ def test_different_data_get_different_monte_carlo_labels():
     one, two = (p.curvature.blocks["0.bias"] for p in (mini, twice))
     assert torch.equal(one.U_G, two.U_G)
     assert not torch.allclose(one.magnitudes, two.magnitudes)
-
-
-def test_n_is_what_the_sampler_goes_through():
-    data = TensorDataset(torch.randn(20, 3), torch.randint(3, (20,)))
-    loader = DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(12)))
-    la = Laplace(nn.Sequential(nn.Linear(3, 3)).eval())
-    assert la.fit(loader).num_data == 12
-    assert la.fit(loader, mode="mini").num_data == 12
 
 
 def test_regression_predictions_survive_wide_covariances():

@@ -133,29 +133,6 @@ def test_there_are_no_more_directions_than_jacobian_rows():
     assert la.posterior.curvature.blocks[whole.DENSE_BLOCK].U.shape[1] == 2  # C − 1 columns
 
 
-@pytest.mark.parametrize("curvature", ["full", "lowrank", "diag"])
-def test_every_curvature_survives_saving(curvature, tmp_path):
-    model, x, y = bag()
-    la = Laplace(model, curvature=curvature).fit_batches([(x, y)])
-    la.save(tmp_path / "posterior.safetensors")
-    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
-    torch.testing.assert_close(
-        loaded.posterior.precision.to_dense(), la.posterior.precision.to_dense(), rtol=0, atol=0
-    )
-    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
-    with pytest.raises(ValueError, match="one number or one for each"):
-        loaded.prior_precision = torch.ones(17)
-
-
-def test_samples_of_a_low_rank_posterior_have_its_covariance():
-    model, x, y = bag()
-    la = Laplace(model, curvature="lowrank", rank=2, prior_precision=DELTA).fit_batches([(x, y)])
-    draws = la.sample(100_000, torch.Generator().manual_seed(0)) - la.mean
-    expected = la.posterior.covariance.to_dense()
-    error = (draws.T @ draws / len(draws) - expected).abs().max()
-    assert error < 5 * expected.diagonal().max() * (2 / len(draws)) ** 0.5
-
-
 def test_a_rank_belongs_to_low_rank():
     model, _, _ = conv2d()
     with pytest.raises(ValueError, match='rank belongs to curvature="lowrank"'):

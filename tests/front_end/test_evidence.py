@@ -111,24 +111,6 @@ def test_it_is_the_maximum_of_the_dense_evidence(curvature, per):
     assert one.value < found.value
 
 
-def test_it_is_mackays_fixed_point():
-    """MacKay's fixed point: δ ‖θ‖² is the number of parameters that the data determine."""
-    model, x, y = mixed()
-    la = Laplace(model).fit_batches([(x, y)])
-    found = la.tune(method="marglik", per="block")
-    for row in found.table:
-        theta = model.get_parameter(row["name"]).detach()
-        assert row["num_parameters"] == theta.numel()
-        determined = row["prior_precision"] * theta.square().sum().item()
-        assert row["num_determined"] == pytest.approx(determined, rel=1e-6)
-        assert 0 < row["num_determined"] <= theta.numel()
-    assert found.flat is None
-    assert "head.weight" in found.message
-    assert repr(found).startswith("Tuning(prior_precision=[")
-    with pytest.raises(TypeError, match="one for each block"):
-        float(found)
-
-
 def test_a_temperature_and_a_mean_of_the_prior_are_seen():
     model, x, y = mixed()
     mu = 0.3

@@ -133,23 +133,6 @@ def test_some_outputs(params):
     close(top[0], la.model(x).detach().amax(1, keepdim=True))
 
 
-def test_it_follows_the_prior_precisions_of_the_blocks():
-    la, x = fitted()
-    la.prior_precision = torch.linspace(0.5, 3.0, len(la.block_names))
-    close(la.functional(x, joint=True)[1], dense(la, x))
-
-
-def test_it_is_a_covariance_of_linearised_samples():
-    la, x = fitted()
-    J, draws = jacobian(la, x), la.sample(100_000, torch.Generator().manual_seed(0))
-    outputs = torch.einsum("nid,sd->sni", J, draws - la.mean).flatten(1)
-    covariance = la.functional(x, joint=True)[1].flatten(2).flatten(0, 1)
-    variances = covariance.diagonal()
-    error = torch.cov(outputs.T) - covariance
-    deviation = ((covariance**2 + torch.outer(variances, variances)) / len(draws)).sqrt()
-    assert (error.abs() / deviation).max() < 5.5
-
-
 def test_variances_have_no_joint():
     la, x = fitted()
     with pytest.raises(ValueError, match="leave out one of them"):

@@ -290,24 +290,6 @@ def _needed_bytes(compute):
     return int(re.search(r"takes? (\d+) bytes", str(error.value))[1])
 
 
-def test_debiased_magnitudes_do_not_depend_on_how_the_data_is_cut():
-    """With full-rank factors, whose eigenbases are unique."""
-    torch.manual_seed(0)
-    model = oracle.SMALL_MODELS["mlp_tanh"]()[0]
-    width = next(model.parameters()).shape[1]
-    x, y = torch.randn(96, width).double(), torch.randint(3, (96,))
-    fits = []
-    for size, bound in ((48, 2**28), (7, 2**10)):
-        la = Laplace(model, memory_bound=bound)
-        halves = [
-            list(zip(x[part].split(size), y[part].split(size), strict=True))
-            for part in (slice(0, 48), slice(48, 96))
-        ]
-        fits.append(operator_blocks(la.fit_batches(*halves)))
-    for one, two in zip(*fits, strict=True):
-        close(two, one, 1e-9)
-
-
 @pytest.mark.parametrize("name", ["conv2d", "mlp_tanh", "binary", "regression"])
 def test_linearised_samples_follow_the_dense_jacobian(name):
     case = Case(name)
@@ -379,32 +361,6 @@ def test_crossfit_kfac_equals_a_slow_loop(likelihood):
         close(weight.magnitudes, expected, 1e-10)
         bias = la.posterior.curvature.blocks[f"{layer}.bias"]
         close(bias.magnitudes[:, 0], slow_crossfit([f["bias"] for f in folds], sizes), 1e-10)
-
-
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
-@pytest.mark.parametrize("name", ["mlp_tanh", "regression"])
-def test_crossfit_on_folds_of_identical_examples_is_mini(name, curvature):
-    mini, cross = Case(name, curvature=curvature), Case(name, curvature=curvature)
-    mini.la.fit_batches([(mini.x, mini.y)], num_data=NUM_DATA)
-    repeated = (mini.x.repeat_interleave(4, 0), mini.y.repeat_interleave(4, 0))
-    cross.la.fit_batches([repeated], folds=4, num_data=NUM_DATA)
-    for one, two in zip(operator_blocks(mini.la), operator_blocks(cross.la), strict=True):
-        close(two, one, 1e-9)
-
-
-def test_crossfit_ekfac_measures_the_exact_curvature_out_of_fold():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3)).double().eval()
-    x, y = torch.randn(24, 3).double(), torch.randn(24, 3).double()
-    la = Laplace(model, "regression", curvature="ekfac").fit_batches([(x, y)], folds=2)
-    expected = torch.zeros(3, 3).double()
-    for own, rest in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
-        factors = oracle.kfac_factors(model, rest, "regression", "0", 1.0)
-        U_A = oracle.eigen(factors["A"])[1]
-        # G is the identity: any basis of the outputs measures the same.
-        exact = oracle.ggn_block(model, own, "regression", "0.weight", 1.0)
-        U = torch.kron(torch.eye(3).double(), U_A.contiguous())
-        expected += (U.T @ exact @ U).diag().reshape(3, 3) / 2
-    close(la.posterior.curvature.blocks["0.weight"].magnitudes, expected)
 
 
 def test_crossfit_is_unbiased_along_the_directions_of_the_other_folds():

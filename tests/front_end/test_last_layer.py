@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -285,24 +284,6 @@ def test_a_frozen_head_of_a_sequential_is_refused_at_once():
 
 
 # --------------------------------------------------------------------------------- in a fit
-
-
-@pytest.mark.parametrize("curvature", ["full", "diag", "kfac"])
-def test_the_posterior_is_that_of_the_head(curvature):
-    torch.manual_seed(0)
-    model = two(logits).double()
-    la = Laplace(model, curvature=curvature, params="last_layer", prior_precision=0.7)
-    la.fit_batches(data(torch.float64))
-    J = oracle.flat_jacobian(model, X.double(), HEAD)
-    expected = J @ la.posterior.covariance.to_dense() @ J.mT
-    torch.testing.assert_close(la.functional(X.double())[1], expected)
-    precision = la.posterior.precision.to_dense()
-    exact = len(X) * oracle.ggn(model, X.double(), "classification", HEAD)
-    exact = exact + 0.7 * torch.eye(len(exact)).double()
-    if curvature == "full":
-        torch.testing.assert_close(precision, exact)
-    if curvature == "diag":
-        torch.testing.assert_close(precision.diagonal(), exact.diagonal())
 
 
 def test_the_matrix_free_operators_take_the_same_layer():

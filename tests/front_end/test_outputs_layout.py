@@ -59,15 +59,6 @@ def test_where_both_readings_fit_the_user_is_asked(scale):
     assert "(6, 5)" in str(caught.value)
 
 
-def test_the_two_readings_are_two_posteriors():
-    first, last = (
-        Laplace(build(), class_dim=dim).fit_batches([(inputs(), labels())]) for dim in (1, -1)
-    )
-    assert not torch.allclose(posterior(first), posterior(last), rtol=1e-2)
-    unmoved = Laplace(build(), class_dim=-1).fit_batches([(inputs(), labels())])
-    same(posterior(last), posterior(unmoved))
-
-
 def test_a_first_batch_of_another_length_tells_for_all():
     """Sequences of as many positions as classes come as a later batch."""
     model, x, y = Moved(build()), inputs(), labels()

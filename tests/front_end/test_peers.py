@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher
+from laplace_debias.curvature import KFAC, EmpiricalFisher
 
 _WANTED = "not installed: pip install '.[bench]'"
 
@@ -67,15 +67,6 @@ def test_curvlinops_has_the_same_exact_kfac(problem, backend):
     _assert_equal(ours["5.bias"], G["5"])
 
 
-def test_curvlinops_has_the_same_empirical_fisher_kfac(problem):
-    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
-    model, x, y = problem
-    G, A = _factors_of_curvlinops(curvlinops, problem, "EMPIRICAL")
-    ours = _dense_blocks(Laplace(model, fisher="empirical").fit_batches([(x, y)]))
-    for layer in ("0", "2", "5"):
-        _assert_equal(ours[f"{layer}.weight"], torch.kron(G[layer], A[layer]))
-
-
 def test_curvlinops_has_the_same_exact_ekfac(problem):
     curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
     model, x, y = problem
@@ -91,24 +82,6 @@ def test_curvlinops_has_the_same_exact_ekfac(problem):
     theirs = torch.from_numpy(operator.to_scipy() @ torch.eye(operator.shape[0]).double().numpy())
     la = Laplace(model, curvature="ekfac", params="weights").fit_batches([(x, y)])
     _assert_equal(torch.block_diag(*_dense_blocks(la).values()), theirs)
-
-
-def test_nngeometry_has_the_same_exact_kfac(problem):
-    """Its factors are `(A, G)`, with an input of one for the bias behind the weight's."""
-    metrics = pytest.importorskip("nngeometry.metrics", reason=_WANTED)
-    from nngeometry.object import PMatKFAC
-
-    model, x, y = problem
-    loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
-    torch.set_default_dtype(torch.float64)  # It makes constants of the default dtype.
-    try:
-        blocks = metrics.FIM(model, loader, PMatKFAC, variant="classif_logits").data
-    finally:
-        torch.set_default_dtype(torch.float32)
-    ours = _dense_blocks(Laplace(model, params="weights").fit_batches([(x, y)]))
-    for name, (A, G) in zip(ours, blocks.values(), strict=True):
-        d_in = ours[name].shape[0] // G.shape[0]
-        _assert_equal(ours[name], torch.kron(G, A[:d_in, :d_in]))
 
 
 class TestLaplaceTorch:
@@ -220,30 +193,3 @@ def test_backpack_has_the_same_diagonal_factors_and_gradients(perceptron):
     _assert_equal(fisher, len(x) * gradients.T @ gradients)
     squares = torch.cat([p.sum_grad_squared.flatten() for p in twin.parameters()])
     _assert_equal(fisher.diagonal(), len(x) * squares)
-
-
-@pytest.fixture
-def in_float64():
-    """nngeometry makes tensors of torch's default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_nngeometry_has_the_same_fisher_kfac_and_ekfac(perceptron):
-    pytest.importorskip("nngeometry", reason=_WANTED)
-    from nngeometry.metrics import FIM
-    from nngeometry.object import PMatDense, PMatEKFAC, PMatKFAC
-
-    model, x, y = perceptron
-    loss, data = nn.CrossEntropyLoss(), [(x, y)]
-    loader = DataLoader(TensorDataset(x, y), batch_size=4)
-    _assert_equal(GGN(model, loss, data).to_dense(), FIM(model, loader, PMatDense).to_torch())
-    kfac = FIM(model, loader, PMatKFAC).to_torch(split_weight_bias=True)
-    _assert_equal(KFAC(model, loss, data, joint=True).to_dense(), kfac)
-    ekfac = FIM(model, loader, PMatEKFAC)
-    ekfac.update_diag(loader)
-    ours = EKFAC(model, loss, data, joint=True).to_dense()
-    _assert_equal(ours, ekfac.to_torch(split_weight_bias=True))

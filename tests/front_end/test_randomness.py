@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import others_slow
-from dense import Counted, symmetric
+from spectra import Counted, with_eigenvalues
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -131,7 +131,7 @@ def evaluate(method):
 
 def matrix():
     """Without a closed form; its eigenvalues are apart from each other."""
-    return Counted(symmetric(torch.logspace(-1, 1, 40, dtype=torch.float64)))
+    return Counted(with_eigenvalues(torch.logspace(-1, 1, 40, dtype=torch.float64)))
 
 
 def applied(algorithm, *arguments, **options):

@@ -5,7 +5,6 @@ import os
 import threading
 
 import kill_fits
-import oracle
 import pytest
 import torch
 from breaking import Breaking, BrokenError
@@ -110,19 +109,6 @@ def test_a_fit_goes_on_to_the_same_bits(folder, skipped, options, before):
     assert_same(fit(loader(), folder, **options), expected)
     assert len(skipped) == before
     assert not folder.exists()
-
-
-def test_a_full_matrix_that_was_gone_on_with_is_the_oracles(folder):
-    model = network().double()
-    x, y = data()[:]
-    batches = [(a, b) for a, b in zip(x.double().split(BATCH), y.split(BATCH), strict=True)]
-    with pytest.raises(BrokenError):
-        fit(Breaking(batches, 5), folder, model=model, curvature="full")
-    la = fit(Breaking(batches, -1), folder, model=model, curvature="full")
-    names = [name for name, _ in model.named_parameters()]
-    expected = oracle.ggn(model, x.double(), "classification", names)
-    found = la.posterior.curvature.to_dense()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
 
 
 def test_it_can_be_broken_off_again_and_again(folder, skipped):

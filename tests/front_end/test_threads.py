@@ -132,11 +132,6 @@ def test_predictions_of_one_object(network):
     assert_as_alone(calls, 6)
 
 
-def test_predictions_of_several_objects():
-    models = [fitted(make, backend="hooks") for make in NETWORKS.values()]
-    assert_as_alone([partial(predict, la, "glm-mc", 3) for la in models], 8)
-
-
 REST = ("diag", "lowrank", "full")
 
 
@@ -216,28 +211,6 @@ def test_products_with_one_operator(kind, make, bound):
     expected = [call() for call in products(alone)]
     for i, result in enumerate(at_once(products(shared), 4)):
         torch.testing.assert_close(result, expected[i % 2], rtol=1e-10, atol=1e-12)
-
-
-def test_products_with_several_operators_beside_predictions():
-    la = fitted()
-
-    def product(kind, make):
-        A = kind(make(), nn.CrossEntropyLoss(), DATA)
-        return A @ torch.ones(A.shape[1], dtype=torch.float64)
-
-    calls = [partial(product, Hessian, mlp), partial(product, GGN, mlp)]
-    assert_as_alone([*calls, *(partial(predict, la, "glm-mc", i) for i in range(6))])
-
-
-def test_an_operator_takes_the_parameters_of_now_from_several_threads():
-    model = mlp()
-    A = GGN(model, nn.CrossEntropyLoss(), DATA)
-    [call() for call in products(A)]
-    with torch.no_grad():
-        model[0].weight.mul_(1.5)
-    fresh = [call() for call in products(GGN(model, nn.CrossEntropyLoss(), DATA))]
-    for i, result in enumerate(at_once(products(A), 4)):
-        torch.testing.assert_close(result, fresh[i % 2], rtol=1e-10, atol=1e-12)
 
 
 def attention_kernels():

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from networks import dense_ggn, dense_jacobian
 from oracle import flat_jacobian, functional_covariance, ggn_block
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN
@@ -203,15 +202,6 @@ def test_a_bound_of_infinity_is_no_damage():
     assert torch.equal(*curvatures)
 
 
-def test_an_embedding_alone_predicts():
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).double().eval()
-    x = torch.randint(7, (5, 3))
-    la = Laplace(model, params=["0.weight"]).fit_batches([(x, torch.randint(3, (5,)))])
-    J = flat_jacobian(model, x[:2], la.param_names)
-    expected = J @ la.posterior.covariance.to_dense() @ J.mT
-    torch.testing.assert_close(la.functional(x[:2])[1], expected)
-
-
 # ----------------------------------------------------------------------- the state of the model
 
 
@@ -307,21 +297,6 @@ def test_a_loaded_low_rank_posterior_fits_again_at_the_rank_asked_for(tmp_path):
     again = loaded.fit_batches([(x, y)]).posterior.curvature.blocks
     (block,) = again.values()
     assert block.U.shape[1] == 9
-
-
-def test_batches_that_the_user_makes_tell_the_number_of_examples():
-    data = TensorDataset(*examples(32))
-    some = BatchSampler(SubsetRandomSampler(range(8)), 4, drop_last=False)
-    loader = DataLoader(data, batch_sampler=some)
-    assert Laplace(Mlp().eval()).fit(loader).num_data == 8
-    lists = DataLoader(data, batch_sampler=[[0, 1, 2], [3, 4]])
-    assert Laplace(Mlp().eval()).fit(lists).num_data == 5
-    with pytest.raises(ValueError, match=r"loader does not tell .* pass num_data="):
-        Laplace(Mlp().eval()).fit(lists, mode="mini")
-    batches = DataLoader([data[:4], data[4:6]], batch_size=None)
-    assert Laplace(Mlp().eval()).fit(batches).num_data == 6
-    with pytest.raises(ValueError, match="pass num_data="):
-        Laplace(Mlp().eval()).fit(batches, mode="mini")
 
 
 def test_grids_are_tensors_or_lists_and_keep_their_digits():

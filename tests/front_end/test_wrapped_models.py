@@ -244,26 +244,6 @@ def test_operators_find_the_logits(name):
         torch.testing.assert_close(found, expected)
 
 
-def test_classes_in_another_dimension_of_contained_outputs():
-    class Positions(nn.Module):
-        def __init__(self, container):
-            super().__init__()
-            self.conv = nn.Conv1d(2, 3, 1)
-            self.container = container
-
-        def forward(self, x):
-            return self.container(self.conv(x))
-
-    x, y = torch.randn(4, 2, 5), torch.randint(3, (4, 5))
-    probs = []
-    for container in (lambda logits: logits, CONTAINERS["dict"]):
-        torch.manual_seed(0)
-        la = Laplace(Positions(container).eval(), class_dim=1).fit_batches([(x, y)])
-        probs.append(la.predict(x).probs)
-    assert probs[0].shape == (4, 5, 3)
-    torch.testing.assert_close(probs[1], probs[0], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("returns", "says"),
     [

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
-from dense import Counted, randn, symmetric
+from matrices import randn
+from spectra import Counted, with_eigenvalues
 from torch.testing import assert_close
 
 from laplace_debias.linalg import (
@@ -38,7 +39,7 @@ def scipy_cg(matrix, b, tol, preconditioner=None):
 
 
 def test_solves_to_the_tolerance_in_the_norm_it_promises():
-    M, b = symmetric(logspace(-3, 0, 40)), randn(40)
+    M, b = with_eigenvalues(logspace(-3, 0, 40)), randn(40)
     solution = cg(Counted(M), b, tol=1e-10)
     assert solution.status == "converged"
     assert (b - M @ solution.x).norm() <= 1.01e-10 * b.norm()
@@ -57,13 +58,13 @@ def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
             "linear": torch.linspace(1e-6, 1, 100, dtype=torch.float64),
             "clustered": torch.cat([logspace(-6, -5.9, 5), logspace(-0.1, 0, 95)]),
         }[spread]
-        M, b = symmetric(eigenvalues, seed), randn(100, seed=seed)
+        M, b = with_eigenvalues(eigenvalues, seed), randn(100, seed=seed)
         A = Counted(M)
         solution = cg(A, b, tol=1e-8, max_iter=10**4)
         assert solution.converged
-        assert A.products == solution.num_matvecs == solution.num_iterations
+        assert A.columns == solution.num_matvecs == solution.num_iterations
         x, products = scipy_cg(M, b, 1e-8)
-        ours.append(A.products)
+        ours.append(A.columns)
         theirs.append(products)
         for result in (x, solution.x):
             assert (b - M @ result).norm() <= 1.1e-8 * b.norm()
@@ -72,7 +73,7 @@ def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
 
 
 def test_directions_are_normalised_conjugate_and_give_the_slopes_and_curvatures():
-    M, b, x0 = symmetric(logspace(-1, 1, 12)), randn(12), randn(12, seed=1)
+    M, b, x0 = with_eigenvalues(logspace(-1, 1, 12)), randn(12), randn(12, seed=1)
     s = cg(Counted(M), b, max_iter=8, x0=x0, keep=("directions", "trajectory"))
     D, X = s.directions, s.trajectory
     assert D.shape == (12, 8)
@@ -92,14 +93,14 @@ def test_directions_are_normalised_conjugate_and_give_the_slopes_and_curvatures(
 
 
 def test_columns_equal_vectors_and_stop_costing_once_converged():
-    M = symmetric(logspace(-3, 0, 30))
+    M = with_eigenvalues(logspace(-3, 0, 30))
     easy = torch.linalg.eigh(M).eigenvectors[:, 3]
     b = torch.stack([randn(30), easy, torch.zeros(30).double(), randn(30, seed=1)], dim=1)
     A = Counted(M)
     block = cg(A, b, tol=1e-9, keep="directions")
     assert block.statuses == (Status.CONVERGED,) * 4
     assert block.num_iterations[1:3].tolist() == [1, 0]
-    assert block.num_matvecs == A.products == int(block.num_iterations.sum())
+    assert block.num_matvecs == A.columns == int(block.num_iterations.sum())
     for j in range(4):
         alone = cg(Counted(M), b[:, j], tol=1e-9, keep="directions")
         assert_close(block.x[:, j], alone.x, rtol=1e-6, atol=1e-6)
@@ -112,7 +113,7 @@ def test_columns_equal_vectors_and_stop_costing_once_converged():
 
 def test_a_preconditioner_is_applied_as_scipy_applies_it():
     scale = logspace(-2, 2, 60)
-    M = scale[:, None] * symmetric(logspace(-1, 0, 60)) * scale
+    M = scale[:, None] * with_eigenvalues(logspace(-1, 0, 60)) * scale
     b = randn(60)
     inverse = torch.diag(1 / M.diag())
     P = Counted(inverse)
@@ -124,12 +125,12 @@ def test_a_preconditioner_is_applied_as_scipy_applies_it():
     assert as_operator.converged
     assert abs(as_operator.num_matvecs - products) <= 2
     assert as_operator.num_matvecs < plain.num_matvecs / 3
-    assert P.products == as_operator.num_matvecs
+    assert P.columns == as_operator.num_matvecs
     assert_close(as_operator.x, x, rtol=1e-4, atol=1e-8)
 
 
 def test_negative_curvature_is_found_with_its_direction():
-    M = symmetric(torch.cat([logspace(0, 1, 9), torch.tensor([-0.5]).double()]))
+    M = with_eigenvalues(torch.cat([logspace(0, 1, 9), torch.tensor([-0.5]).double()]))
     solution = cg(Counted(M), randn(10))
     assert solution.status is Status.NEGATIVE_CURVATURE
     assert not solution.converged
@@ -144,7 +145,7 @@ def test_negative_curvature_is_found_with_its_direction():
 
 
 def test_a_singular_operator_has_zero_curvature_where_there_is_no_solution():
-    M = symmetric(torch.tensor([1.0, 2.0, 3.0, 0.0]).double())
+    M = with_eigenvalues(torch.tensor([1.0, 2.0, 3.0, 0.0]).double())
     U = torch.linalg.eigh(M).eigenvectors
     solution = cg(Counted(M), randn(4), tol=1e-10)
     assert solution.status is Status.ZERO_CURVATURE
@@ -173,12 +174,12 @@ def test_each_column_stops_for_its_own_reason():
 
 
 def test_a_product_that_is_not_finite_ends_with_the_last_finite_iterate():
-    M = symmetric(logspace(-2, 0, 20))
+    M = with_eigenvalues(logspace(-2, 0, 20))
 
     class Fails(Counted):
         def _matmat(self, matrix):
             product = super()._matmat(matrix)
-            return product * (torch.nan if self.products > 5 else 1)
+            return product * (torch.nan if self.columns > 5 else 1)
 
     solution = cg(Fails(M), randn(20))
     assert solution.status is Status.BREAKDOWN
@@ -187,7 +188,7 @@ def test_a_product_that_is_not_finite_ends_with_the_last_finite_iterate():
 
 
 def test_a_preconditioner_that_is_not_positive_is_named():
-    solution = cg(Counted(symmetric(logspace(-1, 0, 5))), randn(5), preconditioner=torch.neg)
+    solution = cg(Counted(with_eigenvalues(logspace(-1, 0, 5))), randn(5), preconditioner=torch.neg)
     assert solution.status is Status.INDEFINITE_PRECONDITIONER
 
 
@@ -199,7 +200,7 @@ def test_a_preconditioner_that_gives_nan_is_a_breakdown():
 
 
 def test_max_iter_and_the_start_are_respected():
-    M, b = symmetric(logspace(-4, 0, 50)), randn(50)
+    M, b = with_eigenvalues(logspace(-4, 0, 50)), randn(50)
     short = cg(Counted(M), b, tol=1e-12, max_iter=7)
     assert short.status is Status.MAX_ITER
     assert short.num_iterations == 7
@@ -213,7 +214,7 @@ def test_max_iter_and_the_start_are_respected():
 
 
 def test_a_rule_stops_one_column_and_not_the_other():
-    M = symmetric(logspace(-4, 0, 50))
+    M = with_eigenvalues(logspace(-4, 0, 50))
     b = torch.stack([randn(50), randn(50, seed=1)], dim=1)
     seen = []
 
@@ -230,7 +231,7 @@ def test_a_rule_stops_one_column_and_not_the_other():
 
 
 def test_martens_rule_stops_at_the_first_iteration_that_meets_it():
-    M, b = symmetric(logspace(-4, 0, 80)), randn(80)
+    M, b = with_eigenvalues(logspace(-4, 0, 80)), randn(80)
     stopped = cg(Counted(M), b, tol=0.0, stop=relative_progress(1e-3, 0.1, 4))
     values = cg(Counted(M), b, tol=0.0, max_iter=200).values.tolist()
     expected = next(
@@ -244,7 +245,7 @@ def test_martens_rule_stops_at_the_first_iteration_that_meets_it():
 
 
 def test_streamed_iterates_are_those_of_the_trajectory():
-    M, b = symmetric(logspace(-1, 0, 10)), randn(10)
+    M, b = with_eigenvalues(logspace(-1, 0, 10)), randn(10)
     xs, directions = [], []
 
     def callback(iterate: Iterate):
@@ -261,14 +262,14 @@ def test_streamed_iterates_are_those_of_the_trajectory():
 
 
 def test_progress_shows_a_bar(capsys):
-    cg(Counted(symmetric(logspace(-1, 0, 5))), randn(5), progress=True)
+    cg(Counted(with_eigenvalues(logspace(-1, 0, 5))), randn(5), progress=True)
     assert "cg" in capsys.readouterr().err
-    cg(Counted(symmetric(logspace(-1, 0, 5))), randn(5))
+    cg(Counted(with_eigenvalues(logspace(-1, 0, 5))), randn(5))
     assert capsys.readouterr().err == ""
 
 
 def test_single_precision_stays_single_and_is_as_good_as_it_can_be():
-    M, b = symmetric(logspace(-2, 0, 50)).float(), randn(50).float()
+    M, b = with_eigenvalues(logspace(-2, 0, 50)).float(), randn(50).float()
     solution = cg(Counted(M), b, tol=1e-5)
     assert solution.x.dtype == solution.residual_norms.dtype == torch.float32
     assert solution.converged
@@ -281,8 +282,8 @@ def test_single_precision_stays_single_and_is_as_good_as_it_can_be():
 
 def pair(n=30, k=None):
     shape = (n,) if k is None else (n, k)
-    A = symmetric(logspace(-2, 0, n), 0)
-    A2 = symmetric(logspace(-2, 0, n), 1)
+    A = with_eigenvalues(logspace(-2, 0, n), 0)
+    A2 = with_eigenvalues(logspace(-2, 0, n), 1)
     return A, A2, randn(*shape), randn(*shape, seed=1)
 
 
@@ -313,7 +314,7 @@ def test_the_recursion_of_the_gradient_equals_two_products(start):
     gradients = A2 @ trajectory - b2[:, None]
     assert_close(solution.debiased.residual_norms, gradients.norm(dim=0), rtol=1e-10, atol=0)
     # One extra product an iteration, and one for a start that is not zero.
-    assert second.products == first.products == 15 + start
+    assert second.columns == first.columns == 15 + start
     assert solution.num_matvecs == 30 + 2 * start
 
 
@@ -367,7 +368,7 @@ def test_rules_and_callbacks_see_both_trajectories():
 
 def test_it_ends_where_either_quadratic_has_no_curvature():
     A, A2, b, b2 = pair(10)
-    bad = symmetric(torch.cat([logspace(-1, 0, 9), torch.tensor([-5.0]).double()]), 2)
+    bad = with_eigenvalues(torch.cat([logspace(-1, 0, 9), torch.tensor([-5.0]).double()]), 2)
     first = debiased_cg(Counted(bad), Counted(A2), b, b2)
     assert first.single.status is Status.NEGATIVE_CURVATURE
     assert first.debiased.status is Status.EXHAUSTED
@@ -403,7 +404,7 @@ def test_bad_input_is_named_before_any_product(unchecked, change, message):
     arguments = {"A": operator, "b": torch.ones(3).double(), **change}
     with pytest.raises(ValueError, match=message):
         cg(**arguments)
-    assert operator.products == 0
+    assert operator.columns == 0
 
 
 def test_two_systems_must_fit_each_other(unchecked):

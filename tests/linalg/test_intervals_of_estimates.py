@@ -8,6 +8,7 @@ covered would have a probability below 0.001 if the coverage were within 0.93 an
 import math
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from laplace_debias.linalg import (
 )
 from laplace_debias.operators import Diagonal
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # many calls: checks would take most time
 SIZE = 60
 RUNS = int(os.environ.get("INTERVAL_RUNS", "120"))
 INDEX = torch.arange(SIZE, dtype=torch.float64)
@@ -54,78 +56,56 @@ def truth_of(name, A):
     return A.matrix.diagonal() if name.startswith("diagonal") else A.matrix.trace()
 
 
-def check_coverage(covered, runs, may_be_more=False):
-    """`covered` of `runs` intervals of 95 % is compatible with a coverage of 0.93 to 0.97."""
-    assert covered >= binom.ppf(0.001, runs, 0.93)
-    assert may_be_more or covered <= binom.ppf(0.999, runs, 0.97)
+def check_coverage(estimate, truth, runs=RUNS, may_be_more=False):
+    """Of `runs` intervals of 95 % as many hold the truth as at a coverage of 0.93 to 0.97."""
+    covered = 0.0
+    for _ in range(runs):
+        lower, upper = estimate().interval()
+        covered += float(((lower <= truth) & (truth <= upper)).double().mean())
+    assert round(covered) >= binom.ppf(0.001, runs, 0.93)
+    assert may_be_more or round(covered) <= binom.ppf(0.999, runs, 0.97)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(("name", "spectrum"), one_axis_at_a_time(ESTIMATORS, SPECTRA))
 def test_intervals_after_12_products_cover_the_truth_in_95_percent_of_runs(name, spectrum):
     A = symmetric(SPECTRA[spectrum], is_symmetric=True)
-    truth = truth_of(name, A)
     # Entries of a diagonal are many in one run, but depend on each other.
     runs = RUNS // 4 if name.startswith("diagonal") else RUNS
-    source, covered = generator(1), 0.0
-    for _ in range(runs):
-        lower, upper = ESTIMATORS[name](A, num_matvecs=12, generator=source).interval()
-        covered += float(((lower <= truth) & (truth <= upper)).double().mean())
-    check_coverage(round(covered), runs, (name, spectrum) in WIDER)
+    estimate = partial(ESTIMATORS[name], A, num_matvecs=12, generator=generator(1))
+    check_coverage(estimate, truth_of(name, A), runs, (name, spectrum) in WIDER)
 
 
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize("num_matvecs", [30])
 @pytest.mark.parametrize("name", ["hutchinson", "hutch++", "xtrace", "frobenius"])
-def test_more_products_keep_the_coverage(name, num_matvecs):
+def test_more_products_keep_the_coverage(name):
     A = symmetric(SPECTRA["indefinite"], is_symmetric=True)
-    truth, source = truth_of(name, A), generator(2)
-    covered = 0
-    for _ in range(RUNS):
-        estimate = ESTIMATORS[name](A, num_matvecs=num_matvecs, generator=source)
-        lower, upper = estimate.interval()
-        covered += int(lower <= truth <= upper)
-    check_coverage(covered, RUNS)
+    estimate = partial(ESTIMATORS[name], A, num_matvecs=30, generator=generator(2))
+    check_coverage(estimate, truth_of(name, A))
 
 
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("name", ["hutchinson", "hutch++"])
 def test_operators_that_are_not_symmetric_have_intervals_of_the_samples(name):
     noise = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator(7))
     A = Matrix(noise + torch.eye(SIZE, dtype=torch.float64))
-    truth, source = A.matrix.trace(), generator(3)
-    covered = 0
-    for _ in range(RUNS):
-        lower, upper = ESTIMATORS[name](A, num_matvecs=12, generator=source).interval()
-        covered += int(lower <= truth <= upper)
-    check_coverage(covered, RUNS)
+    estimate = partial(ESTIMATORS[name], A, num_matvecs=12, generator=generator(3))
+    check_coverage(estimate, A.matrix.trace())
 
 
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("function", [torch.log, torch.exp, lambda x: x**3])
 def test_traces_of_functions_cover_from_four_probes_on(function):
     values = 0.5 + 2 * uniform(SIZE)
-    A, truth = symmetric(values), function(values).sum()
-    source, covered = generator(4), 0
-    for _ in range(RUNS // 2):
-        estimate = matrix_function_trace(A, function, 4, 10, generator=source)
-        lower, upper = estimate.interval()
-        covered += int(lower <= truth <= upper)
-    check_coverage(covered, RUNS // 2)
+    A, source = symmetric(values), generator(4)
+    check_coverage(
+        lambda: matrix_function_trace(A, function, 4, 10, generator=source),
+        function(values).sum(),
+        RUNS // 2,
+    )
 
 
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize(("decades", "num_steps"), one_axis_at_a_time([3, 1, 6], [8, 4, 16, 24]))
 def test_log_determinants_cover_whether_or_not_the_quadrature_has_converged(decades, num_steps):
     values = 10 ** (-decades * uniform(120))
-    A, truth = symmetric(values), values.log().sum()
-    source, covered = generator(5), 0
-    for _ in range(30):
-        lower, upper = logdet(A, 4, num_steps, generator=source).interval()
-        covered += int(lower <= truth <= upper)
-    check_coverage(covered, 30, may_be_more=True)
+    estimate = partial(logdet, symmetric(values), 4, num_steps, generator=generator(5))
+    check_coverage(estimate, values.log().sum(), 30, may_be_more=True)
 
 
 VALUES = {
@@ -138,17 +118,32 @@ VALUES = {
 
 
 def smoothed(values, density):
-    gaussian = torch.distributions.Normal(values, density.width)
-    return gaussian.log_prob(density.grid[:, None]).exp().mean(dim=1)
+    grid = density.grid if density.scale == "linear" else density.grid.log10()
+    return torch.distributions.Normal(values, density.width).log_prob(grid[:, None]).exp().mean(1)
 
 
-def density_of(A, width, num_steps, source):
+def density_of(A, width, num_steps, source, num_points=1025, **options):
     return spectral_density(
-        A, 1025, width=width, num_probes=6, num_steps=num_steps, generator=source
+        A, num_points, width=width, num_probes=6, num_steps=num_steps, generator=source, **options
     )
 
 
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
+def coverage(values, densities):
+    """Share of the points, where there is a density, whose interval holds the truth; its error.
+
+    Points of one density depend on each other, runs do not: their spread tells the error.
+    """
+    shares = []
+    for density in densities:
+        truth = smoothed(values, density)
+        lower, upper = density.interval()
+        matters = truth > 1e-3 * truth.max()
+        shares.append(((lower <= truth) & (truth <= upper))[matters].double().mean())
+    shares = torch.stack(shares)
+    return float(shares.mean()), float(shares.std()) / len(shares) ** 0.5
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("spectrum", "num_steps", "relative_width"),
     one_axis_at_a_time(VALUES, [10, 30], [0.03, 0.01, 0.1]),
@@ -156,66 +151,34 @@ def density_of(A, width, num_steps, source):
 def test_densities_cover_the_truth_at_any_width_and_number_of_steps(
     spectrum, num_steps, relative_width
 ):
-    values = VALUES[spectrum]
-    A = symmetric(values)
-    width = relative_width * float(values.max() - values.min())
-    source, shares = generator(6), []
-    for _ in range(8):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            density = density_of(A, width, num_steps, source)
-        truth = smoothed(values, density)
-        lower, upper = density.interval()
-        matters = truth > 1e-3 * truth.max()
-        shares.append(((lower <= truth) & (truth <= upper))[matters].double().mean())
-    shares = torch.stack(shares)
-    # Points of one density depend on each other, runs do not: their spread tells the coverage's.
-    error = float(shares.std()) / len(shares) ** 0.5
-    assert float(shares.mean()) > 0.93 - 3 * error
+    values, source = VALUES[spectrum], generator(6)
+    A, width = symmetric(values), relative_width * float(values.max() - values.min())
+    densities = [density_of(A, width, num_steps, source) for _ in range(8)]
+    covered, error = coverage(values, densities)
+    assert covered > 0.93 - 3 * error
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 @pytest.mark.parametrize("spectrum", VALUES)
 def test_resolved_densities_cover_in_95_percent_and_not_in_more(spectrum):
-    values = VALUES[spectrum]
-    A, source, shares = symmetric(values), generator(9), []
-    width = 0.1 * float(values.max() - values.min())
-    for _ in range(RUNS // 2):
-        density = spectral_density(A, 65, width=width, num_probes=6, num_steps=25, generator=source)
-        truth = smoothed(values, density)
-        assert (density.quadrature_error < 0.1 * density.standard_error + 1e-6 * truth.max()).all()
-        lower, upper = density.interval()
-        matters = truth > 1e-3 * truth.max()
-        shares.append(((lower <= truth) & (truth <= upper))[matters].double().mean())
-    shares = torch.stack(shares)
-    error = float(shares.std()) / len(shares) ** 0.5
-    assert 0.93 - 3 * error < float(shares.mean()) < 0.97 + 3 * error
+    values, source = VALUES[spectrum], generator(9)
+    A, width = symmetric(values), 0.1 * float(values.max() - values.min())
+    densities = [density_of(A, width, 25, source, 65) for _ in range(RUNS // 2)]
+    for one in densities:
+        negligible = 1e-6 * smoothed(values, one).max()
+        assert (one.quadrature_error < 0.1 * one.standard_error + negligible).all()
+    covered, error = coverage(values, densities)
+    assert 0.93 - 3 * error < covered < 0.97 + 3 * error
 
 
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("width", "num_steps"), one_axis_at_a_time([0.1, 0.03, 0.3], [10, 30]))
 def test_densities_over_decades_cover_the_truth_where_nodes_are(width, num_steps):
-    places = -2 * uniform(200)
-    A, source, shares = symmetric(10**places), generator(6), []
-    for _ in range(8):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            density = spectral_density(
-                A,
-                scale="log",
-                width=width,
-                num_probes=6,
-                num_steps=num_steps,
-                generator=source,
-            )
-        gaussian = torch.distributions.Normal(places, width)
-        truth = gaussian.log_prob(density.grid.log10()[:, None]).exp().mean(dim=1)
-        lower, upper = density.interval()
-        matters = truth > 1e-3 * truth.max()
-        shares.append(((lower <= truth) & (truth <= upper))[matters].double().mean())
-    shares = torch.stack(shares)
-    assert float(shares.mean()) > 0.93 - 3 * float(shares.std()) / len(shares) ** 0.5
+    places, source = -2 * uniform(200), generator(6)
+    A = symmetric(10**places)
+    densities = [density_of(A, width, num_steps, source, 401, scale="log") for _ in range(8)]
+    covered, error = coverage(places, densities)
+    assert covered > 0.93 - 3 * error
 
 
 def test_a_width_finer_than_the_steps_resolve_is_told_with_a_remedy():
@@ -305,7 +268,6 @@ def test_degrees_of_freedom_count_the_eigenvalues_that_matter():
     assert 300 <= many.degrees_of_freedom <= 12 * 60
 
 
-@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 def test_the_spread_of_few_probes_is_known_without_bias():
     A = symmetric(SPECTRA["indefinite"], is_symmetric=True)
     source = generator(8)
@@ -318,14 +280,9 @@ def test_the_spread_of_few_probes_is_known_without_bias():
     assert float(variances.std() / variances.mean()) < 0.3
 
 
-@pytest.mark.parametrize("method", ["hutchinson", "hutch++"])
-def test_rademacher_probes_of_a_diagonal_matrix_have_no_spread(method):
+def test_rademacher_probes_of_a_diagonal_matrix_have_no_spread():
     A = Matrix(torch.diag(SPECTRA["flat"]), is_symmetric=True)
-    if method == "hutchinson":
-        estimate = trace(A, method, 12, generator=generator())
-        assert float(estimate.standard_error) < 1e-12
-        lower, upper = estimate.interval()
-        assert float(upper - lower) < 1e-10
-    else:
-        estimate = trace(A, method, 12, generator=generator())
-        assert abs(estimate.value - A.matrix.trace()) < 5 * estimate.standard_error
+    estimate = trace(A, "hutchinson", 12, generator=generator())
+    assert float(estimate.standard_error) < 1e-12
+    lower, upper = estimate.interval()
+    assert float(upper - lower) < 1e-10

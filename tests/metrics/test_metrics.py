@@ -105,14 +105,6 @@ def test_certain_and_wrong_is_worst_and_finite(dtype):
     assert metrics.brier(probs, labels) == 2
 
 
-def test_uniform_probabilities_have_known_values():
-    probs, labels = torch.full((8, 4), 0.25), torch.tensor([0, 1, 2, 3] * 2)
-    assert metrics.nll(probs, labels).item() == pytest.approx(math.log(4))
-    assert metrics.brier(probs, labels).item() == pytest.approx(0.75)
-    assert metrics.ece(probs, labels).item() == pytest.approx(0, abs=1e-7)
-    torch.testing.assert_close(metrics.entropy(probs), torch.full((8,), math.log(4)))
-
-
 @pytest.mark.parametrize("metric", CLASSIFICATION)
 def test_classification_metrics_do_not_see_the_order_of_examples_or_classes(generator, metric):
     probs, labels = predictions(generator)

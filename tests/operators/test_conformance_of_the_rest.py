@@ -14,7 +14,7 @@ from matrices import Opaque, randn
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
 
-from laplace_debias.curvature import GGN, KFAC, Fisher, Hessian, Jacobian
+from laplace_debias.curvature import GGN, KFAC, Fisher, Jacobian
 from laplace_debias.curvature.losses import Uniforms, output_loss
 from laplace_debias.linalg import inverse
 from laplace_debias.operators import Dense, Identity, LowRankPlusDiagonal, assume
@@ -29,68 +29,63 @@ def definite(n):
     return X @ X.T + torch.eye(n, dtype=torch.float64)
 
 
-class TestExactInverse(OperatorConformance):
+def low_rank(like):
+    U, m = randn(5, 2), randn(2).abs()
+    operator = LowRankPlusDiagonal(U.to(like), m.to(like), 0.3)
+    return inverse(operator), U @ m.diag() @ U.T + 0.3 * torch.eye(5, dtype=torch.float64)
+
+
+def by_cg(like, preconditioner=None):
+    A = assume(Opaque(definite(4).to(like)), positive_semidefinite=True)
+    if preconditioner is not None:
+        preconditioner = Dense(preconditioner.to(like))
+    return inverse(A, "cg", tol=STOP[like.dtype], preconditioner=preconditioner), definite(4)
+
+
+def by_lsmr(like, matrix):
+    return inverse(Opaque(matrix.to(like)), "lsmr", tol=STOP[like.dtype]), matrix
+
+
+def by_neumann(like):
+    matrix = torch.eye(4, dtype=torch.float64) + 0.1 * randn(4, 4)
+    return inverse(Opaque(matrix.to(like)), "neumann", num_terms=60, scale=1.0), matrix
+
+
+class Inverse(OperatorConformance):
+    tolerance = TOLERANCE
+
+    @pytest.fixture
+    def case(self, dtype, device, build):
+        operator, dense = build(torch.ones((), dtype=dtype, device=device))
+        return operator, torch.linalg.pinv(dense)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [by_cg, lambda like: by_cg(like, torch.linalg.inv(1.1 * definite(4)))],
+    ids=["cg", "preconditioned"],
+)
+class TestPositiveInverse(Inverse):
+    symmetric = positive_semidefinite = True
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda like: by_lsmr(like, randn(4, 4) + 3 * torch.eye(4, dtype=torch.float64)),
+        lambda like: by_lsmr(like, randn(5, 3)),
+        by_neumann,
+    ],
+    ids=["lsmr", "pseudo-inverse", "neumann"],
+)
+class TestInverse(Inverse):
+    symmetric = positive_semidefinite = False
+
+
+@pytest.mark.parametrize("build", [low_rank])
+class TestExactInverse(Inverse):
     # A diagonal less a low rank: that it is positive its structure does not show.
     symmetric, positive_semidefinite = True, False
-    tolerance = TOLERANCE
-
-    def make(self, dtype, device):
-        U, m = randn(5, 2), randn(2).abs()
-        operator = LowRankPlusDiagonal(U.to(device, dtype), m.to(device, dtype), 0.3)
-        dense = U @ m.diag() @ U.T + 0.3 * torch.eye(5, dtype=torch.float64)
-        return inverse(operator), torch.linalg.inv(dense)
-
-
-class TestInverseByCG(OperatorConformance):
-    symmetric = positive_semidefinite = True
-    tolerance = TOLERANCE
-
-    def make(self, dtype, device):
-        matrix = definite(4)
-        A = assume(Opaque(matrix.to(device, dtype)), positive_semidefinite=True)
-        return inverse(A, "cg", tol=STOP[dtype]), torch.linalg.inv(matrix)
-
-
-class TestPreconditionedInverseByCG(OperatorConformance):
-    symmetric = positive_semidefinite = True
-    tolerance = TOLERANCE
-
-    def make(self, dtype, device):
-        matrix = definite(4)
-        A = assume(Opaque(matrix.to(device, dtype)), positive_semidefinite=True)
-        near = Dense(torch.linalg.inv(matrix + 0.1 * definite(4)).to(device, dtype))
-        return inverse(A, "cg", tol=STOP[dtype], preconditioner=near), torch.linalg.inv(matrix)
-
-
-class TestInverseByLSMR(OperatorConformance):
-    symmetric = positive_semidefinite = False
-    tolerance = TOLERANCE
-
-    def make(self, dtype, device):
-        matrix = randn(4, 4) + 3 * torch.eye(4, dtype=torch.float64)
-        A = Opaque(matrix.to(device, dtype))
-        return inverse(A, "lsmr", tol=STOP[dtype]), torch.linalg.inv(matrix)
-
-
-class TestPseudoInverseByLSMR(OperatorConformance):
-    symmetric = positive_semidefinite = False
-    tolerance = TOLERANCE
-
-    def make(self, dtype, device):
-        matrix = randn(5, 3)
-        return inverse(Opaque(matrix.to(device, dtype)), "lsmr", tol=STOP[dtype]), (
-            torch.linalg.pinv(matrix)
-        )
-
-
-class TestInverseByNeumann(OperatorConformance):
-    symmetric = positive_semidefinite = False
-    tolerance = TOLERANCE
-
-    def make(self, dtype, device):
-        matrix = torch.eye(4, dtype=torch.float64) + 0.1 * randn(4, 4)
-        A = Opaque(matrix.to(device, dtype))
-        return inverse(A, "neumann", num_terms=60, scale=1.0), torch.linalg.inv(matrix)
 
 
 class OfANetwork(NetworkConformance):
@@ -191,42 +186,6 @@ class TestTransposedJacobian(OfANetwork):
         return jacrev(outputs_of(net, x))(flat_parameters(net)).flatten(0, 1).T
 
 
-class TestGramOfTheJacobian(OfANetwork):
-    symmetric = positive_semidefinite = True
-
-    def of(self, net, data, **options):
-        J = Jacobian(net, data, **options)
-        return J @ J.T
-
-    def dense(self, net, x, y):
-        J = jacrev(outputs_of(net, x))(flat_parameters(net)).flatten(0, 1)
-        return J @ J.T
-
-
-class TestHessianMinusGGN(OfANetwork):
-    symmetric, positive_semidefinite = True, False
-
-    def of(self, net, data, **options):
-        loss = nn.CrossEntropyLoss()
-        return Hessian(net, loss, data, **options) - GGN(net, loss, data, **options)
-
-    def dense(self, net, x, y):
-        f, loss = outputs_of(net, x), nn.CrossEntropyLoss()
-        return hessian(lambda t: loss(f(t), y))(flat_parameters(net)) - dense_ggn(net, loss, x, y)
-
-
-class TestDampedGGN(OfANetwork):
-    symmetric = positive_semidefinite = True
-
-    def of(self, net, data, **options):
-        A = GGN(net, nn.CrossEntropyLoss(), data, **options)
-        return 2 * A + 0.1 * Identity(A.shape[0])
-
-    def dense(self, net, x, y):
-        ggn = dense_ggn(net, nn.CrossEntropyLoss(), x, y)
-        return 2 * ggn + 0.1 * torch.eye(len(ggn), dtype=torch.float64)
-
-
 class TestInverseOfADampedGGN(OfANetwork):
     """Preconditioned by K-FAC."""
 
@@ -245,24 +204,6 @@ class TestInverseOfADampedGGN(OfANetwork):
         return torch.linalg.inv(ggn + 0.5 * torch.eye(len(ggn), dtype=torch.float64))
 
 
-class TestPartOfAGGN(OfANetwork):
-    symmetric = positive_semidefinite = True
-
-    def of(self, net, data, **options):
-        A = GGN(net, nn.CrossEntropyLoss(), data, **options)
-        return A[2:9, 2:9]
-
-    def dense(self, net, x, y):
-        return dense_ggn(net, nn.CrossEntropyLoss(), x, y)[2:9, 2:9]
-
-
-@pytest.mark.parametrize("method", ["cg", "lsmr"])
-def test_an_inverse_that_does_not_converge_says_so(method):
-    A = assume(Opaque(definite(6)), positive_semidefinite=True)
-    with pytest.warns(RuntimeWarning, match=f"inverse by {method}.*max_iter"):
-        inverse(A, method, tol=1e-12, max_iter=2) @ randn(6)
-
-
 def test_an_operator_that_is_not_positive_definite_is_named_by_its_inverse():
     matrix = torch.diag(torch.tensor([1.0, -1.0, 2.0, 3.0], dtype=torch.float64))
     A = assume(Opaque(matrix), positive_semidefinite=True)
@@ -270,4 +211,4 @@ def test_an_operator_that_is_not_positive_definite_is_named_by_its_inverse():
         inverse(A, "cg") @ randn(4)
 
 
-del OfANetwork
+del OfANetwork, Inverse

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import THIN, Opaque, randn, rotation, rotations
+from matrices import THIN, Opaque, randn, rotation
 
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -58,10 +58,6 @@ DEFINITE = {
     "kronecker-three": lambda: Kronecker(positive(2), Identity(2), Diagonal(randn(3).abs() + 1)),
     "kronecker-of-negatives": lambda: Kronecker(-positive(2), -positive(3)),
     "shifted-kronecker": lambda: Kronecker(gram(2, 1), positive(3)) + 0.1 * Identity(6),
-    "eigen-kronecker": lambda: EigenKronecker(rotation(2), rotation(3), randn(2, 3).abs() + 0.1),
-    "axes": lambda: EigenKronecker(None, rotation(3), randn(2, 3).abs() + 0.1),
-    "groups": lambda: EigenKronecker(rotations(4, 2), rotations(4, 3), randn(4, 2, 3).abs() + 0.1),
-    "groups-axes": lambda: EigenKronecker(rotations(4, 2), None, randn(4, 2, 1).abs() + 0.1),
     "shifted-eigen-kronecker": lambda: (
         EigenKronecker(rotation(2), None, randn(2, 3).abs()) + 0.1 * Identity(6)
     ),

@@ -262,6 +262,15 @@ def test_ranges_are_counted_as_pythons_indices_are(index):
     torch.testing.assert_close(Opaque(matrix)[index, :].to_dense(), expected)
 
 
+def test_blocks_without_a_dtype_take_that_of_the_others():
+    A = BlockDiagonal({"a": Identity(2), "b": Dense(randn(2, 2)), "c": 2 * Identity(1)})
+    assert A.dtype == torch.float64
+    assert (A @ torch.ones(5, dtype=torch.float64)).dtype == torch.float64
+    assert A.blocks["c"].dtype == torch.float64
+    with pytest.raises(ValueError, match="one dtype"):
+        BlockDiagonal({"a": Diagonal(torch.ones(2)), "b": Dense(randn(2, 2))})
+
+
 def test_an_operator_that_is_not_made_of_tensors_says_how_it_is_converted():
     with pytest.raises(TypeError, match="convert what it was built from"):
         Opaque(randn(2, 2)).to(torch.float32)

@@ -6,7 +6,7 @@ import scipy.linalg
 import scipy.sparse
 import torch
 from conformance import NetworkConformance, OperatorConformance
-from matrices import THIN, Opaque, randn, rotation, rotations
+from matrices import THIN, Opaque, randn, rotation
 
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -74,61 +74,8 @@ class TestKroneckerOfGrams(OperatorConformance):
         return operator, torch.from_numpy(np.kron((X.T @ X).numpy(), np.identity(2)))
 
 
-@pytest.mark.parametrize("identities", ["", "U_G", "U_A", "U_G U_A"], scope="class")
-class TestEigenKronecker(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    @pytest.fixture
-    def case(self, dtype, device, identities):
-        self.identities = identities
-        return self.make(dtype, device)
-
-    def make(self, dtype, device):
-        U_G, U_A = rotation(3), rotation(4)
-        magnitudes = randn(3, 4).abs()
-        G = torch.eye(3, dtype=torch.float64) if "U_G" in self.identities else U_G
-        A = torch.eye(4, dtype=torch.float64) if "U_A" in self.identities else U_A
-        operator = EigenKronecker(
-            None if "U_G" in self.identities else U_G.to(device, dtype),
-            None if "U_A" in self.identities else U_A.to(device, dtype),
-            magnitudes.to(device, dtype),
-        )
-        basis = np.kron(*as_numpy(G, A))
-        return operator, torch.from_numpy(basis @ np.diag(magnitudes.numpy().ravel()) @ basis.T)
-
-
-@pytest.mark.parametrize("identities", ["", "U_G", "U_A", "U_G U_A"], scope="class")
-class TestEigenKroneckerOfGroups(OperatorConformance):
-    """Several matrices of one shape along the diagonal."""
-
-    symmetric = positive_semidefinite = True
-
-    @pytest.fixture
-    def case(self, dtype, device, identities):
-        self.identities = identities
-        return self.make(dtype, device)
-
-    def make(self, dtype, device):
-        magnitudes = randn(3, 2, 4).abs()
-        bases = {
-            name: None if name in self.identities else rotations(3, size)
-            for name, size in (("U_G", 2), ("U_A", 4))
-        }
-        parts = (None if U is None else U.to(device, dtype) for U in bases.values())
-        operator = EigenKronecker(*parts, magnitudes.to(device, dtype))
-        dense = []
-        for group in range(3):
-            G, A = (
-                np.identity(size) if of_groups is None else of_groups[group].numpy()
-                for of_groups, size in zip(bases.values(), (2, 4), strict=True)
-            )
-            basis = np.kron(G, A)
-            dense.append(basis @ np.diag(magnitudes[group].numpy().ravel()) @ basis.T)
-        return operator, torch.from_numpy(scipy.linalg.block_diag(*dense))
-
-
 @pytest.mark.parametrize("name", THIN, scope="class")
-class TestThinEigenKronecker(OperatorConformance):
+class TestEigenKronecker(OperatorConformance):
     symmetric = positive_semidefinite = True
 
     @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import one_axis_at_a_time
-from dense import randn
+from matrices import randn
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
 from torch.testing import assert_close

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import Counted, randn
+from matrices import randn
 from sklearn.datasets import load_digits
+from spectra import Counted
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
 from torch.testing import assert_close

@@ -98,6 +98,7 @@ CASES = {
         Bernoulli(positive_weight=3.0), 1, zero_one(1),
         lambda f, y: binary(f, y, positive=(3.0,)),
     ),
+    "several labels": (MultiLabel(ignore_index=-1), 3, zero_one(3), binary),
     "positive weights": (
         MultiLabel(positive_weights=P3), 3, zero_one(3), lambda f, y: binary(f, y, positive=P3),
     ),

@@ -57,6 +57,13 @@ THIN = {
     "G, axes": lambda: thin(rotation(5), None, randn(3, 2).abs() + 0.1, 2, 2),
     "none kept": lambda: thin(rotation(3), rotation(4), randn(1, 1).abs() + 0.1, 0, 0),
     "whole": lambda: thin(rotation(3), rotation(4), randn(3, 4).abs() + 0.1, 3, 4),
+    "whole, axes left": lambda: thin(None, rotation(4), randn(3, 4).abs() + 0.1, 3, 4),
+    "whole, axes right": lambda: thin(rotation(3), None, randn(3, 4).abs() + 0.1, 3, 4),
+    "whole, axes": lambda: thin(None, None, randn(3, 4).abs() + 0.1, 3, 4),
+    "whole groups": lambda: thin(
+        rotations(3, 2), rotations(3, 4), randn(3, 2, 4).abs() + 0.1, 2, 4
+    ),
+    "whole groups, axes": lambda: thin(None, None, randn(3, 2, 4).abs() + 0.1, 2, 4),
     "groups": lambda: thin(rotations(3, 4), rotations(3, 5), randn(3, 3, 3).abs() + 0.1, 2, 2),
     "groups, A": lambda: thin(rotations(2, 2), rotations(2, 5), randn(2, 2, 3).abs() + 0.1, 2, 2),
     "groups, axes": lambda: thin(None, rotations(2, 5), randn(2, 2, 3).abs() + 0.1, 2, 2),

@@ -12,6 +12,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -150,36 +151,13 @@ def ggn_block(model: nn.Module, x: Tensor, likelihood: str, name: str, sigma=Non
     return ggn(model, x, likelihood, [name], sigma)
 
 
-def mean_loss_of_flat(
-    model: nn.Module, x: Tensor, y: Tensor, likelihood: str, names: Sequence[str], sigma=None
-) -> Callable[[Tensor], Tensor]:
-    """The mean loss as a function of the named parameters, flattened and joined `[D]`."""
-    shapes = {name: dict(model.named_parameters())[name].shape for name in names}
-
-    def mean_loss(flat: Tensor) -> Tensor:
-        pieces = flat.split([shapes[name].numel() for name in names])
-        chosen = {
-            name: piece.reshape(shapes[name]) for name, piece in zip(names, pieces, strict=True)
-        }
-        return nll(likelihood, functional_call(model, chosen, (x,)), y, sigma).mean()
-
-    return mean_loss
-
-
 def gradient(
     model: nn.Module, x: Tensor, y: Tensor, likelihood: str, names: Sequence[str], sigma=None
 ) -> Tensor:
     """Gradient of the mean loss in the named parameters: `[D]`."""
-    mean_loss = mean_loss_of_flat(model, x, y, likelihood, names, sigma)
-    return jacrev(mean_loss)(flat_parameters(model, names)).detach()
-
-
-def hessian(
-    model: nn.Module, x: Tensor, y: Tensor, likelihood: str, names: Sequence[str], sigma=None
-) -> Tensor:
-    """Exact dense Hessian of the mean loss in the named parameters: `[D, D]`."""
-    mean_loss = mean_loss_of_flat(model, x, y, likelihood, names, sigma)
-    return jacrev(jacrev(mean_loss))(flat_parameters(model, names)).detach()
+    loss = nll(likelihood, model(x), y, sigma).mean()
+    gradients = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
+    return torch.cat([g.flatten() for g in gradients])
 
 
 # ----------------------------------------------------------------------- Kronecker factors
@@ -402,16 +380,6 @@ def pooled_block(factors1: dict[str, Tensor], C: Tensor) -> Tensor:
     return block
 
 
-def debiased_block(
-    factors1: dict[str, Tensor],
-    factors2: dict[str, Tensor],
-    U_G: Tensor | None = None,
-    U_A: Tensor | None = None,
-) -> Tensor:
-    """Paper, Eq. (9), dense: directions of batch 1, K-FAC of batch 2 measured along them."""
-    return measured_block(kronecker_basis(factors1, U_G, U_A), kfac_block(factors2))[0]
-
-
 def ekfac_block(
     factors1: dict[str, Tensor],
     exact_block: Tensor,
@@ -519,166 +487,56 @@ def make(seed: int, build: Callable[[], nn.Module], input_shape, likelihood: str
     return model, x, y, likelihood, sigma
 
 
-def conv2d():
-    """Stride, padding and dilation, average pooling, 3 classes."""
-    return make(
-        0,
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 3, 3, stride=2, padding=1),
-            nn.Tanh(),
-            nn.Conv2d(3, 4, (2, 3), stride=(1, 2), padding=(1, 2), dilation=(2, 1)),
-            nn.Sigmoid(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(4, 3),
-        ),
-        (2, 7, 6),
-        "classification",
-    )
-
-
-def conv2d_all():
-    """Convolutions only, as in All-CNN-C: the classifier is a 1 x 1 convolution, then pooled."""
-    return make(
-        1,
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding="same"),
-            nn.ReLU(),
-            nn.Conv2d(4, 3, 2, stride=2, bias=False),
-            nn.ReLU(),
-            nn.Conv2d(3, 4, 1),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-        ),
-        (2, 5, 4),
-        "classification",
-    )
-
-
-def conv1d():
-    """One-dimensional convolutions, 4 classes, no pooling."""
-    return make(
-        2,
-        lambda: nn.Sequential(
-            nn.Conv1d(2, 4, 3, stride=2, padding=1),
-            nn.SiLU(),
-            nn.Conv1d(4, 3, 2, dilation=2),
-            nn.ELU(),
-            nn.Flatten(),
-            nn.Linear(9, 4),
-        ),
-        (2, 9),
-        "classification",
-    )
-
-
-def conv3d():
-    """Three-dimensional convolution, 3 regression outputs."""
-    return make(
-        3,
-        lambda: nn.Sequential(
-            nn.Conv3d(2, 3, (2, 1, 2), stride=(1, 2, 1), padding=(1, 0, 0), dilation=(1, 1, 2)),
-            nn.Tanh(),
-            nn.AdaptiveAvgPool3d((2, 1, 1)),
-            nn.Flatten(),
-            nn.Linear(6, 3),
-        ),
-        (2, 2, 3, 4),
-        "regression",
-        0.7,
-    )
-
-
-def mlp_tanh():
-    """A multilayer perceptron with tanh, 4 classes."""
-    return make(
-        4,
-        lambda: nn.Sequential(
-            nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)
-        ),
-        (5,),
-        "classification",
-    )
-
-
-def tokens():
-    """Linear layers over the tokens of `[B, T, d_in]`, 3 classes."""
-    return make(
-        5,
-        lambda: nn.Sequential(
-            nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3)
-        ),
-        (5, 3),
-        "classification",
-    )
-
-
-def gelu_leaky_pool():
-    """GELU, LeakyReLU and max pooling, 5 classes."""
-    return make(
-        6,
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.GELU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(4, 3, 2),
-            nn.LeakyReLU(0.1),
-            nn.Flatten(),
-            nn.Linear(12, 5),
-        ),
-        (1, 6, 6),
-        "classification",
-    )
-
-
-def regression():
-    """3 regression outputs with one noise level."""
-    return make(
-        7,
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
-        (4,),
-        "regression",
-        0.5,
-    )
-
-
-def regression_per_output():
-    """3 regression outputs, each with a noise level of its own, after a convolution."""
-    return make(
-        8,
-        lambda: nn.Sequential(
-            nn.Conv1d(2, 3, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(15, 3)
-        ),
-        (2, 5),
-        "regression",
-        torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64),
-    )
-
-
-def binary():
-    """One logit; the targets are `[B, 1]`."""
-    return make(
-        9,
-        lambda: nn.Sequential(
-            nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.GELU(), nn.Linear(3, 1)
-        ),
-        (4,),
-        "binary",
-    )
-
-
+POOL = nn.AdaptiveAvgPool2d
+# What `make` takes, by name.
+_SMALL = {
+    # Stride, padding and dilation, average pooling, 3 classes.
+    "conv2d": (0, lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Tanh(),
+        nn.Conv2d(3, 4, (2, 3), stride=(1, 2), padding=(1, 2), dilation=(2, 1)), nn.Sigmoid(),
+        POOL(1), nn.Flatten(), nn.Linear(4, 3),
+    ), (2, 7, 6), "classification"),
+    # Convolutions only, as in All-CNN-C: the classifier is a 1 x 1 convolution, then pooled.
+    "conv2d_all": (1, lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding="same"), nn.ReLU(), nn.Conv2d(4, 3, 2, stride=2, bias=False),
+        nn.ReLU(), nn.Conv2d(3, 4, 1), POOL(1), nn.Flatten(),
+    ), (2, 5, 4), "classification"),
+    # One-dimensional convolutions, 4 classes, no pooling.
+    "conv1d": (2, lambda: nn.Sequential(
+        nn.Conv1d(2, 4, 3, stride=2, padding=1), nn.SiLU(), nn.Conv1d(4, 3, 2, dilation=2),
+        nn.ELU(), nn.Flatten(), nn.Linear(9, 4),
+    ), (2, 9), "classification"),
+    # Three-dimensional convolution, 3 regression outputs.
+    "conv3d": (3, lambda: nn.Sequential(
+        nn.Conv3d(2, 3, (2, 1, 2), stride=(1, 2, 1), padding=(1, 0, 0), dilation=(1, 1, 2)),
+        nn.Tanh(), nn.AdaptiveAvgPool3d((2, 1, 1)), nn.Flatten(), nn.Linear(6, 3),
+    ), (2, 2, 3, 4), "regression", 0.7),
+    # A multilayer perceptron with tanh, 4 classes.
+    "mlp_tanh": (4, lambda: nn.Sequential(
+        nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4),
+    ), (5,), "classification"),
+    # Linear layers over the tokens of `[B, T, d_in]`, 3 classes.
+    "tokens": (5, lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3),
+    ), (5, 3), "classification"),
+    # GELU, LeakyReLU and max pooling, 5 classes.
+    "gelu_leaky_pool": (6, lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Conv2d(4, 3, 2),
+        nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(12, 5),
+    ), (1, 6, 6), "classification"),
+    # 3 regression outputs with one noise level.
+    "regression": (7, lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)
+    ), (4,), "regression", 0.5),
+    # 3 regression outputs, each with a noise level of its own, after a convolution.
+    "regression_per_output": (8, lambda: nn.Sequential(
+        nn.Conv1d(2, 3, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(15, 3)
+    ), (2, 5), "regression", torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)),
+    # One logit; the targets are `[B, 1]`.
+    "binary": (9, lambda: nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.GELU(), nn.Linear(3, 1)
+    ), (4,), "binary"),
+}  # fmt: skip
 SMALL_MODELS: dict[str, Callable[[], tuple]] = {
-    build.__name__: build
-    for build in (
-        conv2d,
-        conv2d_all,
-        conv1d,
-        conv3d,
-        mlp_tanh,
-        tokens,
-        gelu_leaky_pool,
-        regression,
-        regression_per_output,
-        binary,
-    )
+    name: partial(make, *arguments) for name, arguments in _SMALL.items()
 }

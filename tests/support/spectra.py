@@ -42,6 +42,17 @@ class Matrix(LinearOperator):
         return self.matrix @ matrix
 
 
+class Counted(Matrix):
+    """A symmetric matrix whose transpose is another operator, with a count of its own."""
+
+    def __init__(self, matrix, claim=False):
+        super().__init__(matrix, is_symmetric=True, is_positive_semidefinite=claim)
+
+    @property
+    def T(self):  # noqa: N802
+        return Counted(self.matrix.T, self.is_positive_semidefinite)
+
+
 class _Adjoint(Matrix):
     def __init__(self, of):
         super().__init__(of.matrix.T)
@@ -65,11 +76,15 @@ def orthogonal(n, seed=0):
     return torch.linalg.qr(gaussian).Q
 
 
-def symmetric(values, seed=0, **claims):
-    values = torch.as_tensor(values, dtype=torch.float64)
+def with_eigenvalues(values, seed=0):
+    """A symmetric matrix with these eigenvalues and a random eigenbasis."""
     Q = orthogonal(len(values), seed)
     matrix = (Q * values) @ Q.T
-    return Matrix((matrix + matrix.T) / 2, **claims)
+    return (matrix + matrix.T) / 2
+
+
+def symmetric(values, seed=0, **claims):
+    return Matrix(with_eigenvalues(torch.as_tensor(values, dtype=torch.float64), seed), **claims)
 
 
 def uniform(count, seed=1):
