@@ -1,4 +1,4 @@
-"""What a user sees: objects in one line or as a table, warnings, lines on the terminal."""
+"""Objects in one line or as a table, warnings, lines on the terminal: shown to a user."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""Shared by threads of a process: locks, settings of torch, and its global generator.
+"""Locks, settings of torch and its global generator, which threads of a process share.
 
 Nothing here is needed where each call works on tensors and copies of its own. It is needed for what
 torch keeps once for all threads: the level of forward-mode differentiation, the switches of fused

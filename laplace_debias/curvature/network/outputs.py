@@ -1,4 +1,4 @@
-"""What comes out of a network: the right numbers, of the right shape, with the classes last.
+"""Checks of what comes out of a network: right numbers, the right shape, the classes last.
 
 Faults in the numbers of a batch are asked without waiting for the device.
 
