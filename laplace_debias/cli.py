@@ -21,12 +21,8 @@ from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS
 from laplace_debias.commands.unused import print_unused, unused_options
-from laplace_debias.system.ranks import (
-    LostWorkerError,
-    RankError,
-    telling_of_lost_workers,
-    together,
-)
+from laplace_debias.system.ranks import RankError, together
+from laplace_debias.system.workers import LostWorkerError, telling_of_lost_workers
 
 _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
 _EXTRAS |= {"pandas", "pyarrow", "jinja2"}

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
-from laplace_debias.curvature.network.shadow import unwrapped
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.prior import Prior, PriorMean
 from laplace_debias.laplace.subject import Subject

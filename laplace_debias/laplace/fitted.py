@@ -10,11 +10,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
-from laplace_debias.curvature.network.outputs import classes_last
+from laplace_debias.curvature.network.precision import widened
 from laplace_debias.curvature.network.reader import BatchReader
-from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped, widened
+from laplace_debias.curvature.network.shadow import check_no_autocast
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision

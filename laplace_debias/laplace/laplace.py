@@ -21,7 +21,7 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.shadow import unwrapped
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace import file, predictive, tune, tuning
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace.data_size import check_held_out

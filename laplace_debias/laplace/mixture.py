@@ -29,7 +29,7 @@ from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.metrics import Report, Uncertainty
-from laplace_debias.system.files import check_target, written_atomically
+from laplace_debias.system.atomic import check_target, written_atomically
 from laplace_debias.system.ranks import refuse_ranks
 
 _MEMBER = "member-{}.safetensors"

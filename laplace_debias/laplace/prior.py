@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.shadow import wide
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import check_prior_precision

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
@@ -15,37 +14,34 @@ from laplace_debias.curvature.losses.likelihoods import (
     Gaussian,
     Likelihood,
     MultiLabel,
-    look_at_shapes,
 )
+from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
+from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Batches, Stream
-from laplace_debias.curvature.network.inputs import Inputs, call, move, take
-from laplace_debias.curvature.network.outputs import (
+from laplace_debias.curvature.network.class_dim import (
     check_layout,
     classes_last,
     warn_of_probabilities,
     warn_of_sigmoid,
 )
+from laplace_debias.curvature.network.inputs import Inputs, call, move, take
+from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
+from laplace_debias.curvature.network.precision import is_narrow
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
-from laplace_debias.curvature.network.selection import (
-    ParameterSelection,
-    is_last_layer,
-    needs_example,
-)
+from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
     check_usable,
-    is_narrow,
-    plain_names,
     shadow,
-    unwrapped,
 )
+from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace.data_size import first_batch
 from laplace_debias.laplace.fitted import network_of
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.system.ranks import current
-from laplace_debias.system.shown import warn
+from laplace_debias.system.warn import warn
 
 
 @dataclass(frozen=True, eq=False)

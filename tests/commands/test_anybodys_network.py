@@ -1,8 +1,6 @@
 """fit, tune, predict and spectrum on a network and data that users bring."""
 
 import json
-import subprocess
-import sys
 
 import bring
 import numpy as np
@@ -14,7 +12,6 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.curvature import GGN
 from laplace_debias.sources import SourceSettings, load
 
 QUIET = ["--device=cpu", "--progress=false"]
@@ -192,17 +189,6 @@ def test_the_spectrum_of_each_task(here, task):
     np.testing.assert_allclose(values, expected.numpy(), rtol=1e-4)
 
 
-def test_the_spectrum_by_iterations(here):
-    options = ["--examples=20", "--eigenpairs=2", "--max_matvecs=60", "--output=out"]
-    assert main(["spectrum", *ROWS, *options, "--tolerance=1e-5"]) == 0
-    found = loaded(model="nets:rows", data="d.npz")
-    x, y = (torch.cat(parts)[:20] for parts in zip(*found.train, strict=True))
-    dense = GGN(found.model, nn.CrossEntropyLoss(), [(x, y)]).to_dense()
-    expected = torch.linalg.eigvalsh(dense).flip(0)[:2]
-    values = [row["eigenvalue"] for row in read_csv(here / "out" / "eigenvalues.csv")]
-    np.testing.assert_allclose(values, expected.numpy(), rtol=1e-3)
-
-
 def test_json_is_all_there_is_on_the_standard_output(here, capsys):
     commands = {
         "fit": ["--output=p.safetensors"],
@@ -274,27 +260,3 @@ def test_options_that_make_no_sense(here, arguments, message, capsys):
     assert message in capsys.readouterr().err
     assert (here / "o.csv").read_text() == "mine"
     assert not list(here.glob("n.*"))
-
-
-def test_a_posterior_of_another_network_is_refused(here, capsys):
-    assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
-    other = ["--model=nets:rows", "--model_args.inputs=5", "--data=e.npz", *QUIET]
-    content = {
-        k: (np.pad(v, ((0, 0), (0, 1))) if k[0] == "x" else v) for k, v in bring.arrays().items()
-    }
-    bring.archive(here / "e.npz", **content)
-    assert main(["predict", *other, "--posterior=p.safetensors", "--output=n.csv"]) == 2
-    assert capsys.readouterr().err.count("\n") >= 1
-    assert not (here / "n.csv").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_process_of_its_own(here):
-    (here / "slow.py").write_text("def build():\n    raise KeyboardInterrupt\n")
-    command = [sys.executable, "-m", "laplace_debias", "fit", "--model=slow:build", "--data=d.npz"]
-    done = subprocess.run(
-        [*command, "--output=p.safetensors"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 130
-    assert "stopped: nothing was saved" in done.stderr
-    assert not (here / "p.safetensors").exists()

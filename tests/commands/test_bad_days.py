@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.curvature.fits import checkpoint
-from laplace_debias.system.ranks import LostWorkerError
+from laplace_debias.system.workers import LostWorkerError
 
 NETWORKS = (
     bring.NETWORKS
@@ -156,18 +155,6 @@ def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys)
         assert "There is no space left to write" in only_line(capsys)
         assert sorted(path.name for path in place.iterdir()) == ["filled", "p.safetensors"]
         assert posterior.read_bytes() == whole
-
-
-def test_a_fit_goes_on_although_its_state_cannot_be_saved(here, disk, monkeypatch):
-    place = disk("size=60k")
-    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
-    data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
-    fit = ["fit", *data, "--batch_size=10", f"--resume={place}"]
-    with pytest.warns(UserWarning, match="was not saved, and the fit goes on: There is no space"):
-        assert main([*fit, "--output=p.safetensors"]) == 0
-    assert list(place.iterdir()) == []
-    assert main(["fit", *data, "--batch_size=10", "--output=q.safetensors"]) == 0
-    assert (here / "p.safetensors").read_bytes() == (here / "q.safetensors").read_bytes()
 
 
 def test_a_warning_is_a_line_without_a_place_in_the_source(here):

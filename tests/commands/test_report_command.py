@@ -151,8 +151,3 @@ def test_saved_posteriors_are_evaluated_and_nothing_is_written(place, capsys):
     assert row["value"] == pytest.approx(float(expected), rel=1e-5)
     after = sorted(path.name for path in place.iterdir() if path.name != "__pycache__")
     assert after == sorted([*before, "second.safetensors"])
-
-
-def test_a_missing_posterior_is_told(place, capsys):
-    assert main(["evaluate", *SOURCE, "--posterior=nowhere.safetensors"]) == 2
-    assert "nowhere.safetensors" in capsys.readouterr().err

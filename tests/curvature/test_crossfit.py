@@ -178,23 +178,3 @@ def test_folds_of_identical_examples_are_the_mini_batch_at_low_rank(curvature):
     cross = Laplace(model, "regression", curvature).fit_batches(repeated, num_data=100, folds=3)
     for name, block in mini.posterior.curvature.blocks.items():
         close(cross.posterior.curvature.blocks[name].to_dense(), block.to_dense(), 1e-10)
-
-
-def test_the_mean_over_null_directions_is_nearer_the_truth_than_one_basis():
-    """Curvature of fresh data along the eigenvectors of all examples, estimated both ways."""
-    d, examples, folds = 60, 24, 4
-    spectrum = torch.logspace(0, -1, d).double()
-    mean_loss, one_loss = 0.0, 0.0
-    for _ in range(20):
-        rows = torch.randn(examples, d).double() * spectrum.sqrt()
-        factors, sizes = of_folds(rows, folds)
-        _, U = oracle.eigen(factors.sum(0))
-        truth = (U * (spectrum[:, None] * U)).sum(0)
-        found = crossfit_magnitudes(factors, sizes)
-        one = torch.zeros(d).double()
-        for own in factors:
-            _, V = torch.linalg.eigh(factors.sum(0) - own)
-            one += ((own @ V) * V).sum(0).flip(0) / examples
-        mean_loss += (found - truth).square().sum()
-        one_loss += (one - truth).square().sum()
-    assert mean_loss < 0.9 * one_loss

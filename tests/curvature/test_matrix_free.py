@@ -14,7 +14,6 @@ from networks import (
     MODELS,
     RECORDED,
     N,
-    Net,
     batches,
     build,
     case,
@@ -167,36 +166,6 @@ def test_jacobians(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tuple", "list", "mapping", "logits"])
-def test_inputs_of_any_kind(kind):
-    torch.manual_seed(1)
-
-    class Logits:
-        def __init__(self, logits):
-            self.logits = logits
-
-    def forward(self, first, second=None, flag=None):
-        assert flag in (None, "on")
-        outputs = self.one(first) + self.two(second).tanh()
-        return Logits(outputs) if kind == "logits" else outputs
-
-    model = Net(forward, one=nn.Linear(3, 3), two=nn.Linear(2, 3)).double()
-    x, z, y = inputs(3), inputs(2), LABELS
-
-    def pack(a, b):
-        if kind == "mapping":
-            return {"second": b, "first": a, "flag": "on"}
-        return [a, b] if kind == "list" else (a, b)
-
-    data = [(pack(x[i : i + 3], z[i : i + 3]), y[i : i + 3]) for i in range(0, N, 3)]
-    bare = copy.deepcopy(model)
-    bare.function = lambda self, a: self.one(a) + self.two(z).tanh()
-    loss = nn.CrossEntropyLoss()
-    close(GGN(model, loss, data), dense_ggn(bare, loss, x, y))
-    close(Hessian(model, loss, data), dense_hessian(bare, loss, x, y))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "names"),
     [
@@ -255,21 +224,6 @@ def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
     assert (deviation.abs() <= 4.5 * error + 1e-9).all()
     assert error.max() > 0
     assert (g.mean(0).abs() <= 4.5 * g.std(0) / len(g) ** 0.5 + 1e-9).all()
-
-
-@pytest.mark.parametrize("name", others_slow(["ce", "mse", "bce"], "mse"))
-def test_the_monte_carlo_fisher_converges(name):
-    model, loss, x, y = case(name)
-    data = batches(x, y, 3)
-    truth = GGN(model, loss, data).to_dense()
-
-    def error(samples):
-        g = torch.Generator().manual_seed(0)
-        drawn = Fisher(model, loss, data, fisher="mc", mc_samples=samples, generator=g)
-        return (drawn.to_dense() - truth).norm() / truth.norm()
-
-    # The error falls with the root of the number of samples.
-    assert error(1000) < 0.04 < 0.1 < error(10)
 
 
 def test_labels_belong_to_examples():

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from conformance import fingerprint
+from conformance import fingerprint, is_same
 from networks import (
     BCE,
     CE,
@@ -194,21 +194,13 @@ def test_modes_that_switch_differentiation_off(mode, name):
 def test_the_model_is_untouched(operator, name):
     model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
     before = fingerprint(model)
-
-    def unchanged():
-        after = fingerprint(model)
-        return before.keys() == after.keys() and all(
-            a.equal(after[k]) if isinstance(a, torch.Tensor) else a == after[k]
-            for k, a in before.items()
-        )
-
     op = operator(model, loss, batches(x, y, 3))
     op @ torch.ones(op.shape[0], dtype=torch.float64)
-    assert unchanged()
+    assert is_same(before, fingerprint(model))
     x[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
         operator(model, loss, [(x, y)])
-    assert unchanged()
+    assert is_same(before, fingerprint(model))
 
 
 # Bad input.

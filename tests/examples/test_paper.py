@@ -1,6 +1,5 @@
 """The paper's experiments: each runs at a tiny size, and what they measure is what they say."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,8 @@ from torch.func import functional_call, jacrev
 
 from examples.paper import debiasing, kfac_error, laplace
 from examples.paper.__main__ import EXPERIMENTS, main
-from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, half_width, judge
+from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, judge
 from examples.paper.data import digits, digits_parts
-from examples.paper.networks import all_cnn_c, conv_net, digits_net, wide_resnet
 from examples.paper.problems import PROBLEMS, Recipe, get_problem, train
 from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, summary_of
 
@@ -199,27 +197,7 @@ def test_the_study_compares_each_kind_with_its_own_full_batch():
     assert found["EKFAC, x"]["ratio"] == pytest.approx(0.3 / 0.8)
 
 
-def test_the_interval_of_a_mean_is_students():
-    values = [1.0, 2.0, 4.0]
-    error = torch.tensor(values).std().item() / math.sqrt(3)
-    assert half_width(values, lambda v: sum(v) / len(v)) == pytest.approx(4.30265 * error, rel=1e-5)
-    assert half_width([1.0], sum) is None
-
-
 # --- networks, data, training --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("build", "size"),
-    [
-        (all_cnn_c, 1_369_738),
-        (digits_net, 11_970),
-        (wide_resnet, 8_972_340),
-        (lambda: conv_net(2, 16), 16 * (27 + 1) + 2 * 16 * (144 + 1) + 10 * (1024 + 1)),
-    ],
-)
-def test_networks_have_their_sizes(build, size):
-    assert sum(p.numel() for p in build().parameters()) == size
 
 
 def test_small_problems_have_networks_for_their_images():
@@ -257,11 +235,6 @@ def test_training_repeats_with_the_seed():
     one, two, other = (train(problem.initial_model(0), few, recipe, s) for s in (0, 0, 1))
     assert torch.equal(one[0].weight, two[0].weight)
     assert not torch.equal(one[0].weight, other[0].weight)
-
-
-def test_decoupled_decay_is_no_penalty():
-    assert get_problem("vit-cifar10").recipe.penalty == 0
-    assert get_problem("wrn101-digits").recipe.penalty == 5e-4
 
 
 def test_an_unknown_problem_is_named(tmp_path):

@@ -75,17 +75,6 @@ def test_bad_options_are_refused_before_anything_is_predicted():
         la.evaluate([(X * math.nan, LABELS)], level=95)
 
 
-def test_two_methods_are_compared_on_the_same_examples():
-    la = classification()
-    mine, its = la.evaluate([(X, LABELS)]), la.evaluate([(X, LABELS)], method="map")
-    difference = metrics.compare(mine, its)
-    expected = metrics.compare(
-        *(metrics.evaluate(la.predict(X, how).probs, LABELS) for how in ("glm", "map"))
-    )["nll"]
-    assert difference["nll"].value == pytest.approx(expected.value, rel=1e-4)
-    assert difference["nll"].low == pytest.approx(expected.low, rel=1e-4)
-
-
 def test_the_interval_of_several_labels_is_over_examples():
     y = (Y > 0).float()
     la = Laplace(network(2), "multilabel").fit_batches([(X, y)])

@@ -266,12 +266,3 @@ def test_a_loss_that_cannot_be_asked_is_an_error():
     logits = model(ids).logits[:, :-1].double()
     expected = float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
     torch.testing.assert_close(told._fitted.nll, expected, rtol=1e-6, atol=0)
-
-
-def test_tuples_instead_of_dicts_come_out():
-    model, _, num_outputs, _ = build("BertForTokenClassification")
-    batch = batch_of(num_outputs)
-    expected = Laplace(model, params="last_layer").fit([batch]).predict(batch).probs
-    model.config.return_dict = False
-    again = Laplace(model, params="last_layer").fit([batch]).predict(batch).probs
-    torch.testing.assert_close(again, expected, rtol=0, atol=0)

@@ -205,16 +205,6 @@ def test_one_datum_with_one_position_gives_the_exact_ggn(name):
     assert checked
 
 
-def test_deep_linear_network_with_squared_loss_gives_the_exact_ggn():
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)]
-    model = torch.nn.Sequential(*layers).double().eval()
-    x, y = torch.randn(9, 4).double(), torch.randn(9, 2).double()
-    la = Laplace(model, "regression").fit_batches([(x, y)])
-    for block, operator in la.posterior.curvature.blocks.items():
-        close(operator.to_dense(), oracle.ggn_block(model, x, "regression", block, 1.0))
-
-
 FOR_BACKPACK = [
     name for name, make in oracle.SMALL_MODELS.items() if why_not_backpack(make()[0]) is None
 ]
@@ -310,19 +300,6 @@ def test_linearised_samples_follow_the_dense_jacobian(name):
         close(outputs, functional_call(case.model, values, (case.x,)).detach())
 
 
-@pytest.mark.parametrize("backend", ["backpack", "hooks"])
-def test_params_weights_leaves_out_the_biases(backend):
-    whole, weights = (
-        Case("conv2d", backend=backend),
-        Case("conv2d", params="weights", backend=backend),
-    )
-    whole.fit("full")
-    weights.fit("full")
-    assert all(name.endswith("weight") for name in weights.la.param_names)
-    for name, block in weights.la.posterior.curvature.blocks.items():
-        close(block.to_dense(), whole.la.posterior.curvature.blocks[name].to_dense(), 1e-10)
-
-
 def slow_crossfit(factors, sizes):
     """Cross-fitted magnitudes of one factor, written out fold by fold and vector by vector."""
     lists = []
@@ -361,31 +338,6 @@ def test_crossfit_kfac_equals_a_slow_loop(likelihood):
         close(weight.magnitudes, expected, 1e-10)
         bias = la.posterior.curvature.blocks[f"{layer}.bias"]
         close(bias.magnitudes[:, 0], slow_crossfit([f["bias"] for f in folds], sizes), 1e-10)
-
-
-def test_crossfit_is_unbiased_along_the_directions_of_the_other_folds():
-    """On a known covariance, where the eigenvalues are biased at both ends."""
-    from laplace_debias.curvature.fits.crossfit import crossfit_magnitudes
-
-    dimension, examples, folds = 12, 40, 8
-    spectrum = torch.logspace(0, -1, dimension).double()
-    sizes = [examples // folds] * folds
-    crossfit, mini = [], []
-    for _ in range(400):
-        x = torch.randn(examples, dimension).double() * spectrum.sqrt()
-        factors = torch.stack([x[k::folds].T @ x[k::folds] for k in range(folds)])
-        truths = []
-        for k in range(folds):
-            _, U = oracle.eigen(factors.sum(0) - factors[k])
-            truths.append((U * (spectrum[:, None] * U)).sum(0))
-        truth = torch.stack(truths).mean(0)
-        crossfit.append(crossfit_magnitudes(factors, sizes) - truth)
-        mini.append(oracle.eigen(factors.sum(0) / examples)[0] - truth)
-    bias, error = (f(torch.stack(crossfit)) for f in (lambda e: e.mean(0), lambda e: e.std(0) / 20))
-    assert (bias.abs() < 4 * error).all()
-    biased = torch.stack(mini).mean(0)
-    assert biased[0] > 20 * error[0]
-    assert biased[-1] < -20 * error[-1]
 
 
 def test_crossfit_needs_enough_examples():

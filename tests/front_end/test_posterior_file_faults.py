@@ -24,8 +24,9 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.report.tables import write_csv
-from laplace_debias.system import files
-from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
+from laplace_debias.system import atomic
+from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.sealed import read_sealed, write_sealed
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -119,7 +120,7 @@ def test_equal_posteriors_give_equal_bytes(la, path, tmp_path):
 def test_a_changed_bit_of_any_byte_is_refused(la, path):
     raw = path.read_bytes()
     header = 8 + int.from_bytes(raw[:8], "little")
-    for place in (*range(header), *range(header, len(raw), 7)):
+    for place in (*range(header), *range(header, len(raw), 31)):
         changed = bytearray(raw)
         changed[place] ^= 1 << (place % 8)
         path.write_bytes(changed)
@@ -381,7 +382,7 @@ KILLED = """
 
 def test_a_killed_writer_leaves_what_was_there(la, path):
     before = path.read_bytes()
-    script = [sys.executable, "-c", textwrap.dedent(KILLED), files.__file__, str(path)]
+    script = [sys.executable, "-c", textwrap.dedent(KILLED), atomic.__file__, str(path)]
     assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
     assert path.read_bytes() == before
     la.save(path)
@@ -421,7 +422,6 @@ SOURCE = [
     *("--model=examples.paper.networks:digits_net", "--data=examples.paper.data:digits_parts"),
     *("--device=cpu", "--progress=false"),
 ]
-FIT = ["fit", *SOURCE, "--mode=mini"]
 
 
 def one_line(capsys) -> str:
@@ -453,11 +453,3 @@ def test_tune_refuses_a_damaged_posterior_before_work(path, capsys, monkeypatch)
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["tune", *SOURCE, f"--posterior={path}"]) == 2
     assert "damaged" in one_line(capsys)
-
-
-def test_fit_tells_of_a_full_disk_in_one_line(tmp_path, capsys):
-    output = tmp_path / "posterior"
-    with at_most(65536):
-        assert main([*FIT, f"--output={output}"]) == 2
-    assert "would be larger" in one_line(capsys)
-    assert not list(tmp_path.iterdir())

@@ -178,21 +178,6 @@ def test_data_in_another_order_in_the_second_pass_give_the_same_numbers():
     assert la.tune(OnceReadable([(x, y)]), link=PLAIN).table == once.table
 
 
-def test_a_shuffling_loader_takes_the_generator():
-    model, x, y = problem(3.0, 1000, temperature=0.3)
-    la = Laplace(model).fit([(x, y)])
-    expected = la.tune([(x, y)], link=PLAIN)
-    assert len(expected.table) > 31
-    loader = DataLoader(TensorDataset(x, y), batch_size=250, shuffle=True)
-    before = torch.get_rng_state()
-    found = la.tune(loader, generator=torch.Generator().manual_seed(5), link=PLAIN)
-    assert [row["nll"] for row in found.table] == pytest.approx(
-        [row["nll"] for row in expected.table]
-    )
-    assert found.flat == pytest.approx(expected.flat)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_passes_of_the_front_end():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
@@ -483,17 +468,6 @@ def test_noise_and_prior_precision_have_the_least_validation_nll(sigma):
     assert min(row["nll"] for row in found.table) == found.value
     assert 0.7 < first / 0.1 < 1.3
     assert not la.likelihood.is_assumed
-
-
-def test_small_residuals_survive_single_precision():
-    exact, single = (
-        Laplace(model, "regression", sigma=1.0).fit([(x[:40], y[:40])]).tune(
-            [(x[40:], y[40:])], sigma=True
-        )
-        for model, x, y in (regression(1e-4), regression(1e-4, torch.float32))
-    )  # fmt: skip
-    assert exact.sigma == pytest.approx(1e-4, rel=0.3)
-    assert single.sigma == pytest.approx(exact.sigma, rel=0.02)
 
 
 def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():

@@ -11,7 +11,6 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN
-from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 
 
 def examples(number=12):
@@ -239,20 +238,6 @@ def test_what_is_not_bayesian_must_stay_too(normalised, change, tmp_path):
             use(x)
     with pytest.raises(ValueError, match=f"{name} is not that of the fit"):
         Laplace.load(tmp_path / "posterior.safetensors", normalised)
-
-
-def test_a_fingerprint_tells_any_change_and_nothing_else(normalised):
-    before = fingerprint(normalised, ["3.weight"])
-    assert "3.weight" not in before
-    normalised.register_buffer("cache", torch.zeros(3), persistent=False)
-    assert changed(before, fingerprint(normalised, ["3.weight"])) == []
-    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex128):
-        normalised.register_buffer("extra", torch.zeros(3, dtype=dtype))
-        there = fingerprint(normalised, ["3.weight"])
-        assert changed(before, there) == ["extra"]
-        normalised.extra[1] = 1
-        assert changed(there, fingerprint(normalised, ["3.weight"])) == ["extra"]
-        del normalised.extra
 
 
 def test_autocast_is_refused():

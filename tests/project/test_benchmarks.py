@@ -149,19 +149,6 @@ def test_appended_rounds_join_those_of_the_same_set_up_alone(tmp_path):
             results.joined(first, other)
 
 
-@pytest.mark.parametrize("arguments", [["--quick", "--publish"], ["--repetitions", "0"]])
-def test_options_without_sense_are_refused(arguments):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_a_gpu_that_is_not_there_is_refused_before_any_work(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["--device", "cuda"])
-    assert "torch sees no GPU" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

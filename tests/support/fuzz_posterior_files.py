@@ -11,7 +11,6 @@ import random
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +24,7 @@ CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 LIKELIHOODS = ("classification", "binary", "multilabel", "regression")
 UNCHANGED, SAME, REFUSED = "same bytes", "same answer", "refused"
 DIFFERENT, CRASHED = "DIFFERENT ANSWER", "OTHER EXCEPTION"
-BAD = (DIFFERENT, CRASHED)
+KINDS = ("flip", "set", "zero", "cut off", "append", "insert", "delete", "swap", "length")
 
 
 @dataclass
@@ -37,32 +36,6 @@ class Subject:
     raw: bytes
     x: torch.Tensor
     answers: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass
-class Report:
-    """How often which mutation came to what, and the mutations that must not have been."""
-
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def total(self, outcome: str) -> int:
-        return sum(counts[outcome] for counts in self.counts.values())
-
-    def __str__(self) -> str:
-        outcomes = (REFUSED, UNCHANGED, SAME, *BAD)
-        rows = [("mutation", *outcomes)]
-        rows += [
-            (kind, *(f"{counts[outcome]:,}" for outcome in outcomes))
-            for kind, counts in sorted(self.counts.items())
-        ]
-        rows.append(("all", *(f"{self.total(outcome):,}" for outcome in outcomes)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([*lines, *self.failures[:20]])
-
-
-# ----------------------------------------------------------------------------- the originals
 
 
 def subjects() -> list[Subject]:
@@ -131,71 +104,37 @@ def answers(la: Laplace, x: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-# ---------------------------------------------------------------------- mutations of any bytes
+def mutated(raw: bytes, chance: random.Random) -> tuple[str, bytes]:
+    """A kind of change, and the changed bytes."""
+    kind, found = chance.choice(KINDS), bytearray(raw)
+    size, length = chance.choice((1, 2, 4, 8, 16, 64)), int.from_bytes(raw[:8], "little")
 
+    def place() -> int:
+        """Half of the time in the header, which is small."""
+        return chance.randrange(8 + length if chance.random() < 0.5 else len(raw))
 
-def flip_bit(raw: bytearray, chance: random.Random) -> None:
-    raw[_place(raw, chance)] ^= 1 << chance.randrange(8)
-
-
-def flip_many_bits(raw: bytearray, chance: random.Random) -> None:
-    for _ in range(chance.randint(2, 20)):
-        flip_bit(raw, chance)
-
-
-def set_byte(raw: bytearray, chance: random.Random) -> None:
-    values = (0, 0x20, 0x22, 0x30, 0x39, 0x5B, 0x7B, 0x7F, 0xFF, chance.randrange(256))
-    raw[_place(raw, chance)] = chance.choice(values)
-
-
-def zero_a_run(raw: bytearray, chance: random.Random) -> None:
-    start = chance.randrange(len(raw))
-    end = min(len(raw), start + chance.choice((4, 8, 64, 512)))
-    raw[start:end] = bytes(end - start)
-
-
-def cut_off(raw: bytearray, chance: random.Random) -> None:
-    del raw[chance.randrange(len(raw)) :]
-
-
-def append(raw: bytearray, chance: random.Random) -> None:
-    raw += chance.randbytes(chance.choice((1, 4, 8, 100)))
-
-
-def insert(raw: bytearray, chance: random.Random) -> None:
-    place = _place(raw, chance)
-    raw[place:place] = chance.randbytes(chance.choice((1, 2, 4, 8)))
-
-
-def delete(raw: bytearray, chance: random.Random) -> None:
-    place = _place(raw, chance)
-    del raw[place : place + chance.choice((1, 2, 4, 8))]
-
-
-def swap(raw: bytearray, chance: random.Random) -> None:
-    size = chance.choice((1, 4, 8, 16))
-    a, b = sorted(chance.randrange(len(raw) - size) for _ in range(2))
-    raw[a : a + size], raw[b : b + size] = raw[b : b + size], raw[a : a + size]
-
-
-def change_length(raw: bytearray, chance: random.Random) -> None:
-    length = int.from_bytes(raw[:8], "little")
-    values = (0, 1, 2**63, 2**64 - 1, length - 1, length + 1, length * 8, len(raw), len(raw) - 8)
-    raw[:8] = chance.choice((*values, chance.getrandbits(64))).to_bytes(8, "little")
-
-
-def _place(raw: bytearray, chance: random.Random) -> int:
-    """Half of the time in the header, which is small."""
-    end = 8 + int.from_bytes(raw[:8], "little")
-    return chance.randrange(end if chance.random() < 0.5 and end < len(raw) else len(raw))
-
-
-BYTES: tuple[Callable[[bytearray, random.Random], None], ...] = (
-    *(flip_bit, flip_bit, flip_bit, flip_many_bits, set_byte, set_byte, zero_a_run),
-    *(cut_off, append, insert, delete, swap, change_length),
-)
-
-# ------------------------------------------------------------------------------------ the run
+    at, other = place(), place()
+    if kind == "flip":
+        for where in [at, *(place() for _ in range(chance.choice((0, 0, 20))))]:
+            found[where] ^= 1 << chance.randrange(8)
+    elif kind == "set":
+        found[at] = chance.choice((0, *b' "09[{', 0x7F, 0xFF, chance.randrange(256)))
+    elif kind == "zero":
+        found[at : at + size] = bytes(len(found[at : at + size]))
+    elif kind == "cut off":
+        del found[at:]
+    elif kind in ("append", "insert"):
+        at = len(raw) if kind == "append" else at
+        found[at:at] = chance.randbytes(size)
+    elif kind == "delete":
+        del found[at : at + size]
+    elif kind == "swap":
+        one, two = found[at : at + size], found[other : other + size]
+        found[at : at + size], found[other : other + size] = two, one
+    else:
+        values = (0, 1, 2**63, 2**64 - 1, length - 1, length + 1, len(raw), chance.getrandbits(64))
+        found[:8] = chance.choice(values).to_bytes(8, "little")
+    return kind, bytes(found)
 
 
 def outcome_of(raw: bytes, subject: Subject, path: Path) -> tuple[str, str]:
@@ -211,56 +150,40 @@ def outcome_of(raw: bytes, subject: Subject, path: Path) -> tuple[str, str]:
         return (REFUSED, told) if is_told else (CRASHED, f"a message that tells little: {told!r}")
     except Exception as error:
         return CRASHED, repr(error)[:300]
-    return (SAME if _alike(found, subject.answers) else DIFFERENT), ""
+    is_same = all(map(torch.equal, found, subject.answers))
+    return (SAME if is_same else DIFFERENT), ""
 
 
-def _alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+def fuzz(
+    mutations: int, seed: int, originals: list[Subject]
+) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """Mutate so many times: how often which kind came to what, and what must not have been."""
+    chance, counts, failures = random.Random(seed), Counter(), []
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        for number in range(mutations):
+            subject = originals[number % len(originals)]
+            kind, raw = mutated(subject.raw, chance)
+            outcome, told = outcome_of(raw, subject, Path(folder) / "mutated")
+            counts[kind, outcome] += 1
+            if outcome in (DIFFERENT, CRASHED):
+                failures.append(f"{outcome}: {kind}, {subject.name}, number {number}: {told}")
+    return counts, failures
 
 
-def fuzz(mutations: int, seed: int, folder: Path, originals: list[Subject] | None = None) -> Report:
-    """Mutate so many times.
-
-    Args:
-        mutations: How often.
-        seed: Of the choices.
-        folder: Where the files are written.
-        originals: What is mutated; `subjects()` if None.
-    """
-    chance = random.Random(seed)
-    originals = subjects() if originals is None else originals
-    report = Report()
-    path = folder / "mutated"
-    for number in range(mutations):
-        subject = originals[number % len(originals)]
-        change, changed = chance.choice(BYTES), bytearray(subject.raw)
-        change(changed, chance)
-        outcome, told = outcome_of(bytes(changed), subject, path)
-        kind = change.__name__.replace("_", " ")
-        report.counts.setdefault(kind, Counter())[outcome] += 1
-        if outcome in BAD:
-            report.failures.append(f"{outcome}: {kind}, {subject.name}, number {number}: {told}")
-    return report
-
-
-def main(run: Callable[[int, int, Path], Report], told: str) -> int:
-    """Run from the command line; 1 if any mutation did what it must not.
-
-    Args:
-        run: Mutates so many times, with a seed, in a folder.
-        told: What it does.
-    """
-    parser = argparse.ArgumentParser(description=told.splitlines()[0])
+def main() -> int:
+    """Run from the command line; 1 if any mutation did what it must not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mutations", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        report = run(options.mutations, options.seed, Path(folder))
-    print(report)  # noqa: T201
-    return 1 if report.failures else 0
+    counts, failures = fuzz(options.mutations, options.seed, subjects())
+    for (kind, outcome), count in sorted(counts.items()):
+        print(f"{kind:8} {outcome:16} {count:,}")
+    print(*failures[:20], sep="\n")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(fuzz, __doc__))
+    raise SystemExit(main())

@@ -250,7 +250,7 @@ def main() -> None:
     for what in options.what:
         with tempfile.TemporaryDirectory() as folder:
             found = KILLS[what](options.kills, options.seed, Path(folder))
-        print(found.told(what, options.kills), flush=True)  # noqa: T201
+        print(found.told(what, options.kills), flush=True)
 
 
 if __name__ == "__main__":

@@ -90,15 +90,6 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
     assert ("value tried" in capsys.readouterr().out) == is_at_the_end
 
 
-def test_tune_by_the_marginal_likelihood_goes_back_into_the_file(checkpoint, tmp_path):
-    path = tmp_path / "posterior.safetensors"
-    assert main(command("fit", checkpoint, f"--output={path}", "--mode=mini")) == 0
-    model = network(checkpoint)
-    expected = Laplace.load(path, model).tune(method="marglik").prior_precision
-    assert main(command("tune", checkpoint, f"--posterior={path}", "--method=marglik")) == 0
-    assert float(Laplace.load(path, model).prior_precision) == expected != 1.0
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -143,9 +134,3 @@ def test_tune_keeps_another_file_unless_told_otherwise(checkpoint, posterior, tm
     assert output.read_text() == "mine"
     assert main(command("tune", checkpoint, *options, "--overwrite")) == 0
     assert output.read_bytes() != b"mine"
-
-
-def test_a_missing_posterior_says_how_to_make_one(checkpoint, tmp_path, capsys):
-    options = command("tune", checkpoint, f"--posterior={tmp_path / 'none.safetensors'}")
-    assert main(options) == 2
-    assert "laplace-debias fit" in capsys.readouterr().err
