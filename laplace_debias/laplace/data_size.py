@@ -1,7 +1,7 @@
 """N, the number of training examples, and how processes agree about data before they share it."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from torch import nn
@@ -34,11 +34,13 @@ class Expected:
         num_data: N; None for the number of examples that the fit sees.
         is_told: Whether a loader told it, which a pass over all data must confirm.
         is_whole: Whether the fit passes over all data.
+        is_shared: Whether `ShardedBatches` say that several processes share it.
     """
 
     num_data: int | None
     is_told: bool = False
     is_whole: bool = False
+    is_shared: bool = False
 
     def over(self, ranks: Ranks) -> "Expected":
         """N of several processes: the sum of what their loaders tell, or what all were given.
@@ -50,7 +52,7 @@ class Expected:
         if ranks.size == 1:
             return self
         if self.is_told:
-            return Expected(None if None in sizes else sum(sizes), True, self.is_whole)
+            return replace(self, num_data=None if None in sizes else sum(sizes))
         if len(set(sizes)) > 1:
             raise ValueError(
                 f"num_data differs between the ranks, {sizes}: pass the number of training "
@@ -80,15 +82,18 @@ class Expected:
         return self.num_data
 
 
-def expected_of_loader(loader: Any, num_data: int | None, mode: str) -> Expected:
+def expected_of_loader(loader: Any, num_data: SupportsIndex | None, mode: str) -> Expected:
     """The N of a fit that reads a loader: given, told, or counted if it reads all of it.
 
     Raises:
-        ValueError: As `told_by`; if every pass leaves out examples (`drop_last=True`), or the fit
-            reads the first batches alone and the loader does not tell.
+        ValueError: As `check_shared` and `told_by`; if every pass leaves out examples
+            (`drop_last=True`), or the fit reads the first batches alone and the loader does not
+            tell; for an N that is out of range.
+        TypeError: For an N that is not a whole number.
     """
+    is_shared = check_shared(current(), loader)
     if num_data is not None:
-        return Expected(num_data)
+        return Expected(whole(num_data, "num_data"), is_shared=is_shared)
     told = told_by(loader)
     if told is None and mode != "full":
         raise ValueError(
@@ -102,21 +107,22 @@ def expected_of_loader(loader: Any, num_data: int | None, mode: str) -> Expected
             f"its {told} examples (drop_last=True): use drop_last=False, or pass "
             f"num_data={told} to let those seen stand for all."
         )
-    return Expected(told, is_told=True, is_whole=mode == "full")
+    return Expected(told, True, mode == "full", is_shared)
 
 
-def expected_of_given(data: Iterable[Any], num_data: SupportsIndex | None) -> Expected:
+def expected_of_given(data: Sequence[Any], num_data: SupportsIndex | None) -> Expected:
     """The N of a fit whose data are given, each for its purpose: given or counted.
 
     Raises:
-        ValueError: As `told_by`; for an N that is out of range.
+        ValueError: As `check_shared` and `told_by`; for an N that is out of range.
         TypeError: For an N that is not a whole number.
     """
-    if num_data is not None:
-        return Expected(whole(num_data, "num_data"))
-    for one in data:
-        told_by(one)
-    return Expected(None)
+    of_data = [check_shared(current(), one) for one in data]
+    if num_data is None:
+        for one in data:
+            told_by(one)
+    given = None if num_data is None else whole(num_data, "num_data")
+    return Expected(given, is_shared=of_data[0])
 
 
 def told_by(loader: Any) -> int | None:

@@ -44,7 +44,7 @@ def groups_of(fitted: Fitted, per: str) -> dict[str, list[int]]:
         )
     groups: dict[str, list[int]] = {}
     for index, block in enumerate(fitted.parameters.blocks):
-        name = block.name if per == "block" else kind_of(unwrapped(fitted.model), block)
+        name = block.name if per == "block" else kind_of(unwrapped(fitted.subject.model), block)
         groups.setdefault(name, []).append(index)
     return groups
 

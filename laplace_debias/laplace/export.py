@@ -69,7 +69,7 @@ def export(
         whole(samples, "samples")
     if method == "nn" and link is not None:
         raise ValueError(f'link={link!r} belongs to method="glm": leave it out.')
-    chosen = link_from(link, fitted.likelihood) or fitted.link
+    chosen = link_from(link, fitted.likelihood) or fitted.subject.link
     if type(fitted.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
         raise NotImplementedError(
             f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported: only "

@@ -107,7 +107,7 @@ class Header:
             {name: list(paths) for name, paths in fitted.parameters.calls.items()},
             None if fitted.noise is None else asdict(fitted.noise),
             fitted.posterior.temperature,
-            None if fitted.link is None else asdict(fitted.link),
+            None if fitted.subject.link is None else asdict(fitted.subject.link),
         )
 
     def as_json(self) -> str:
@@ -209,12 +209,15 @@ class Saved:
                 f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
                 "posterior was fitted on."
             )
-        return Fitted(
-            *(subject.model, subject.likelihood, settings, parameters, posterior),
-            *(float(header.nll), others, header.mode),
-            noise=None if header.noise is None else Noise(**header.noise),
+        subject = replace(subject, settings=settings).changed(
+            parameters=parameters,
+            prior_precision=posterior.prior_precision,
+            temperature=posterior.temperature,
+            given_mean=0.0 if posterior.prior_mean is None else posterior.prior_mean,
             link=None if header.link is None else Link(**header.link),
         )
+        noise = None if header.noise is None else Noise(**header.noise)
+        return Fitted(subject, posterior, float(header.nll), others, header.mode, noise)
 
     def _posterior(self, parameters: BayesianParameters, model: nn.Module) -> GaussianPosterior:
         """Build the posterior on the model's device, of tensors that fit the model.

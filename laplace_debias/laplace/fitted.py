@@ -1,7 +1,6 @@
 """The frozen state of a fit: what predictions, grids and files read."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,17 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.class_dim import classes_last
 from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
-from laplace_debias.curvature.network.precision import widened
-from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shadow import check_no_autocast
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision
-from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import real
 
 
@@ -98,34 +93,26 @@ class Fitted:
     """A posterior, and all that goes with it.
 
     Attributes:
-        model: The user's model.
-        likelihood: Its likelihood.
-        settings: What was fitted.
-        parameters: The Bayesian parameters.
-        posterior: The Gaussian over them.
+        subject: The model, its parameters, its prior and its link.
+        posterior: The Gaussian over the parameters.
         nll: Summed negative log-likelihood of the N examples, in nats.
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         mode: How it was fitted, for `repr`; None if that is not known.
         noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
         watch: What finds changes of the others.
-        link: What logits become probabilities by, where one was chosen.
         report: How far a fit of `mode="auto"` is from that of all the data.
 
     Raises:
         ValueError: If the negative log-likelihood is not finite.
     """
 
-    model: nn.Module
-    likelihood: Likelihood
-    settings: FitSettings
-    parameters: BayesianParameters
+    subject: Subject
     posterior: GaussianPosterior
     nll: float
     others: dict[str, int]
     mode: str | None
     noise: Noise | None = None
     watch: Watch = field(default_factory=Watch, repr=False)
-    link: Link | None = None
     report: FitReport | None = None
 
     def __post_init__(self) -> None:
@@ -137,34 +124,42 @@ class Fitted:
             )
 
     @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the outputs."""
+        return self.subject.likelihood
+
+    @property
+    def settings(self) -> FitSettings:
+        """The choices of the fit."""
+        return self.subject.settings
+
+    @property
+    def parameters(self) -> BayesianParameters:
+        """The Bayesian parameters."""
+        return self.subject.known
+
+    @property
     def network(self) -> nn.Module:
-        """The module that is differentiated, see `network_of`."""
-        return network_of(self.model, self.parameters.names, self.settings)
+        """The module that is differentiated."""
+        return self.subject.network
 
     def with_posterior(self, posterior: GaussianPosterior) -> "Fitted":
         """The same fit with another form of its posterior."""
         return replace(self, posterior=posterior)
 
-    def under(self, prior: Prior) -> "Fitted":
-        """The same fit under a prior, at a temperature and with a link; what is new is checked.
+    def under(self, subject: Subject) -> "Fitted":
+        """The same fit under another prior, at a temperature and with a link.
 
         Raises:
             ValueError: As `GaussianPosterior.check_prior_precision`.
         """
-        posterior = self.posterior
-        fields = {
-            "prior_precision": prior.precision,
-            "prior_mean": prior.mean,
-            "temperature": prior.temperature,
-        }
-        others = {k: value for k, value in fields.items() if value is not getattr(posterior, k)}
-        posterior = posterior.changed(**others) if others else posterior
-        return replace(self, posterior=posterior, link=prior.link)
+        prior = {k: getattr(subject, k) for k in ("prior_precision", "prior_mean", "temperature")}
+        return replace(self, subject=subject, posterior=self.posterior.changed(**prior))
 
     def moved(self, x: Any) -> Inputs:
         """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""
-        x = BatchReader(self.model).inputs(x)
-        return move(x, self.posterior.mean.device, {p.dtype for p in self.model.parameters()})
+        x = self.subject.read_batch.inputs(x)
+        return move(x, self.posterior.mean.device, self.subject.dtypes)
 
     def check_model(self) -> None:
         """Require the model to be what it was at the fit.
@@ -177,7 +172,7 @@ class Fitted:
         """
         mean = self.posterior.mean
         check_no_autocast(mean.device)
-        plain = unwrapped(self.model)
+        plain = unwrapped(self.subject.model)
         current = self.parameters.flat(plain)
         if current.device != mean.device or current.dtype != mean.dtype:
             raise RuntimeError(
@@ -210,16 +205,3 @@ class Fitted:
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
         )
-
-
-def network_of(model: nn.Module, names: Sequence[str], settings: FitSettings) -> nn.Module:
-    """The differentiated module: the model without wrappers, with its outputs `[B, ..., C]`.
-
-    Where Bayesian parameters are in half precision, it computes in single precision.
-
-    Args:
-        model: The user's model.
-        names: Its Bayesian parameters.
-        settings: Which dimension of its outputs has the classes.
-    """
-    return classes_last(widened(unwrapped(model), names), settings.class_dim)

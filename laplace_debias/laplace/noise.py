@@ -34,11 +34,12 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[fl
     assert isinstance(fitted.likelihood, Gaussian)
     assert noise is not None
     share = factor**-noise.power
+    deltas = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
     posterior = GaussianPosterior(
         old.mean,
         old.curvature.map(lambda _, block: scaled(block, share)),
         old.num_data,
-        torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device),
+        deltas,
         old.order,
         old.prior_mean,
         old.temperature,
@@ -46,7 +47,11 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[fl
     squares = squared_residuals(fitted)
     return replace(
         fitted,
-        likelihood=Gaussian(fitted.likelihood.sigma * factor),
+        subject=replace(
+            fitted.subject,
+            likelihood=Gaussian(fitted.likelihood.sigma * factor),
+            prior_precision=deltas,
+        ),
         posterior=posterior,
         nll=fitted.nll + 0.5 * squares * (factor**-2 - 1) + noise.num_targets * math.log(factor),
     )

@@ -23,7 +23,6 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
-from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
@@ -125,12 +124,11 @@ class Plan:
         return "\n".join([*lines, "", *_aligned(whole)])
 
 
-def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: int | None) -> Plan:
+def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> Plan:
     """The plan of a fit of this process alone; nothing is fitted.
 
     Args:
         subject: What would be fitted.
-        prior: As a fit takes it.
         loader: As `Laplace.plan` takes it; so are the others.
         mode: The mode.
         folds: Of `"crossfit"`.
@@ -156,7 +154,7 @@ def plan_of(subject: Subject, prior: Prior, loader: Batches, mode: str, folds: i
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         with Tracked() as look:
-            problem, _, stream = subject.problem(loader, None, prior)
+            _, problem, stream = subject.problem(loader, None)
         ((x, y, *_),) = stream.first
         # A pass goes through one fold.
         part = slice(0, -(-len(y) // num_folds))

@@ -224,7 +224,7 @@ def closed(
     Raises:
         ValueError: As `linearised.moments`.
     """
-    link = link or fitted.link or default_link(fitted, x)
+    link = link or fitted.subject.link or default_link(fitted, x)
     diagonal = links.variances_suffice(fitted.likelihood, link)
     mean, covariances = linearised.moments(fitted, x, None, diagonal, positions=positions)
     if mean.ndim > 2 and not diagonal:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import (
     DataLoader,
     RandomSampler,
@@ -18,11 +17,11 @@ from torch.utils.data import (
 
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
+from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.file import likelihood_to_json
-from laplace_debias.laplace.parameters import FitSettings
+from laplace_debias.laplace.subject import Subject
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -72,23 +71,17 @@ def _samplers(loader: DataLoader) -> list[Any]:
 
 
 def identity_of(
-    problem: Problem,
-    settings: FitSettings,
-    likelihood: Likelihood,
-    model: nn.Module,
-    generator: torch.Generator | None,
-    **of_data: Any,
+    problem: Problem, subject: Subject, generator: torch.Generator | None, **of_data: Any
 ) -> dict[str, Any]:
     """The identity of a fit, which makes two the same, as plain data.
 
     Args:
         problem: What is fitted, with its blocks.
-        settings: Likewise.
-        likelihood: The model's.
-        model: The model, without wrappers.
+        subject: Likewise.
         generator: The fit's, as it is when the fit begins.
         of_data: What is known of the data.
     """
+    model, likelihood = unwrapped(subject.model), subject.likelihood
     try:
         of_likelihood: Any = likelihood_to_json(likelihood, own=True)
     except ValueError:
@@ -100,20 +93,18 @@ def identity_of(
     state = b"" if generator is None else generator.get_state().numpy().tobytes()
     # Objects without a text of their own show their address.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(model))
+    settings = {name: str(value) for name, value in vars(subject.settings).items()}
+    kind = subject.settings.kind
+    del settings["kind"]
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
         "parameters and buffers": fingerprint(model, ()),
         "likelihood": of_likelihood,
         "blocks": {block.name: list(block.shape) for block in problem.blocks},
-        "curvature": settings.kind.name,
-        "rank": settings.kind.rank,
-        "fisher": [problem.cotangents.fisher.kind, problem.cotangents.fisher.mc_samples],
+        "curvature": kind.name,
+        "rank": kind.rank,
+        **settings,
         "generator": hashlib.blake2b(state, digest_size=8).hexdigest(),
-        "factor_dtype": str(settings.factor_dtype),
-        "joint": settings.joint,
-        "sharing": str(settings.sharing),
-        "memory_bound": settings.memory_bound,
-        "class_dim": settings.class_dim,
         "backend": problem.backend.__name__,
         "device": problem.device.type,
         "dtype": str(problem.dtype),

@@ -1,8 +1,10 @@
 """The subject of an approximation: a trained model, what its outputs mean, and the choices made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
@@ -26,7 +28,7 @@ from laplace_debias.curvature.network.class_dim import (
 )
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
-from laplace_debias.curvature.network.precision import is_narrow
+from laplace_debias.curvature.network.precision import is_narrow, widened
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shadow import (
@@ -37,27 +39,38 @@ from laplace_debias.curvature.network.shadow import (
 )
 from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace.data_size import first_batch
-from laplace_debias.laplace.fitted import network_of
+from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
-from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.posterior import check_temperature
+from laplace_debias.laplace.prior import (
+    PriorMean,
+    check_kind,
+    prior_mean_from,
+    prior_precision_from,
+)
 from laplace_debias.system.ranks import current
 from laplace_debias.system.warn import warn
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The subject of an approximation, and how its data is read.
+    """The subject of an approximation: its model, how its data is read, and its prior.
 
     Attributes:
         model: The user's model.
         likelihood: What its outputs mean.
-        settings: The choices of `Laplace`.
+        settings: The choices of a fit.
         selection: Which parameters are Bayesian, as `Laplace` takes it.
         backend: Likewise.
         read_batch: What makes pairs of batches.
         selected: The Bayesian parameters, if the model's structure tells them. A fit holds them
             against an example.
         parameters: Those of the last fit, or before it those selected; None if a fit finds them.
+        prior_precision: δ, one number or one per block, float64.
+        temperature: T.
+        given_mean: The prior's mean as the user gave it.
+        link: What logits become probabilities by; None for the default.
+        prior_mean: The prior's mean for these parameters; None if it is zero.
     """
 
     model: nn.Module
@@ -68,6 +81,11 @@ class Subject:
     read_batch: BatchReader
     selected: BayesianParameters | None
     parameters: BayesianParameters | None
+    prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    temperature: float = 1.0
+    given_mean: PriorMean = 0.0
+    link: Link | None = None
+    prior_mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
 
     @classmethod
     def of(
@@ -78,14 +96,16 @@ class Subject:
         selection: ParameterSelection,
         backend: str,
         batch: BatchHook | None,
+        **prior: Any,
     ) -> "Subject":
-        """As `Laplace` takes them.
+        """The subject of what `Laplace` takes; the prior's fields are those of `changed`.
 
         Raises:
-            ValueError: As `usable` and `BayesianParameters.of`.
+            ValueError: For a model or parameters that cannot be used; as `changed`.
+            TypeError: As `changed`.
             NotImplementedError: For BackPACK with a model that it would get wrong.
         """
-        plain = unwrapped(model)
+        plain = usable(model)
         read_batch = BatchReader(model, batch)
         if isinstance(selection, (list, tuple)):
             selection = plain_names(model, selection)
@@ -107,7 +127,34 @@ class Subject:
                 )
             backend = "hooks"
         choose_backend(classes_last(plain, class_dim), backend)
-        return cls(model, likelihood, settings, selection, backend, read_batch, selected, selected)
+        parts = model, likelihood, settings, selection, backend, read_batch, selected, selected
+        return cls(*parts, torch.ones((), dtype=torch.float64)).changed(**prior)
+
+    def changed(self, **fields: Any) -> "Subject":
+        """The same with another prior, temperature, link or likelihood, or of other parameters.
+
+        Raises:
+            ValueError: For a prior precision that is not positive and finite, or a prior's mean
+                that is not finite; if their sizes are not those of the parameters; for a
+                temperature out of range, or a link that the likelihood does not have.
+            TypeError: For what is no number.
+        """
+        other = replace(self, **fields)
+        known, mean = other.parameters, None
+        # As long as there are no blocks, the fit that finds them checks their number.
+        num_blocks = None if known is None else len(known.block_names)
+        check_kind(other.given_mean)
+        if known is not None:
+            mean = prior_mean_from(other.given_mean, unwrapped(other.model), known.names)
+        return replace(
+            other,
+            prior_precision=prior_precision_from(
+                other.prior_precision, other.first_parameter, num_blocks
+            ),
+            temperature=check_temperature(other.temperature),
+            link=link_from(other.link, other.likelihood),
+            prior_mean=mean,
+        )
 
     @property
     def known(self) -> BayesianParameters:
@@ -131,30 +178,37 @@ class Subject:
             return next(p for p in self.model.parameters() if p.requires_grad)
         return unwrapped(self.model).get_parameter(self.parameters.names[0])
 
+    @property
+    def network(self) -> nn.Module:
+        """The differentiated module: the model without wrappers, with its outputs `[B, ..., C]`.
+
+        Where Bayesian parameters are in half precision, it computes in single precision.
+        """
+        plain = widened(unwrapped(self.model), self.known.names)
+        return classes_last(plain, self.settings.class_dim)
+
     def problem(
         self,
         data: Batches,
         generator: torch.Generator | None,
-        prior: Prior,
         what: str = "data",
         progress: str | None = None,
-    ) -> tuple[Problem, BayesianParameters, Stream]:
+    ) -> tuple["Subject", Problem, Stream]:
         """The problem that is fitted, as the first batch of some data tells.
 
         Args:
             data: Batches, of which the first is read.
             generator: Seeds the labels of `fisher="mc"`, and what the data draws.
-            prior: What must fit the parameters that are found.
             what: As `of_fit` takes it.
             progress: Likewise.
 
         Returns:
-            The problem, the Bayesian parameters, and the data, whose first batch is not lost.
+            The subject with the parameters that were found, the problem, and the data, whose first
+            batch is not lost.
 
         Raises:
-            ValueError: As `usable`; if there is no last layer, it is not what it was, or there is
-                no batch; if the shapes leave open where the classes are; as
-                `BayesianParameters.verified` and `Prior.of`.
+            ValueError: If there is no last layer, it is not what it was, or there is no batch; if
+                the shapes leave open where the classes are; as `BayesianParameters.verified`.
             NotImplementedError: As `BayesianParameters.verified`.
         """
         settings = self.settings
@@ -162,41 +216,39 @@ class Subject:
         # The labels' seed is drawn before the loader's order.
         fisher = settings.fisher.seeded(generator)
         stream = self.of_fit(data, generator, what, progress)
-        parameters = self._look_at(stream, prior)
-        network = network_of(self.model, parameters.names, settings)
-        loss = NegativeLogLikelihood(self.likelihood)
+        found = self._look_at(stream)
+        network, blocks = found.network, found.known.blocks
         problem = Problem(
             network,
-            Cotangents(loss, fisher, settings.class_dim),
-            parameters.blocks,
-            choose_backend(network, self.backend, parameters.blocks),
+            Cotangents(NegativeLogLikelihood(self.likelihood), fisher, settings.class_dim),
+            blocks,
+            choose_backend(network, self.backend, blocks),
             settings.factor_dtype,
             settings.memory_bound,
         )
-        return problem.on(current()), parameters, stream
+        return found, problem.on(current()), stream
 
-    def _look_at(self, stream: Stream, prior: Prior) -> BayesianParameters:
-        """The Bayesian parameters, as the first batch tells; checks what it tells of outputs.
+    def _look_at(self, stream: Stream) -> "Subject":
+        """The subject with the parameters that the first batch tells; checks the outputs.
 
         A process without examples looks at those of the first one that has some.
         """
-        plain, found = unwrapped(self.model), self.selected
+        plain, found, settings = unwrapped(self.model), self.selected, self.settings
         device = self.first_parameter.device
         for x, y, *_ in first_batch(current(), stream.first):
             x, y = move(x, device, None), y.to(device)
             if found is None or is_last_layer(self.selection):
-                found = BayesianParameters.of(plain, self.selection, self.settings, x)
+                found = BayesianParameters.of(plain, self.selection, settings, x)
                 known = self.parameters
                 if known is not None and known.names != found.names:
                     raise ValueError(
                         f'params="last_layer" was {known.names}, but now the outputs come '
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
-            network = network_of(self.model, found.names, self.settings)
-            look_at(network, self.likelihood, x, y, self.settings)
-            found = found.verified(network, plain, self.selection, self.settings, x)
-            prior.of(plain, found)
-            return found
+            network = replace(self, parameters=found).network
+            look_at(network, self.likelihood, x, y, settings)
+            found = found.verified(network, plain, self.selection, settings, x)
+            return self.changed(parameters=found)
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
 
     def stream(
@@ -207,7 +259,7 @@ class Subject:
     ) -> Stream:
         """Data as pairs on the model's device; arguments as `Stream` takes them."""
         device = self.first_parameter.device
-        return Stream(data, self.read_batch, self._dtypes, generator, device, device, progress)
+        return Stream(data, self.read_batch, self.dtypes, generator, device, device, progress)
 
     def of_fit(
         self, data: Batches, generator: torch.Generator | None, what: str, progress: str | None
@@ -226,12 +278,13 @@ class Subject:
         ignored = getattr(self.likelihood, "ignore_index", None)
         what = what if ignored is None else f"{what} (ignore_index={ignored})"
         return Stream(
-            *(data, self.read_batch, self._dtypes, generator, None, of_targets, progress),
+            *(data, self.read_batch, self.dtypes, generator, None, of_targets, progress),
             *(self.likelihood.counts_any, what, True),
         )
 
     @property
-    def _dtypes(self) -> set[torch.dtype]:
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of the model's parameters."""
         return {p.dtype for p in self.model.parameters()}
 
 

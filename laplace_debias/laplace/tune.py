@@ -22,7 +22,6 @@ from laplace_debias.laplace.search import (
     refined,
     tuning_of,
 )
-from laplace_debias.laplace.subject import Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfile
 from laplace_debias.system.checks import real
@@ -33,7 +32,6 @@ _OF_PROBABILITIES = {"accuracy": True, "brier": False, "ece": False, "nll": Fals
 
 
 def on_data(
-    subject: Subject,
     fitted: Fitted,
     loader: Batches,
     metric: str,
@@ -46,7 +44,6 @@ def on_data(
     """The prior precision, link and temperature with the best metric on held-out data.
 
     Args:
-        subject: What the fit is of.
         fitted: The fit.
         loader: As `Laplace.tune` takes it; so are the others.
         metric: The metric.
@@ -64,7 +61,7 @@ def on_data(
     """
     fitted.check_model()
     check_held_out(loader)
-    stream = subject.stream(loader, generator, "tune" if progress else None)
+    stream = fitted.subject.stream(loader, generator, "tune" if progress else None)
     likelihood, class_dim = fitted.likelihood, fitted.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else list(_OF_PROBABILITIES)

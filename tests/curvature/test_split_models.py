@@ -1,7 +1,5 @@
 """A model whose parameters are split over processes is refused, with the remedy."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -54,11 +52,3 @@ def test_a_split_model_is_refused(mesh, split):
     ):
         with pytest.raises(NotImplementedError, match=REMEDY):
             refuse()
-
-
-def test_a_split_prior_mean_is_refused(mesh):
-    model = network()
-    before = copy.deepcopy(model).state_dict()
-    before["0.weight"] = distribute_tensor(before["0.weight"], mesh, [Replicate()])
-    with pytest.raises(ValueError, match=r"prior_mean has 0\.weight split over processes"):
-        Laplace(model, prior_mean=before)

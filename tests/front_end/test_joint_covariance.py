@@ -107,7 +107,8 @@ def test_groups_of_inputs_give_the_same(name, curvature):
 
     def bounded(memory):
         settings = replace(la._fitted.settings, memory_bound=memory)
-        la._fitted = replace(la._fitted, settings=settings)
+        subject = replace(la._fitted.subject, settings=settings)
+        la._fitted = replace(la._fitted, subject=subject)
 
     bounded(1)
     with pytest.raises(ValueError, match=r"joint covariance of 2 example\(s\) takes") as error:

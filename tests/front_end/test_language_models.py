@@ -189,7 +189,7 @@ def test_chunks_do_not_matter(fitted):
     state = la._fitted
     try:
         settings = replace(state.settings, memory_bound=2**14)
-        la._fitted = replace(state, settings=settings)
+        la._fitted = replace(state, subject=replace(state.subject, settings=settings))
         close(la.functional(x, positions=[-1, -2], outputs=3, diagonal=True)[1], expected, rtol)
     finally:
         la._fitted = state

@@ -121,30 +121,6 @@ def test_evaluation_takes_foreign_inputs():
     assert any("far" in key for key in report)
 
 
-def test_a_saved_mixture_predicts_the_same_bits(tmp_path):
-    some, (x, _) = members("classification"), data("classification")
-    path = tmp_path / "mixture.zip"
-    Mixture(some).save(path)
-    first = path.read_bytes()
-    Mixture(some).save(path)
-    assert path.read_bytes() == first
-    loaded = Mixture.load(path, [la.model for la in some])
-    assert torch.equal(loaded.predict(x).probs, Mixture(some).predict(x).probs)
-    assert [p.name for p in tmp_path.iterdir()] == ["mixture.zip"]
-    with pytest.raises(ValueError, match="has 3 members, got 2 models"):
-        Mixture.load(path, [la.model for la in some[:2]])
-    with pytest.raises(ValueError, match=r"does not fit|parameters"):
-        Mixture.load(path, [la.model for la in some[::-1]])
-    path.write_bytes(first[:-30])
-    with pytest.raises(ValueError, match="damaged or no mixture"):
-        Mixture.load(path, [la.model for la in some])
-    some[0].save(path)
-    with pytest.raises(ValueError, match=r"Laplace\.load reads a single posterior"):
-        Mixture.load(path, [la.model for la in some])
-    with pytest.raises(FileNotFoundError):
-        Mixture.load(tmp_path / "nothing", [])
-
-
 def test_members_that_do_not_go_together_are_refused(unchecked):
     la = member("classification", 1)
     with pytest.raises(ValueError, match="at least one member"):

@@ -67,19 +67,10 @@ def test_the_closed_form_of_a_last_layer_has_the_temperature():
 MEANS = {
     "a number": lambda model: 0.4,
     "a vector": lambda model: torch.linspace(-1, 1, sum(p.numel() for p in model.parameters())),
-    "a checkpoint": lambda model: (
-        {
-            name: value + 0.1 * index
-            for index, (name, value) in enumerate(model.state_dict().items())
-        }
-        | {"another": torch.zeros(3)}
-    ),
 }
 
 
 def as_vector(mean, model):
-    if isinstance(mean, dict):
-        return torch.cat([mean[name].flatten() for name, _ in model.named_parameters()])
     size = sum(p.numel() for p in model.parameters())
     return torch.as_tensor(mean, dtype=torch.float64).expand(size)
 
@@ -152,7 +143,7 @@ def test_a_last_layer_that_a_fit_finds_takes_them_too():
 
     model = Own().double()
     x, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
-    mean = {"head.weight": torch.ones(3, 4), "head.bias": torch.zeros(3)}
+    mean = torch.cat([torch.ones(12), torch.zeros(3)])
     la = Laplace(model, params="last_layer", prior_mean=mean, temperature=T)
     assert "prior mean: one for each parameter" in repr(la)
     with pytest.raises(RuntimeError, match="found by running an example"):
@@ -191,8 +182,6 @@ def test_files_and_repr_have_them(prior_mean, temperature, tmp_path):
         ({"temperature": math.nan}, ValueError, "positive and finite, got nan"),
         ({"prior_mean": torch.zeros(3)}, ValueError, r"each of the 95 .* got shape \(3,\)"),
         ({"prior_mean": math.nan}, ValueError, "prior_mean holds NaN"),
-        ({"prior_mean": {"0.weight": torch.zeros(6, 5)}}, ValueError, "lacks 0.bias: give"),
-        ({"prior_mean": {"0.weight": torch.zeros(5)}}, ValueError, r"has \(5,\) for 0.weight"),
     ],
 )
 def test_what_is_out_of_range_is_refused(options, error, message):
@@ -207,10 +196,10 @@ def test_what_is_out_of_range_is_refused(options, error, message):
     assert torch.equal(la.log_marginal_likelihood(), before)
 
 
-@pytest.mark.parametrize("value", ["map", None, [0.1], True])
+@pytest.mark.parametrize("value", ["map", None, [0.1], True, {"0.weight": torch.zeros(6, 5)}])
 def test_what_is_no_number_is_refused(value):
     """By functions that take anything: the annotations of others are checked in these tests."""
-    with pytest.raises(TypeError, match="prior_mean must be a number, a tensor or a mapping"):
+    with pytest.raises(TypeError, match=r"prior_mean must be a number or a tensor.*torch\.cat"):
         check_kind(value)
     with pytest.raises(TypeError, match="temperature must be"):
         check_temperature(value)

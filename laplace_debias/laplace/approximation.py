@@ -1,0 +1,470 @@
+"""What an approximation holds: a model with its prior, and its posterior once it is fitted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
+from laplace_debias.curvature.network.chosen_positions import Positions
+from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.laplace import file, predictive
+from laplace_debias.laplace.export import export
+from laplace_debias.laplace.fitted import FitReport, Fitted
+from laplace_debias.laplace.functional import linearised
+from laplace_debias.laplace.functional.linearised import OutputChoice
+from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.predictive import Prediction
+from laplace_debias.laplace.predictor import Predictor
+from laplace_debias.laplace.prior import PriorMean, PriorPrecision
+from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.thinning import Thinning, thinned
+from laplace_debias.metrics import Uncertainty
+from laplace_debias.system.ranks import together
+from laplace_debias.system.shown import html_table
+from laplace_debias.system.threads import Lock
+
+# Held for the moment in which a fit or a prior takes the place of another.
+_EXCHANGE = Lock()
+_FEW = 4
+
+
+class Approximation(Predictor):
+    """A model with a prior, and its posterior once it is fitted.
+
+    A prior is set, and a fit put in the place of another, as a whole: other threads see what was
+    there before or what is there after.
+
+    Args:
+        subject: The model and its prior.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._fitted: Fitted | None = None
+
+    def __repr__(self) -> str:
+        """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
+        lines = [f"  {key}: {line}" for key, line in self._described().items()]
+        return "\n".join([f"{type(self).__name__}(", *lines, ")"])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._described().items())
+
+    def _described(self) -> dict[str, str]:
+        """A few facts by name, none of which holds a weight or grows with the model."""
+        subject, fitted = self._subject, self._fitted
+        model, known = unwrapped(subject.model), subject.parameters
+        total = sum(parameter.numel() for parameter in model.parameters())
+        parameters, blocks = f"those of the last layer, found at the fit, of {total:,}", ""
+        if known is not None:
+            size = sum(model.get_parameter(name).numel() for name in known.names)
+            parameters, blocks = f"{size:,} of {total:,}", _some(known.block_names)
+        fit = "none yet"
+        if fitted is not None:
+            fit = f"N = {fitted.posterior.num_data:,}" + (f", {fitted.mode}" if fitted.mode else "")
+        mean = subject.given_mean if known is None else subject.prior_mean
+        is_vector = isinstance(mean, Tensor) and mean.ndim
+        lines = {
+            "model": type(model).__name__,
+            "likelihood": _likelihood(subject.likelihood),
+            "curvature": subject.settings.kind.name,
+            "parameters": parameters,
+            "blocks": blocks or "found at the fit",
+            "prior precision": _delta(subject.prior_precision),
+            "prior mean": "one for each parameter" if is_vector else f"{float(mean or 0):g}",
+            "temperature": f"{subject.temperature:g}",
+            "link": str(subject.link or ""),
+            "fit": fit,
+        }
+        defaults = {"prior mean": "0", "temperature": "1", "link": ""}
+        return {key: value for key, value in lines.items() if value != defaults.get(key)}
+
+    @property
+    def _subjects(self) -> list[Subject]:
+        return [self._subject]
+
+    @property
+    def _known(self) -> BayesianParameters:
+        return self._subject.known
+
+    @property
+    def _state(self) -> Fitted:
+        if self._fitted is None:
+            raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
+        return self._fitted
+
+    @property
+    def _unchanged_state(self) -> Fitted:
+        state = self._state
+        state.check_model()
+        return state
+
+    def _adopt(self, fitted: Fitted, **prior: Any) -> None:
+        """Make a fit the one that is predicted with, under the prior that holds by now.
+
+        Args:
+            fitted: The fit.
+            prior: Fields of the prior that it brings with it.
+        """
+        found = {name: getattr(fitted.subject, name) for name in ("likelihood", "parameters")}
+        with _EXCHANGE:
+            subject = self._subject.changed(**found, **prior)
+            self._fitted, self._subject = fitted.under(subject), subject
+
+    def _set(self, **prior: Any) -> None:
+        with _EXCHANGE:
+            subject = self._subject.changed(**prior)
+            if self._fitted is not None:
+                self._fitted = self._fitted.under(subject)
+            self._subject = subject
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._subject.model
+
+    @property
+    def param_names(self) -> list[str]:
+        """Names of the Bayesian parameters, in the model's order.
+
+        Raises:
+            RuntimeError: Before the fit that finds the last layer.
+        """
+        return self._known.names
+
+    @property
+    def block_names(self) -> list[str]:
+        """Names of the curvature blocks, in the order that per-block prior precisions take.
+
+        Raises:
+            RuntimeError: Before the fit that finds the last layer.
+        """
+        return self._known.block_names
+
+    @property
+    def posterior(self) -> GaussianPosterior:
+        """The Gaussian over the Bayesian parameters.
+
+        Raises:
+            RuntimeError: Before a fit.
+        """
+        return self._state.posterior
+
+    @property
+    def mean(self) -> Float[Tensor, " parameters"]:
+        """θ*, the Bayesian parameters at the fit, flattened in the model's order, `[D]`."""
+        return self.posterior.mean
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training examples that the posterior stands for."""
+        return self.posterior.num_data
+
+    @property
+    def fit_report(self) -> FitReport:
+        """How far the fit of `mode="auto"` is from that of all the data.
+
+        Raises:
+            RuntimeError: Where the posterior is of no such fit, or was loaded.
+        """
+        report = self._state.report
+        if report is None:
+            raise RuntimeError('There is a report of fit(mode="auto") alone, until it is saved.')
+        return report
+
+    # ------------------------------------------------- the prior, which needs no refit
+
+    @property
+    def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
+        """δ; setting it needs no refit."""
+        return self._subject.prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: PriorPrecision) -> None:
+        self._set(prior_precision=value)
+
+    @property
+    def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
+        """The prior's mean, one number or `[D]`, float64; setting it needs no refit.
+
+        Raises:
+            RuntimeError: Before the fit that finds the last layer.
+        """
+        device = unwrapped(self.model).get_parameter(self.param_names[0]).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return zero if self._subject.prior_mean is None else self._subject.prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: PriorMean) -> None:
+        self._set(given_mean=value)
+
+    @property
+    def temperature(self) -> float:
+        """T of the likelihood; setting it needs no refit."""
+        return self._subject.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._set(temperature=value)
+
+    @property
+    def link(self) -> Link | None:
+        """The link by which `predict` makes probabilities of logits; None for the default.
+
+        `tune` sets it, and so may you, with a name or a `Link`; that needs no refit.
+        """
+        return self._subject.link
+
+    @link.setter
+    def link(self, value: str | Link | None) -> None:
+        self._set(link=value)
+
+    @property
+    def sigma(self) -> Float[Tensor, "*outputs"]:
+        """Standard deviation of a regression's noise, in the targets' units: one, or one an output.
+
+        Raises:
+            AttributeError: If the likelihood is not `"regression"`.
+        """
+        if isinstance(self.likelihood, Gaussian):
+            return self.likelihood.sigma
+        raise AttributeError(f"sigma belongs to likelihood='regression', not to {self.likelihood}.")
+
+    # ------------------------------------------------- the posterior
+
+    def sample(
+        self, n: int, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "samples parameters"]:
+        """Draw Bayesian parameters, `[n, D]`, in the model's order."""
+        return self.posterior.sample(n, generator)
+
+    def log_marginal_likelihood(
+        self, prior_precision: PriorPrecision | None = None
+    ) -> Float[Tensor, ""]:
+        r"""The Laplace approximation of log p(D), in nats over all N examples, float64.
+
+        $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
+        - \tfrac12\log\det P$, every constant included; T is the temperature and μ the
+        prior's mean. Where the fit saw fewer than N examples, the first term is scaled up from
+        those.
+
+        Args:
+            prior_precision: δ to evaluate at, differentiable; the current one if None.
+        """
+        return self._state.log_marginal_likelihood(prior_precision)
+
+    def functional(
+        self,
+        x: Inputs | Record,
+        diagonal: bool = False,
+        outputs: OutputChoice | None = None,
+        *,
+        joint: bool = False,
+        positions: Positions | None = None,
+    ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
+        """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
+
+        A network with further positions, `[B, T, C]`, has a mean of that shape and a covariance of
+        all `T·C` outputs of an example, `[B, T·C, T·C]`.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            diagonal: Give the variances alone, of the mean's shape, for much less work.
+            outputs: Some outputs only: indices `[B, k]` into the flattened outputs of each example,
+                or a number k for the k largest; mean `[B, k]`, covariance `[B, k, k]`.
+            joint: Give the covariance between inputs, too, `[B, C, B, C]`: entry `[n, i, m, j]` is
+                that of output i at input n with output j at input m.
+            positions: Some positions of outputs `[B, T, C]` only, as `predict`: the mean is
+                `[B, p, C]` (`[B, C]` for one). `outputs` are those at each position then.
+
+        Raises:
+            ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
+                or `positions` are not there; if the memory bound is too small, or the outputs are
+                too many; for `joint` with `diagonal`.
+            TypeError: As `predict`.
+            RuntimeError: As `predict`.
+        """
+        if joint and diagonal:
+            raise ValueError(
+                "diagonal=True gives variances, joint=True covariances between inputs: leave out "
+                "one of them."
+            )
+        state = self._unchanged_state
+        if joint:
+            return linearised.joint(state, x, outputs, positions)
+        mean, covariances = linearised.moments(state, x, None, diagonal, outputs, positions)
+        return mean, covariances[0]
+
+    def marginals(
+        self,
+        x: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        positions: Positions | None = None,
+    ) -> Distribution:
+        """The predictive distribution of each target of a regression on its own, with quantiles.
+
+        Batch shape `[B, C]` for C targets. It has `.icdf(q)` and `.cdf(y)` besides `.mean`,
+        `.variance` and `.log_prob(y)`: `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and
+        a tensor of Q probabilities `[Q, 1, 1]` gives `[Q, B, C]`. In closed form it is a `Normal`;
+        with samples the equal mixture of the S normals p(y | f_s), noise included.
+
+        Args:
+            x: Inputs, `[B, ...]`; this and the others are those of `predict`.
+            method: How to predict.
+            samples: Draws.
+            generator: For the draws.
+            positions: Which positions.
+
+        Raises:
+            TypeError: If the likelihood is none of a regression. Else this raises what `predict`
+                raises.
+        """
+        how = Prediction(method, samples, generator, positions)
+        return predictive.marginals(self._unchanged_state, x, how)
+
+    def thin(
+        self, x: Inputs | Record, error: float = 1e-3, *, positions: Positions | None = None
+    ) -> Thinning:
+        r"""Keep only the directions that matter for predictions at the current prior precision.
+
+        Where $\tfrac NT\Lambda$ is small beside δ all directions have nearly the variance 1/δ, and
+        no basis of them is needed: they share the mean of their curvature, so that its trace stays.
+        The posterior becomes a small part of what it was, in memory and in its file. Tune first: at
+        a smaller prior precision the error is larger. The whole posterior is lost: save it first if
+        you want it again. In a process group give every process the same inputs.
+
+        On half of the inputs the fewest directions are found with which no standard deviation of an
+        output is off by more than `error`; on the other half the error is measured.
+
+        Args:
+            x: Inputs like those to come, `[B, ...]` as `predict` takes them: some dozens.
+            error: The largest relative error of a standard deviation, to those of now.
+            positions: Which positions of outputs `[B, T, C]`, as `predict` takes them.
+
+        Returns:
+            The part that is kept, and the error with its interval; `.message` says it in words.
+
+        Raises:
+            ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or
+                an error that is not positive. Else this raises what `functional` raises.
+        """
+        fitted, found = thinned(self._unchanged_state, x, error, positions)
+        self._adopt(fitted)
+        return found
+
+    @together("save")
+    def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
+        """Write the fitted posterior as a safetensors file (no pickle), atomically.
+
+        Of several processes the first one writes, and the others wait for it.
+        The model itself is not in it. The file has a checksum, and the same posterior gives the
+        same bytes. What stood at the path is replaced once the new file is complete; a symbolic
+        link stays, and the file that it leads to is replaced.
+
+        Args:
+            path: The file, in a folder that exists.
+            own_likelihood: Whether a likelihood of your own class may be saved by its import path
+                and its `options`. The file holds no code, and `load` imports none: it must be given
+                an instance.
+
+        Raises:
+            RuntimeError: Before a fit.
+            ValueError: If the likelihood is an instance of a user's class, unless
+                `own_likelihood`; if its `options` are not plain data.
+            FileNotFoundError: If the folder does not exist.
+            OSError: If the path is a folder or a device or may not be written; if the disk is full.
+                What was there before is still there.
+        """
+        file.save(Path(path), self._unchanged_state, own_likelihood)
+
+    def export(
+        self,
+        path: str | Path,
+        example: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        link: str | Link | None = None,
+    ) -> None:
+        """Write the predictive as a program that runs without this package, atomically.
+
+        The program holds the network. It is called as the model is, with any number of examples,
+        and gives tensors by their names, with positions `[B, T, ...]` where the model has them:
+
+        - `"probs"`: of `"classification"` and `"multilabel"` `[B, C]`, of `"binary"` `[B]`; with
+          them `"logits"` and their `"variance"`, `[B, C]`;
+        - of `"regression"` `"mean"` and `"variance"` `[B, C]` and `"covariance"` `[B, C, C]` of y,
+          which include σ².
+
+        `torch.export.load(path).module()(x)["probs"]` reads and calls it.
+
+        Args:
+            path: The file, `.pt2`, in a folder that exists.
+            example: Inputs as `predict` takes them, one example or more. Their sizes but for the
+                number of examples are those that the program takes.
+            method: `"glm"`: the closed form, of a posterior over the last layer, an `nn.Linear`,
+                with curvature `"kfac"`, `"ekfac"` or `"diag"`.
+                `"nn"`: samples of the parameters through the network, of any posterior; the file
+                holds them all, and the program gives the same numbers every time. Logits and mean
+                are averages over the samples then.
+            samples: Draws for `"nn"`, 100 if None.
+            generator: For the draws; torch's global one if None.
+            link: For `"glm"`, as `predict` takes it.
+
+        Raises:
+            NotImplementedError: If torch cannot trace the model for any number of examples, for
+                `"glm"` with another posterior, for inputs that are no tensors, or for a likelihood
+                of a user's class.
+            ValueError: For another suffix, an unknown method or link, or an argument that the
+                method does not use.
+            RuntimeError: If the program does not give for the example what `predict` gives.
+            OSError: If the file cannot be written. Else this raises what `predict` raises.
+        """
+        state = self._unchanged_state
+        export(state, Path(path), example, method, samples, generator, link)
+
+    def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
+        return predictive.predict(self._unchanged_state, x, how, link)
+
+    def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
+        return predictive.uncertainty(self._unchanged_state, x, how)
+
+
+def _likelihood(likelihood: Likelihood) -> str:
+    if type(likelihood) is Gaussian:
+        sigma = likelihood.sigma
+        noise = f"{sigma.item():g}" if sigma.ndim == 0 else f"one for each of {len(sigma)} outputs"
+        return f"regression, sigma = {noise}"
+    names = {kind: name for name, kind in LIKELIHOODS.items()}
+    values = vars(likelihood).items()
+    weighed = [key.replace("_", " ") for key, value in values if isinstance(value, Tensor)]
+    if smoothing := getattr(likelihood, "label_smoothing", 0):
+        weighed.append(f"label smoothing {smoothing:g}")
+    name = names.get(type(likelihood))
+    return ", ".join([name, *weighed]) if name else type(likelihood).__name__
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) <= _FEW:
+        return f"{len(names)}: {', '.join(names)}"
+    return f"{len(names)}: {', '.join(names[: _FEW - 2])}, …, {names[-1]}"
+
+
+def _delta(prior_precision: Tensor) -> str:
+    if prior_precision.ndim == 0:
+        return f"{prior_precision.item():g}"
+    low, high = prior_precision.min().item(), prior_precision.max().item()
+    return f"{low:g} to {high:g}, one per block"

@@ -1,0 +1,215 @@
+"""What predicts: the verbs of one posterior and of a mixture of several."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.chosen_positions import Positions
+from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.laplace.data_size import check_held_out
+from laplace_debias.laplace.evaluation import evaluate_predictions
+from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.predictive import Prediction
+from laplace_debias.laplace.subject import Subject
+from laplace_debias.metrics import Report, Uncertainty
+from laplace_debias.system.checks import check_is
+from laplace_debias.system.ranks import current, together
+
+
+class Predictor(ABC):
+    """Predicts, tells its uncertainty and is evaluated: `Laplace`, or a `Mixture` of several."""
+
+    @property
+    @abstractmethod
+    def _subjects(self) -> list[Subject]:
+        """The subject of every posterior."""
+
+    @abstractmethod
+    def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
+        """The predictive by a method and a link that were checked."""
+
+    @abstractmethod
+    def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
+        """The uncertainty by a method that has some."""
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, a regression's with the noise that `tune` has found."""
+        return self._subjects[0].likelihood
+
+    def _agree(self, **arguments: Any) -> None:
+        """Require the processes that make a call together to make it alike."""
+        settings = [subject.settings for subject in self._subjects]
+        current().require_same(made=self, settings=settings, **arguments)
+
+    def predict(
+        self,
+        x: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        link: str | Link | None = None,
+        positions: Positions | None = None,
+    ) -> Distribution:
+        """The predictive distribution p(y | x), batch shape `[B]`.
+
+        Args:
+            x: Inputs, `[B, ...]`: a tensor, several in a tuple, or a mapping or dataclass by name,
+                whose entry `labels` (or another of the names of targets that the forward pass does
+                not take) is left out.
+            method: `"glm"`: linearised network with exact functional covariance, averaged in closed
+                form (`link`) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
+                samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
+                samples through the network itself. `"map"`: the trained network, no uncertainty.
+            samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
+            generator: For the draws; torch's global one if None. The closed form and `"map"` draw
+                nothing.
+            link: How the closed form of `"glm"` comes from Gaussian logits to probabilities. None:
+                what `tune` found (`la.link`), else `"pairwise"` for up to 100 classes and
+                `"probit"` for more, for further positions and for single labels. `"pairwise"`: the
+                mean-field softmax of the whole covariance (Lu et al., 2020). `"probit"`: the
+                softmax of the logits, each shrunk by its variance (MacKay, 1992). `"exact"`: the
+                expected softmax, by 128 Sobol points. A `Link` has a temperature besides.
+            positions: Which positions of outputs `[B, T, C]`, all if None: one, for batch shape
+                `[B]`, or several, `[p]` or `[B, p]`, for batch shape `[B, p]`. Negative ones count
+                from the last position that an `attention_mask` does not call padding.
+
+        Returns:
+            `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
+            their probabilities) or `MultivariateNormal`, which includes the noise σ².
+
+        Raises:
+            ValueError: For an unknown method or link, samples below 1, samples of a method that
+                has none, or a link where there is no closed form; outputs that are not finite, or
+                too many to differentiate; positions that the outputs do not have, or of padding.
+            TypeError: If positions are not integers.
+            RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
+                since, or under autocast.
+        """
+        how = Prediction(method, samples, generator, positions)
+        return self._predict(x, how, how.link(link, self.likelihood))
+
+    def uncertainty(
+        self,
+        x: Inputs | Record,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        positions: Positions | None = None,
+    ) -> Uncertainty:
+        """Total, aleatoric and epistemic uncertainty of each input.
+
+        Of class probabilities they are the entropy of the predictive, the mean entropy over samples
+        of the parameters, and their mutual information (BALD), in nats, from draws; of several
+        labels summed over them. Of a regression they are variances of each target in its squared
+        units: with `method="glm"` and no `samples` in closed form, else from draws. The epistemic
+        part of a mixture is that of members and of their parameters together.
+
+        Args:
+            x: Inputs, `[B, ...]`; like the other arguments those of `predict`.
+            method: `"glm"`, `"glm-mc"` or `"nn"`.
+            samples: Draws of each member; 100 if None.
+            generator: For the draws.
+            positions: Which positions.
+
+        Returns:
+            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`. Of class
+            probabilities `.scores` has further ones by name: `entropy`, `max_probability` (not of
+            several labels) and `mutual_information`; of one posterior with `method="glm"` also
+            `variance` (of the logits, without their common part) and `instability` (the
+            log-probability of another decision), of classes `energy` and `max_logit`.
+
+        Raises:
+            ValueError: For `method="map"`, which has no uncertainty about the parameters; else this
+                raises what `predict` raises.
+
+        Reference:
+            Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
+            preference learning. 2011.
+        """
+        how = Prediction(method, samples, generator, positions)
+        how.check_uncertain()
+        return self._uncertainty(x, how)
+
+    @together("evaluate")
+    def evaluate(
+        self,
+        loader: Batches,
+        ood: Mapping[str, Batches] | None = None,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+        *,
+        link: str | Link | None = None,
+        intervals: bool = True,
+        level: float = 0.95,
+        score: str | None = None,
+    ) -> Report:
+        """Accuracy, NLL and calibration on labelled data; OOD detection by the uncertainty.
+
+        Each metric has a confidence interval over the targets that count, taken as independent.
+
+        Args:
+            loader: Labelled batches `(x, y)`.
+            ood: Out-of-distribution batches by name; their labels are ignored. Each gives
+                `auroc_<name>` and the like (in-distribution = 0, OOD = 1).
+            method: How to predict; this, `samples` and `link` are those of `predict`.
+            samples: Draws.
+            generator: Seeds the draws, and the order and augmentation of the loaders.
+            progress: Show progress bars over the loaders.
+            link: From logits to probabilities.
+            intervals: Whether to make confidence intervals.
+            level: Coverage that they aim at; for regression also the probability of the
+                predictive's own intervals, whose coverage and width are measured.
+            score: Name of the score of `uncertainty(x).scores` by which OOD data are separated; by
+                default the entropy of the predictive, of a regression its variance.
+
+        Returns:
+            The metrics by name, each a float with `.low` and `.high`, as `metrics.evaluate` has
+            them; for several labels as `metrics.evaluate_multilabel`; for regression as
+            `metrics.evaluate_regression`, with OOD detection by the variance. `metrics.compare`
+            takes two of them.
+
+        Raises:
+            ValueError: For an empty loader or one whose targets are all ignored; for `ood` with a
+                regression whose predictive is not normal; for a level that is not between 0 and 1;
+                for a score that likelihood or method do not have, or without `ood`. Else this
+                raises what `predict` raises.
+        """
+        check_is(ood, "ood", Mapping, type(None))
+        options = {"samples": samples, "link": link, "level": level, "score": score}
+        self._agree(ood=list(ood or ()), method=method, **options)
+        if score is not None and not ood:
+            raise ValueError(f"score={score!r} is for out-of-distribution data: give `ood`, too.")
+        check_held_out(loader, *(ood or {}).values())
+
+        def predict(x: Inputs) -> Distribution:
+            return self.predict(x, method, samples, generator, link=link)
+
+        def scored(x: Inputs) -> Tensor:
+            scores = self.uncertainty(x, method, samples, generator).scores
+            if score is None or score not in scores:
+                there = ", ".join(scores) or "none"
+                raise ValueError(f"There is no score={score!r} of these predictions; use {there}.")
+            return scores[score]
+
+        subject, bar = self._subjects[0], "evaluate" if progress else None
+        return evaluate_predictions(
+            predict,
+            self.likelihood,
+            subject.stream(loader, generator, bar),
+            {name: subject.stream(data, generator, bar) for name, data in (ood or {}).items()},
+            subject.settings.class_dim,
+            intervals=intervals,
+            level=level,
+            score_of=None if score is None else scored,
+        )
