@@ -3,25 +3,19 @@
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.fits.kinds import DENSE, WITH_FACTORS
-from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    Likelihood,
-    MultiLabel,
-)
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.wrappers import unwrapped
-from laplace_debias.laplace.fitted import Fitted, Noise
+from laplace_debias.laplace.fitted import Fitted, Noise, posterior_of
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -112,11 +106,9 @@ class Header:
 
     def as_json(self) -> str:
         """The text of a file; `noise`, `temperature`, `link` where they are not the defaults."""
-        plain = asdict(self)
-        for known in fields(self):
-            if known.default is not MISSING and plain[known.name] == known.default:
-                del plain[known.name]
-        return json.dumps(plain, allow_nan=False)
+        defaults = {known.name: known.default for known in fields(self)}
+        told = {name: v for name, v in asdict(self).items() if v != defaults[name]}
+        return json.dumps(told, allow_nan=False)
 
 
 def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
@@ -179,89 +171,56 @@ class Saved:
             "class_dim": header.class_dim,
         }
 
-    def check_parameters(self, model: nn.Module) -> None:
-        """Require that a model has the file's parameters.
-
-        Raises:
-            ValueError: Otherwise: the file belongs to another model.
-        """
-        known = dict(model.named_parameters(remove_duplicate=False))
-        if missing := [name for name in self.header.param_names if name not in known]:
-            raise ValueError(
-                f"The file's parameters {reprlib.repr(missing)} are not in the model: it was saved "
-                "for another one."
-            )
-
     def fitted(self, subject: Subject) -> Fitted:
         """The fit, of the model that it is the posterior of.
 
         Raises:
             ValueError: If the model is another one, or not as it was at the fit.
         """
-        header, plain = self.header, unwrapped(subject.model)
+        header, tensors, plain = self.header, self.tensors, unwrapped(subject.model)
         # It says how the entries are ordered, in one block of all parameters too.
         settings = replace(subject.settings, joint=header.joint)
         parameters = BayesianParameters.of(plain, header.param_names, settings, None, header.calls)
-        posterior = self._posterior(parameters, plain)
-        others = fingerprint(plain, parameters.names)
-        if wrong := changed(header.others, others):
-            raise ValueError(
-                f"The model's {wrong[0]} is not that of the fit: load the checkpoint that the "
-                "posterior was fitted on."
-            )
-        subject = replace(subject, settings=settings).changed(
-            parameters=parameters,
-            prior_precision=posterior.prior_precision,
-            temperature=posterior.temperature,
-            given_mean=0.0 if posterior.prior_mean is None else posterior.prior_mean,
-            link=None if header.link is None else Link(**header.link),
-        )
-        noise = None if header.noise is None else Noise(**header.noise)
-        return Fitted(subject, posterior, float(header.nll), others, header.mode, noise)
-
-    def _posterior(self, parameters: BayesianParameters, model: nn.Module) -> GaussianPosterior:
-        """Build the posterior on the model's device, of tensors that fit the model.
-
-        Raises:
-            ValueError: If they do not.
-        """
-        header, tensors, model_mean = self.header, self.tensors, parameters.flat(model)
+        mean, others = parameters.flat(plain), fingerprint(plain, parameters.names)
         if header.block_names != parameters.block_names:
             raise ValueError(
                 f"The file's curvature blocks {reprlib.repr(header.block_names)} are not the "
                 f"model's {reprlib.repr(parameters.block_names)}: it was saved for another model. "
                 f"{_EARLIER}"
             )
-        if tensors["mean"].dtype != model_mean.dtype:
+        saved = tensors["mean"]
+        wrong = [f"{name} is not that" for name in changed(header.others, others)]
+        if saved.dtype != mean.dtype or not torch.equal(saved.to(mean.device), mean):
+            wrong = ["parameters are not those"]
+        if wrong:
             raise ValueError(
-                f"The file holds a posterior in {tensors['mean'].dtype}, the model is "
-                f"{model_mean.dtype}: load it for the model in the dtype that it was fitted in."
+                f"The model's {wrong[0]} of the fit: load the checkpoint that the posterior was "
+                f"fitted on, in {saved.dtype} (the model is in {mean.dtype})."
             )
-        if not torch.equal(tensors["mean"].to(model_mean.device), model_mean):
-            raise ValueError(
-                "The model's parameters are not those of the fit: load the checkpoint that the "
-                "posterior was fitted on."
-            )
+        # In another layout than a fit leaves, products add in another order.
+        placed = {
+            name: part.to(mean.device).mT.contiguous().mT if ".U" in name else part.to(mean.device)
+            for name, part in tensors.items()
+        }
         operators: dict[str, LinearOperator] = {}
         for index, name in enumerate(header.block_names):
-            parts = {part: tensors.get(f"{index}.{part}") for part in _PARTS}
-            here = {k: _placed(part, k, model_mean.device) for k, part in parts.items()}
-            magnitudes = here["magnitudes"]
+            U_G, U_A, U, magnitudes = (placed.get(f"{index}.{part}") for part in _PARTS)
             assert magnitudes is not None
-            if here["U"] is None:
-                operators[name] = EigenKronecker(here["U_G"], here["U_A"], magnitudes)
+            if U is None:
+                operators[name] = EigenKronecker(U_G, U_A, magnitudes)
             else:
-                operators[name] = LowRankPlusDiagonal(here["U"], magnitudes, 0.0)
-        prior_mean, order = tensors.get("prior_mean"), parameters.order
-        return GaussianPosterior(
-            model_mean,
-            BlockDiagonal(operators),
-            header.num_data,
-            tensors["prior_precision"].to(model_mean.device),
-            None if order is None else order.to(model_mean.device),
-            None if prior_mean is None else prior_mean.to(model_mean.device),
-            float(header.temperature),
+                operators[name] = LowRankPlusDiagonal(U, magnitudes, 0.0)
+        subject = replace(subject, settings=settings).changed(
+            parameters=parameters,
+            prior_precision=placed["prior_precision"],
+            temperature=float(header.temperature),
+            given_mean=placed.get("prior_mean", 0.0),
+            link=None if header.link is None else Link(**header.link),
         )
+        curvature, noise = BlockDiagonal(operators), header.noise
+        posterior = posterior_of(subject, curvature, header.num_data)
+        told = float(header.nll), others, header.mode, None if noise is None else Noise(**noise)
+        return Fitted(subject, posterior, *told)
 
 
 def load(path: Path) -> Saved:
@@ -290,17 +249,6 @@ def load(path: Path) -> Saved:
         raise type(error)(told) from error
 
 
-def _placed(part: Tensor | None, name: str, device: torch.device) -> Tensor | None:
-    """A part of a block on a device, laid out in memory as a fit leaves it.
-
-    Decompositions leave their vectors one after the other. In another layout, matrix products add
-    in another order, and the last bit of a prediction changes.
-    """
-    if part is None or name == "magnitudes":
-        return None if part is None else part.to(device)
-    return part.to(device).mT.contiguous().mT
-
-
 def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:
     """A likelihood as plain data: its name and arguments, or of a user's class its import path.
 
@@ -322,7 +270,8 @@ def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, A
             "class of your own, which `Laplace.load(..., likelihood=)` must then be given an "
             "instance of, use `save(path, own_likelihood=True)`."
         )
-    return {"name": _OWN, "class": _path_of(likelihood), "options": _options_of(likelihood)}
+    path = f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
+    return {"name": _OWN, "class": path, "options": _options_of(likelihood)}
 
 
 def _arguments_of(likelihood: Likelihood) -> dict[str, Any]:
@@ -330,18 +279,11 @@ def _arguments_of(likelihood: Likelihood) -> dict[str, Any]:
     if isinstance(likelihood, Gaussian):
         # That it was never given steers `tune`.
         return {"sigma": None if likelihood.is_assumed else likelihood.sigma.tolist()}
-    found: dict[str, Any] = {}
-    if isinstance(likelihood, Categorical):
-        found = {"class_weights": likelihood.class_weights}
-        found |= {"label_smoothing": likelihood.label_smoothing or None}
-    elif isinstance(likelihood, MultiLabel):
-        found = {"label_weights": likelihood.label_weights}
-        found |= {"positive_weights": likelihood.positive_weights}
-    elif isinstance(likelihood, Bernoulli) and likelihood.positive_weight is not None:
-        found = {"positive_weight": likelihood.positive_weight.item()}
-    if isinstance(likelihood, (Categorical, MultiLabel)):
-        found = {"ignore_index": likelihood.ignore_index, **found}
-    given = {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in vars(likelihood).items() if value is not None}
+    if not given.get("label_smoothing"):
+        given.pop("label_smoothing", None)
+    if "positive_weight" in given:
+        given["positive_weight"] = given["positive_weight"].item()
     return {n: v.tolist() if isinstance(v, Tensor) else v for n, v in given.items()}
 
 
@@ -365,25 +307,17 @@ def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None)
             f"The file has a likelihood of its own, {name!r}: leave out "
             f"likelihood={type(own).__name__}(...)."
         )
-    module, _, of_class = options["class"].rpartition(":")
-    given = None
-    if own is not None:
-        own_module, _, own_class = _path_of(own).rpartition(":")
-        given = own_module, own_class, _options_of(own)
-        # A script's classes have another module where the script is imported.
-        is_script = "__main__" in (module, own_module)
-        if given == (own_module if is_script else module, of_class, options["options"]):
-            return own
+    # The module is not compared: a script's classes have another one where it is imported.
+    of_class = options["class"].rpartition(":")[2]
+    given = None if own is None else (type(own).__qualname__, _options_of(own))
+    if own is not None and given == (of_class, options["options"]):
+        return own
     raise ValueError(
         f"The posterior was fitted with the likelihood {options['class']!r} of options "
         f"{reprlib.repr(options['options'])}, which a file does not hold; likelihood= is {given}. "
         "Pass an instance of that class with the arguments of the fit, "
         f"Laplace.load(path, model, likelihood={of_class}(...))."
     )
-
-
-def _path_of(likelihood: Likelihood) -> str:
-    return f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
 
 
 def _options_of(likelihood: Likelihood) -> dict[str, Any]:
@@ -394,12 +328,9 @@ def _options_of(likelihood: Likelihood) -> dict[str, Any]:
     """
     options = likelihood.options()
     try:
-        plain = json.loads(json.dumps(options, allow_nan=False))
+        return dict(json.loads(json.dumps(options, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"The options of {type(likelihood).__name__} are {reprlib.repr(options)}, which is not "
             f"plain data ({error}): return a mapping of texts, finite numbers, lists and None."
         ) from error
-    if not isinstance(plain, dict):
-        raise ValueError(f"The options of {type(likelihood).__name__} must be a mapping.")
-    return plain

@@ -23,9 +23,9 @@ from laplace_debias.laplace.data_size import (
     expected_of_given,
     expected_of_loader,
 )
-from laplace_debias.laplace.fitted import Fitted, Noise
+from laplace_debias.laplace.fitted import Fitted, Noise, posterior_of
 from laplace_debias.laplace.plan import check_room
-from laplace_debias.laplace.posterior import GaussianPosterior, scaled
+from laplace_debias.laplace.posterior import scaled
 from laplace_debias.laplace.resume import check_resumable, identity_of
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import (
@@ -170,20 +170,11 @@ def _fitted(subject: Subject, found: CurvatureFit, num_data: int, mode: str) -> 
     Raises:
         ValueError: As `GaussianPosterior` and `Fitted`.
     """
-    plain, parameters, seen = unwrapped(subject.model), subject.known, found.seen
-    mean, order = parameters.flat(plain), parameters.order
-    per_seen, noise = num_data / seen.weight, None
+    seen, noise = found.seen, None
+    per_seen = num_data / seen.weight
     if type(subject.likelihood) is Gaussian:
         power = 4 if subject.settings.fisher.kind == "empirical" else 2
         noise = Noise(seen.num_outputs * per_seen, power)
-    posterior = GaussianPosterior(
-        mean,
-        found.curvature,
-        num_data,
-        subject.prior_precision,
-        None if order is None else order.to(mean.device),
-        subject.prior_mean,
-        subject.temperature,
-    )
-    others = fingerprint(plain, parameters.names)
+    others = fingerprint(unwrapped(subject.model), subject.known.names)
+    posterior = posterior_of(subject, found.curvature, num_data)
     return Fitted(subject, posterior, seen.nll * per_seen, others, mode, noise)

@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision
 from laplace_debias.laplace.subject import Subject
+from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real
 
 
@@ -205,3 +206,15 @@ class Fitted:
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
         )
+
+
+def posterior_of(subject: Subject, curvature: BlockDiagonal, num_data: int) -> GaussianPosterior:
+    """The Gaussian around the model's parameters, under its prior.
+
+    Raises:
+        ValueError: As `GaussianPosterior`.
+    """
+    mean, order = subject.known.flat(unwrapped(subject.model)), subject.known.order
+    order = None if order is None else order.to(mean.device)
+    prior = subject.prior_precision, order, subject.prior_mean, subject.temperature
+    return GaussianPosterior(mean, curvature, num_data, *prior)

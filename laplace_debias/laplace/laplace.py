@@ -17,7 +17,6 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_f
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace import file, tune
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace.approximation import Approximation
@@ -463,7 +462,6 @@ class Laplace(Approximation):
             OSError: If it cannot be read.
         """
         saved = file.load(Path(path))
-        saved.check_parameters(unwrapped(model))
         la = cls(
             model,
             likelihood=file.likelihood_from_json(saved.header.likelihood, likelihood),

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.available import available_memory
 from laplace_debias.system.ranks import alone
+from laplace_debias.system.shown import aligned
 
 # Matrices of a factor's size while it is decomposed, it included.
 _OF_EIGH = 5
-_LOOK = "a look at two examples"
 
 # How many rows the factors G and A of blocks have; None where they are matrices.
 NumRows = Mapping[Block, Sequence[int | None]]
@@ -93,9 +93,8 @@ class Plan:
         Raises:
             ValueError: If more bytes are needed than are available.
         """
-        if self.available is not None and self.peak > self.available:
-            what = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
-            raise ValueError(_refusal(what, self.peak, self.available))
+        what = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
+        _require(self.peak, self.available, what)
 
     def summary(self) -> dict[str, Any]:
         """The plan of the whole fit, for JSON."""
@@ -103,25 +102,21 @@ class Plan:
         del said["blocks"]
         return said
 
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        rows = [("block", "factors", "magnitudes", "posterior")]
-        return rows + [
-            (b.name, _size(b.factors), _size(b.magnitudes), _size(b.posterior)) for b in self.blocks
-        ]
-
     def __str__(self) -> str:
         number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
         lines = [f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {number}"]
         if self.blocks:
-            lines += ["", *_aligned(self._rows())]
-        whole = [("memory at most", _size(self.peak))]
-        whole += [(f"  {name}", _size(number)) for name, number in self.stages.items()]
-        whole.append(("posterior", _size(self.posterior)))
+            rows = [(name, *map(_size, sizes)) for name, *sizes in map(astuple, self.blocks)]
+            lines += ["", aligned([("block", "factors", "magnitudes", "posterior"), *rows])]
+        whole = {"memory at most": self.peak}
+        whole |= {f"  {name}": number for name, number in self.stages.items()}
+        whole["posterior"] = self.posterior
         if self.available is not None:
-            whole.append(("available", _size(self.available)))
+            whole["available"] = self.available
+        told = [(name, _size(number)) for name, number in whole.items()]
         if self.seconds is not None:
-            whole.append(("passes over the data", f"{self.seconds:.3g} s"))
-        return "\n".join([*lines, "", *_aligned(whole)])
+            told.append(("passes over the data", f"{self.seconds:.3g} s"))
+        return "\n".join([*lines, "", aligned(told)])
 
 
 def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> Plan:
@@ -150,48 +145,42 @@ def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> 
         )
     num_batches = 1 if mode != "full" else len(loader) if isinstance(loader, Sized) else None
     num_folds = (folds or FOLDS) if mode == "crossfit" else 1
-    kind = subject.settings.kind
+    passes = None if num_batches is None else num_batches * num_folds
+    kind, chunk, seconds, rows = subject.settings.kind, _Chunk(), None, _NO_ROWS
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        with Tracked() as look:
-            _, problem, stream = subject.problem(loader, None)
+        _, problem, stream = subject.problem(loader, None)
         ((x, y, *_),) = stream.first
         # A pass goes through one fold.
-        part = slice(0, -(-len(y) // num_folds))
-        x, y = move(x, problem.device, None), y.to(problem.device)
-        available, chunk = available_memory(problem.device), _Chunk()
-        # A batch is run where there is room for it beside the blocks.
+        part, available = slice(0, -(-len(y) // num_folds)), available_memory(problem.device)
+        batch = move(take(x, part), problem.device, None), y[part].to(problem.device)
+        # It is run where there is room for it beside the blocks.
         of_blocks = [_of_block(block, problem, kind)[0] for block in problem.blocks]
         held = 0 if kind.is_dense else sum(of.factors + of.magnitudes for of in of_blocks)
         if available is None or posterior_bytes(problem, kind) + held <= available:
-            chunk = _run(problem, kind, (take(x, part), y[part]))
-    rows, seconds, passes = _NO_ROWS, None, None
-    if num_batches is not None:
-        passes = num_batches * num_folds
-        rows = {block: _times(block, counts, passes) for block, counts in chunk.few.items()}
-        if chunk.seconds is not None:
-            is_measured_anew = mode == "debiased" and kind.name not in ("diag", "ekfac")
-            seconds = chunk.seconds * passes * (1 + is_measured_anew)
+            chunk = _run(problem, kind, batch)
+    if passes is not None and chunk.seconds is not None:
+        is_measured_anew = mode == "debiased" and kind.name not in ("diag", "ekfac")
+        seconds = chunk.seconds * passes * (1 + is_measured_anew)
+        # Of several batches the rows are few where those of all of them are.
+        rows = {
+            block: [
+                None if count is None or 2 * passes * count > d else passes * count
+                for d, count in zip(block.shape, counts, strict=True)
+            ]
+            for block, counts in chunk.few.items()
+        }
     found = [] if kind.is_dense else [_of_block(b, problem, kind, rows) for b in problem.blocks]
-    stages = _stages(problem, kind, mode, num_folds, passes, chunk, found)
     return Plan(
         kind.name,
         mode,
         sum(block.size for block in problem.blocks),
         tuple(of_block for of_block, _ in found),
-        {_LOOK: look.peak, **stages},
+        _stages(problem, kind, mode, num_folds, passes, chunk, found),
         posterior_bytes(problem, kind, rows),
         seconds,
         available,
     )
-
-
-def _times(block: Block, counts: Sequence[int | None], times: int) -> list[int | None]:
-    """The rows of a pass, of one batch's, where they are few."""
-    return [
-        None if count is None or 2 * times * count > d else times * count
-        for d, count in zip(block.shape, counts, strict=True)
-    ]
 
 
 def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_ROWS) -> int:
@@ -207,17 +196,20 @@ def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_R
 def check_room(problem: Problem, kind: CurvatureKind) -> None:
     """Require memory for the posterior.
 
-    Args:
-        problem: The network and its blocks.
-        kind: The curvature.
-
     Raises:
         ValueError: Saying what would take less.
     """
-    available, needed = available_memory(problem.device), posterior_bytes(problem, kind)
+    what = f"Nothing was fitted: the posterior of curvature={kind.name!r} takes"
+    _require(posterior_bytes(problem, kind), available_memory(problem.device), what)
+
+
+def _require(needed: int, available: int | None, what: str) -> None:
     if available is not None and needed > available:
-        what = f"The posterior of curvature={kind.name!r} takes"
-        raise ValueError(f"{_refusal(what, needed, available)} Nothing was fitted.")
+        raise ValueError(
+            f"{what} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. "
+            'Less take curvature="diag" or "lowrank", params="weights" or "last_layer", or fewer '
+            "parameters by name; `plan` counts the bytes of each."
+        )
 
 
 def _of_block(
@@ -386,27 +378,6 @@ class Tracked(TorchDispatchMode):
 
         self._known[key] = weakref.ref(storage, free)
         self.live += size
-
-
-def _refusal(what: str, needed: int, available: int) -> str:
-    """The message for what does not fit: what it takes, what there is, what would take less."""
-    return (
-        f"{what} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. Less "
-        'take curvature="diag" or "lowrank", params="weights" or "last_layer", or fewer parameters '
-        "by name; `plan` counts the bytes of each."
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with columns of one width; the first to the left, others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _size(num_bytes: float) -> str:

@@ -9,7 +9,7 @@ from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.intervals import Interval
 from laplace_debias.metrics.statistics import Statistic
 from laplace_debias.system.checks import check_extra
-from laplace_debias.system.shown import html_table
+from laplace_debias.system.shown import aligned, html_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -83,14 +83,7 @@ class Report(dict[str, Interval]):
         return html_table(lines, header)
 
     def __repr__(self) -> str:
-        if not self:
-            return "Report({})"
-        lines = self._lines()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-            for line in lines
-        )
+        return aligned(self._lines()) if self else "Report({})"
 
 
 def report_of(

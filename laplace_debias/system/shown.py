@@ -37,6 +37,15 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows with columns of one width; the first to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+        for first, *others in rows
+    )
+
+
 def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
     """A table for notebooks.
 

@@ -196,7 +196,7 @@ def test_files_of_other_models_are_refused(fitted, model, tmp_path):
     other[6] = nn.Linear(6, 4)
     with pytest.raises(ValueError, match="not those of the fit"):
         Laplace.load(path, other)
-    with pytest.raises(ValueError, match="not in the model"):
+    with pytest.raises(ValueError, match="which the model does not have"):
         Laplace.load(path, nn.Sequential(nn.Linear(3, 3)).eval())
     with pytest.raises(ValueError, match="dtype"):
         Laplace.load(path, model.double())

@@ -140,19 +140,6 @@ def test_memory_counts_no_more_low_rank_directions_than_rows():
     assert 1 / 1.5 <= la.plan(data).peak / memory.peak <= 1.5
 
 
-def test_memory_counts_what_blocks_are_held_against():
-    """Gradients of two examples are more than what a small batch takes along the axes."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(400, 400) for _ in range(4)]
-    la = Laplace(nn.Sequential(*layers, nn.Linear(400, 3)).eval(), curvature="diag", fisher="mc")
-    data = [(torch.randn(2, 400), torch.tensor([0, 1]))]
-    with Tracked() as memory:
-        la.fit(data)
-    plan = la.plan(data)
-    assert 1 / 1.5 <= plan.peak / memory.peak <= 1.5
-    assert plan.peak > max(plan.stages[stage] for stage in list(plan.stages)[1:])
-
-
 def test_what_does_not_fit_is_refused_with_what_does(case):
     model, data = case
     plan = Laplace(model, curvature="full").plan(data)
@@ -168,7 +155,9 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
     needed = la.plan(data).posterior
     monkeypatch.setattr(plans, "available_memory", lambda device: needed - 1)
     monkeypatch.setattr(dense, "sweep_rows", None)
-    with pytest.raises(ValueError, match=r"posterior of curvature='full' .*diag.*Nothing was"):
+    with pytest.raises(
+        ValueError, match=r"Nothing was fitted: the posterior of curvature='full' .*diag"
+    ):
         la.fit(data)
     assert la._fitted is None
 
