@@ -165,14 +165,13 @@ class Laplace(Approximation):
         )
         settings.check_used()
         meaning = likelihood_from(likelihood, sigma)
-        prior = {"temperature": temperature, "given_mean": prior_mean}
-        super().__init__(
-            Subject.of(
-                *(model, meaning, settings, params, backend, batch),
-                prior_precision=prior_precision,
-                **prior,
-            )
+        subject = Subject.of(
+            *(model, meaning, settings, params, backend, batch),
+            prior_precision=prior_precision,
+            temperature=temperature,
+            given_mean=prior_mean,
         )
+        super().__init__(subject)
 
     if not TYPE_CHECKING:
 
