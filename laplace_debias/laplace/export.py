@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.func import vmap
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap
@@ -35,14 +34,12 @@ from laplace_debias.curvature.network.inputs import (
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace import predictive, sampling
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.links import Link, link_from, variances_suffice
+from laplace_debias.laplace.links import Link, variances_suffice
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.predictive import DEFAULT_SAMPLES
-from laplace_debias.laplace.sampling import SAMPLES_AT_ONCE
+from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame
 from laplace_debias.system.atomic import check_target, written_atomically
-from laplace_debias.system.checks import whole
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
@@ -59,17 +56,13 @@ def export(
     link: str | Link | None,
 ) -> None:
     """As `Laplace.export`."""
-    if method not in ("glm", "nn"):
-        raise ValueError(f"method={method!r} cannot be exported: use 'glm' or 'nn'.")
-    if method == "glm" and (samples is not None or generator is not None):
+    how = Prediction(method, samples, generator)
+    if method not in ("glm", "nn") or how.is_closed != (method == "glm"):
         raise ValueError(
-            'samples and generator belong to method="nn": "glm" is exported in closed form.'
+            f"method={method!r} with samples={samples} cannot be exported: use 'glm' in closed "
+            "form, without samples, or 'nn'."
         )
-    if samples is not None:
-        whole(samples, "samples")
-    if method == "nn" and link is not None:
-        raise ValueError(f'link={link!r} belongs to method="glm": leave it out.')
-    chosen = link_from(link, fitted.likelihood) or fitted.subject.link
+    chosen = how.link(link, fitted.likelihood) or fitted.subject.link
     if type(fitted.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
         raise NotImplementedError(
             f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported: only "
@@ -90,13 +83,8 @@ def export(
             program = _traced(_LastLayerPredictive(fitted, inputs, chosen), inputs)
             expected = predictive.closed(fitted, inputs, chosen)
         else:
-            draws = fitted.posterior.sample(samples or DEFAULT_SAMPLES, generator)
-            try:
-                program = _traced(_SampledPredictive(fitted, inputs, draws, True), inputs)
-            except NotImplementedError:
-                # Of some operations, convolutions and embeddings among them, torch cannot trace
-                # several samples at once for any number of examples.
-                program = _traced(_SampledPredictive(fitted, inputs, draws, False), inputs)
+            draws = fitted.posterior.sample(how.num_samples, generator)
+            program = _traced(_SampledPredictive(fitted, inputs, draws), inputs)
             names = fitted.parameters.names
             outputs = sampling.sampled_outputs(fitted.network, names, inputs, draws)
             expected = fitted.likelihood.mixture(outputs)
@@ -216,10 +204,9 @@ class _SampledPredictive(_Predictive):
         fitted: Fitted,
         example: Inputs,
         draws: Float[Tensor, "samples parameters"],
-        vectorised: bool,
     ) -> None:
         super().__init__(fitted, example)
-        self._names, self._vectorised = fitted.parameters.names, vectorised
+        self._names = fitted.parameters.names
         shapes = [self.network.get_parameter(name).shape for name in self._names]
         columns = draws.split([shape.numel() for shape in shapes], dim=1)
         for index, (part, shape) in enumerate(zip(columns, shapes, strict=True)):
@@ -232,12 +219,10 @@ class _SampledPredictive(_Predictive):
             parameters = dict(zip(self._names, values, strict=True))
             return call_with(self.network, parameters, inputs)
 
+        # One after the other: of some operations, convolutions and embeddings among them, torch
+        # cannot trace several samples at once for any number of examples.
         stacks = [getattr(self, f"samples_{index}") for index in range(len(self._names))]
-        if self._vectorised:
-            chunks = zip(*(stack.split(SAMPLES_AT_ONCE) for stack in stacks), strict=True)
-            samples = torch.cat([vmap(outputs)(*part) for part in chunks])
-        else:
-            samples = torch.stack([outputs(*values) for values in zip(*stacks, strict=True)])
+        samples = torch.stack([outputs(*values) for values in zip(*stacks, strict=True)])
         mean, residuals = samples.mean(0), samples - samples.mean(0)
         if isinstance(self.likelihood, Gaussian):
             covariance = (residuals.unsqueeze(-1) * residuals.unsqueeze(-2)).mean(0)

@@ -15,7 +15,7 @@ from laplace_debias.laplace import export as exporting
 
 DELTA = 0.7
 NUM_DATA = 30
-SAMPLES = 9  # one more than go through the network at once
+SAMPLES = 3
 
 
 class Named(nn.Module):
@@ -292,11 +292,10 @@ def test_a_program_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"method": "map"}, ValueError, "method='map' cannot be exported"),
-        ({"samples": 3}, ValueError, "belong to method"),
-        ({"generator": torch.Generator()}, ValueError, "belong to method"),
+        ({"method": "map"}, ValueError, "method='map' .* cannot be exported"),
+        ({"samples": 3}, ValueError, "without samples, or 'nn'"),
         ({"method": "nn", "samples": 0}, ValueError, "at least 1"),
-        ({"method": "nn", "link": "probit"}, ValueError, 'belongs to method="glm"'),
+        ({"method": "nn", "link": "probit"}, ValueError, "belongs to the closed form"),
         ({"link": "logit"}, ValueError, "Unknown link"),
         ({"link": "exact"}, NotImplementedError, 'use "pairwise"'),
         ({"path": "predictive.pt"}, ValueError, r"ends in '\.pt': name it \*\.pt2"),
