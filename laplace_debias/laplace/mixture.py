@@ -67,10 +67,11 @@ class Mixture(Predictor):
                 member.posterior  # noqa: B018 (asks whether there is one)
             except RuntimeError as error:
                 raise RuntimeError(f"Member {number} is not fitted: call its fit first.") from error
-            if type(member.likelihood) is not type(self.likelihood):
+            own, first = (type(one.likelihood) for one in (member, self.members[0]))
+            if own is not first:
                 raise ValueError(
-                    f"Member {number} has the likelihood {type(member.likelihood).__name__}, the "
-                    f"first one {type(self.likelihood).__name__}: all must have the same."
+                    f"Member {number} has the likelihood {own.__name__}, the first one "
+                    f"{first.__name__}: all must have the same."
                 )
 
     def __repr__(self) -> str:
