@@ -30,7 +30,7 @@ class Settings(SourceSettings):
             batch; `debiased`, two batches; `crossfit`, one batch in folds.
         curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
             five.
-        params: Bayesian parameters.
+        params: Bayesian parameters; `all` takes longer, see docs/choosing.md.
         fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
             the true ones (`empirical`).
         joint: Put a layer's weight and bias into one block; not for `lowrank` and `full`.
@@ -53,7 +53,7 @@ class Settings(SourceSettings):
     output: Path
     mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
-    params: Literal["all", "weights", "supported", "last_layer"] = "all"
+    params: Literal["all", "weights", "supported", "last_layer"] = "last_layer"
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"

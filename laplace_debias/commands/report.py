@@ -30,10 +30,10 @@ class Settings(SourceSettings):
             epochs: `--checkpoint` given again adds one. They give the rows `ensemble`, the mean of
             the networks' predictions, and `mixture`, that of a last-layer posterior of each.
         methods: Methods to compare: `network`, `temperature`, `last-layer`,
-            `last-layer-temperature`, `laplace`; all that the data allows by default.
-        posteriors: More posteriors by name: `--posteriors.NAME '{"curvature": "ekfac", "mode":
-            "debiased", "fit_examples": 256}'`, or in a YAML file. They replace `laplace` where
-            `methods` is not given.
+            `last-layer-temperature`, `laplace` (all parameters, minutes to hours); by default all
+            but the last that the data allows.
+        posteriors: More posteriors by name: `--posteriors.NAME '{"params": "all", "mode":
+            "debiased", "fit_examples": 256}'`, or in a YAML file.
         with_temperature: Compare each posterior a second time with a temperature on top.
         examples: Number of examples of each set, chosen at random, that posteriors over more than
             the last layer predict; by default as many as take about ten minutes.
@@ -74,7 +74,7 @@ class Settings(SourceSettings):
         if self.posteriors:
             return {}
         found = {"with_temperature": "for `posteriors`, and there are none"}
-        if self.methods is not None and LAPLACE.key not in self.methods:
+        if LAPLACE.key not in (self.methods or ()):
             found["examples"] = "no posterior over more than the last layer is compared"
         return found
 

@@ -21,9 +21,9 @@ def keys(methods):
 
 
 def test_the_default_has_a_temperature_where_one_can_be_fitted():
-    every = ["network", "temperature", "last-layer", "last-layer-temperature", "laplace"]
+    every = ["network", "temperature", "last-layer", "last-layer-temperature"]
     assert keys(default_methods("classification", True)) == every
-    plain = ["network", "last-layer", "laplace"]
+    plain = ["network", "last-layer"]
     assert keys(default_methods("classification", False)) == plain
     assert keys(default_methods("regression", True)) == plain
 
@@ -60,10 +60,10 @@ def test_a_posterior_that_cannot_be_is_refused(options, told):
         PosteriorChoice(**options)
 
 
-def test_posteriors_that_are_asked_for_take_the_place_of_all_parameters():
+def test_posteriors_that_are_asked_for_come_last():
     asked = {
-        "ekfac": PosteriorChoice(curvature="ekfac"),
-        "head": PosteriorChoice(params="last_layer"),
+        "ekfac": PosteriorChoice(curvature="ekfac", params="all"),
+        "head": PosteriorChoice(),
     }
     found = chosen_methods(None, asked, True, 100, "classification", True)
     assert keys(found) == [

@@ -16,7 +16,9 @@ from laplace_debias.curvature.network.shadow import shadow
 LAST_LAYER = "last_layer"
 # Examples that are run where one does not reach all layers.
 _MORE = 16
-_REMEDY = "Name the parameters, params=[...] (model.named_parameters() lists them)."
+_REMEDY = (
+    'Take params="all", or name the parameters, params=[...] (model.named_parameters() lists them).'
+)
 _NORMS = (*NORMS, nn.modules.batchnorm._NormBase)
 
 
@@ -217,10 +219,11 @@ def _not_one(model: nn.Module, sources: _Sources) -> str:
     titles += [f"the parameter {n}, used outside of a layer" for n in sources.parameters]
     inside = tuple(f"{path}." for path in sources.layers)
     names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
+    chosen = names if inside and names else "[...]"
     return (
         f'params="{LAST_LAYER}" needs one layer that the outputs come from, but by differentiable '
-        f"operations they come from {' and '.join(titles) or 'none'}: name the parameters, "
-        f"params={names if inside and names else '[...]'}."
+        f'operations they come from {" and ".join(titles) or "none"}: take params="all", or name '
+        f"the parameters, params={chosen}."
     )
 
 
