@@ -38,7 +38,7 @@ from laplace_debias.curvature.network.inputs import num_examples, take
 from laplace_debias.laplace import Laplace
 from laplace_debias.report.names import duration
 from laplace_debias.report.run_folder import read_json
-from laplace_debias.sources.changed import Cast, Changed
+from laplace_debias.sources.changed import Changed
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import alone, current
 
@@ -279,8 +279,7 @@ def num_predictions(sets: Iterable[Batches | None], examples: int | None) -> int
     total = 0
     for batches in sets:
         source: Any = [] if batches is None else batches
-        while isinstance(source, Cast | Changed):
-            source = source.source
+        source = source.source if isinstance(source, Changed) else source
         if isinstance(source, DataLoader) and source.batch_size is not None:
             size = len(source.dataset)  # type: ignore[arg-type]
         elif isinstance(source, Sequence):

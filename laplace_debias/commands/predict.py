@@ -24,7 +24,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.report.tables import not_a_formula
-from laplace_debias.sources import Loaded, Reader, SourceSettings, load_with_reader
+from laplace_debias.sources import Loaded, SourceSettings, load
 from laplace_debias.sources.parts import batches_of
 from laplace_debias.sources.shares import dealt
 from laplace_debias.system.atomic import written_atomically
@@ -103,9 +103,9 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     console = console or Lines()
     check_output(settings.output, settings.overwrite)
     check_posterior(settings.posterior)
-    loaded, reader = load_with_reader(settings.without_comparison())
+    loaded = load(settings.without_comparison())
     print_notes(loaded, console)
-    batches, names = _inputs(settings, loaded, reader, console)
+    batches, names = _inputs(settings, loaded, console)
     la = Laplace.load(settings.posterior, loaded.model)
     generator = torch.Generator(la.mean.device).manual_seed(settings.seed)
 
@@ -147,16 +147,15 @@ def as_json(settings: Settings, table: Any) -> dict[str, Any]:
 
 
 def _inputs(
-    settings: Settings, loaded: Loaded, reader: Reader, console: Printer
+    settings: Settings, loaded: Loaded, console: Printer
 ) -> tuple[Batches, tuple[str, ...] | None]:
     """The inputs, and each one's name."""
-    if settings.inputs is None:
+    if settings.inputs is None or loaded.read is None:
         return loaded.test, None
-    further = reader.read(settings.inputs, "inputs")
+    further = loaded.read(settings.inputs, "inputs")
     for note in further.notes:
         console.print(note, soft_wrap=True)
-    batches, _ = batches_of(further.part, settings)
-    return reader.cast(batches), further.names
+    return batches_of(further.part, settings)[0], further.names
 
 
 def _columns(

@@ -102,7 +102,7 @@ class Plan:
         del said["blocks"]
         return said
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
         lines = [f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {number}"]
         if self.blocks:

@@ -1,5 +1,6 @@
 """A table of metrics with their intervals, and the paired comparison of two of them."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -69,14 +70,14 @@ class Report(dict[str, Interval]):
         ]
 
     def _lines(self) -> list[tuple[str, ...]]:
-        """The header and a line for each metric."""
-        cells = [
-            (name, f"{metric.value:.4f}", *(f"{end:.4f}" for end in (metric.low, metric.high)))
-            for name, metric in self.items()
-        ]
-        if not any(metric.is_known for metric in self.values()):
-            return [("metric", "value"), *(cell[:2] for cell in cells)]
-        return [("metric", "value", "low", "high"), *cells]
+        """The header and a line for each metric; nothing where an end is not known."""
+        width = 4 if any(metric.is_known for metric in self.values()) else 2
+        lines: list[tuple[str, ...]] = [("metric", "value", "low", "high")[:width]]
+        for name, metric in self.items():
+            numbers = (metric.value, metric.low, metric.high)
+            texts = ("" if math.isnan(number) else f"{number:z.4f}" for number in numbers)
+            lines.append((name, *texts)[:width])
+        return lines
 
     def _repr_html_(self) -> str:
         header, *lines = self._lines()

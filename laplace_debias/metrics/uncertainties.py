@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn, special
 
 from laplace_debias.metrics.checks import check_probs, check_real
+from laplace_debias.system.shown import one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,9 @@ class Uncertainty:
 
     def __iter__(self) -> Iterator[Float[Tensor, "*n"]]:
         return iter((self.total, self.aleatoric, self.epistemic))
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:

@@ -26,9 +26,12 @@ def known_first(metrics: Iterable[str]) -> list[str]:
 
 
 def decimals(low: float, high: float, value: float) -> int:
-    """Decimals with which an interval has two digits that count; without one, `value` has three."""
-    half = (high - low) / 2
-    size = half / 10 if half > 0 and math.isfinite(half) else abs(value) / 100
+    """Decimals with which an interval has two digits that count.
+
+    Without one, `value` has three, or two where three are more than three decimals.
+    """
+    half, size = (high - low) / 2, abs(value)
+    size = half / 10 if half > 0 and math.isfinite(half) else max(size / 100, min(1e-3, size / 10))
     if not size > 0 or not math.isfinite(size):
         return 2
     return min(max(0, -math.floor(math.log10(size))), MOST_DECIMALS)

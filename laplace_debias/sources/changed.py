@@ -1,6 +1,6 @@
 """Test images made into others: corrupted ones, shuffled patches, drawn digits."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -130,39 +130,3 @@ def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:
     drawn = nn.functional.interpolate(images.float(), size=shape[1:], mode="bilinear")
     drawn = drawn.round().to(torch.uint8).expand(-1, shape[0], -1, -1)
     return Examples(drawn, labels, pixels)
-
-
-class Cast:
-    """Batches with floating-point inputs in the dtype of the network's parameters.
-
-    Args:
-        batches: Batches `(x, y)`; others stay as they are.
-        dtype: The dtype.
-
-    Attributes:
-        source: The batches.
-        dtype: As given.
-    """
-
-    def __init__(self, batches: Batches, dtype: torch.dtype) -> None:
-        self.source = batches
-        self.dtype = dtype
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The source's, which tells where examples are; None if it has none."""
-        return getattr(self.source, "batch_sampler", None)
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.source:
-            yield self.made(batch)
-
-    def made(self, batch: Any, offset: int = 0) -> Any:
-        """A batch in this dtype, wherever its first example is."""
-        if not isinstance(batch, Sequence) or not isinstance(batch[0], Tensor):
-            return batch
-        x, *rest = batch
-        return (x.to(self.dtype) if x.is_floating_point() else x, *rest)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_debias.sources.arrays import archive_parts
-from laplace_debias.sources.image_files import ImageFiles, View, images_below, view_of
+from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
 from laplace_debias.sources.imports import called, imported, is_import_path
 from laplace_debias.sources.loaded import OodData
 from laplace_debias.sources.parts import Parts, parted
 from laplace_debias.sources.settings import SourceSettings, ood_name
-from laplace_debias.sources.tables import Columns, table_files, table_parts
+from laplace_debias.sources.tables import table_files, table_parts
 
 _KINDS = (
     "a folder of images, a .npz file, a .csv or .parquet table, or an import path my_pkg.data:make"
@@ -22,21 +23,12 @@ _KINDS = (
 _OF_TABLES = ("target", "features", "standardise")
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """Data that is there.
-
-    Attributes:
-        num_outputs: How many outputs a network of it has; None if it is not known.
-        open: Makes its parts for a network, and how pictures or rows are read.
-    """
-
-    num_outputs: int | None
-    open: Callable[[nn.Module], tuple[Parts, View | None, Columns | None]]
-
-
-def find_data(settings: SourceSettings) -> Found:
+def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Parts]]:
     """The data of the settings; the images of a folder are not read yet.
+
+    Returns:
+        How many outputs a network of it has, None if that is not known; and what makes the data's
+        parts for a network.
 
     Raises:
         ValueError: If there is none, it is of no known kind, it is damaged, or settings of another
@@ -57,8 +49,7 @@ def find_data(settings: SourceSettings) -> Found:
         return _read(archive_parts(path, settings))
     if files is not None:
         _check_options(settings, "a table", "image_size", "mean", "std")
-        parts, columns = table_parts(files, settings)
-        return _read(parts, columns)
+        return _read(table_parts(files, settings))
     if path.is_dir():
         _check_options(settings, "a folder of images", *_OF_TABLES)
         folder = find_image_folder(path)
@@ -66,16 +57,12 @@ def find_data(settings: SourceSettings) -> Found:
             raise ValueError(f"task is {settings.task}; class folders make a classification")
         if settings.task == "binary" and len(folder.classes) != 2:
             raise ValueError(f"task is binary; {path} has {len(folder.classes)} classes, not two")
-
-        def opened(model: nn.Module) -> tuple[Parts, View | None, Columns | None]:
-            return *folder.open(settings, model), None
-
-        return Found(len(folder.classes), opened)
+        return len(folder.classes), partial(folder.open, settings)
     raise ValueError(f"--data {path} has an unknown format; expected {_KINDS}")
 
 
-def _read(parts: Parts, columns: Columns | None = None) -> Found:
-    return Found(parts.num_outputs, lambda model: (parts, None, columns))
+def _read(parts: Parts) -> tuple[int | None, Callable[[nn.Module], Parts]]:
+    return parts.num_outputs, lambda _: parts
 
 
 def _check_options(settings: SourceSettings, kind: str, *names: str) -> None:
@@ -89,7 +76,7 @@ _KEYS = ("train", "validation", "test", "ood", "classes")
 
 
 def own_parts(path: str, settings: SourceSettings) -> Parts:
-    """Data of the callable at an import path: a dict, or an object with these attributes.
+    """Data of the callable at an import path, a dict of its parts.
 
     `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
     is a data set, a `DataLoader` or a list of batches `(x, y)`. A data set, and a plain
@@ -98,19 +85,12 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
     Raises:
         ValueError: If it raises, or returns something else.
     """
-    made = called(path, imported(path, "data"), {}, "data")
-    found = (
-        made
-        if isinstance(made, Mapping)
-        else {key: getattr(made, key) for key in _KEYS if hasattr(made, key)}
-    )
-    unknown = [str(key) for key in found if key not in _KEYS]
-    missing = [key for key in ("train", "test") if found.get(key) is None]
-    if unknown or missing:
+    found = called(path, imported(path, "data"), {}, "data")
+    if not isinstance(found, Mapping) or not {"train", "test"} <= set(found) <= set(_KEYS):
+        keys = f" of {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
         raise ValueError(
-            f"data {path} returned {type(made).__name__} "
-            f"{f'without {missing[0]}' if missing else f'with {unknown[0]}'}; expected a dict or "
-            f"an object with {', '.join(_KEYS)} (train and test are needed)"
+            f"data {path} returned a {type(found).__name__}{keys}; expected a dict of "
+            f"{', '.join(_KEYS)} (train and test are needed)"
         )
     classes = found.get("classes")
     if classes is None:
@@ -153,7 +133,7 @@ class ImageFolder:
     classes: tuple[str, ...]
     parts: dict[str, list[tuple[Path, int]]]
 
-    def open(self, settings: SourceSettings, model: nn.Module) -> tuple[Parts, View]:
+    def open(self, settings: SourceSettings, model: nn.Module) -> Parts:
         """Its parts as the network takes them."""
         parts = self.parts
         of_classes = {label: file for files in parts.values() for file, label in files}
@@ -176,9 +156,10 @@ class ImageFolder:
             classes=self.classes,
             input_name="image",
             pixels=view.pixels,
+            view=view,
             was_whole="all" in self.parts,
             notes=notes,
-        ), view
+        )
 
 
 def find_image_folder(root: Path) -> ImageFolder:

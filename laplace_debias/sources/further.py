@@ -6,14 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.arrays import as_inputs, read_archive
-from laplace_debias.sources.changed import Cast
 from laplace_debias.sources.image_files import ImageFiles, View, images_below, size_of, unchanged
 from laplace_debias.sources.imports import called, imported, is_import_path
-from laplace_debias.sources.parts import Examples, Part
+from laplace_debias.sources.parts import Examples, Part, Parts
 from laplace_debias.sources.pixels import Pixels
-from laplace_debias.sources.tables import SUFFIXES, Columns, read_table
+from laplace_debias.sources.tables import SUFFIXES, read_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,21 +35,11 @@ class Reader:
 
     Attributes:
         shape: Of one input, without the dimension of the examples; None where it is not a tensor.
-        pixels: How inputs are made of pixels; None where they are no images.
-        view: How a picture becomes an input, as training images did; None if these are no files.
-        columns: How a table's rows become inputs; None if the training data is no table.
-        dtype: Of the network's parameters, where it is not float32.
+        parts: The data that it was trained on, which tells how inputs are made.
     """
 
     shape: tuple[int, ...] | None
-    pixels: Pixels | None
-    view: View | None = None
-    columns: Columns | None = None
-    dtype: torch.dtype | None = None
-
-    def cast(self, batches: Batches) -> Batches:
-        """Batches `(x, y)` with inputs in the network's dtype."""
-        return batches if self.dtype is None else Cast(batches, self.dtype)
+    parts: Parts
 
     def read(self, source: str | Path, what: str) -> Further:
         """Inputs of a folder of images, a `.npz` file, a table or an import path.
@@ -65,19 +53,18 @@ class Reader:
                 another size where it cannot be resized.
         """
         if is_import_path(str(source)):
-            made = called(str(source), imported(str(source), what), {}, what)
-            return Further(made)
+            return Further(called(str(source), imported(str(source), what), {}, what))
         path = Path(source)
         if not path.exists():
             raise ValueError(f"{what}: nothing is at {path}: check the path")
         if path.suffix == ".npz":
             return self._of_archive(path, what)
         if path.suffix in SUFFIXES:
-            if self.columns is None:
+            if self.parts.columns is None:
                 raise ValueError(
                     f"{what}: {path} is a table, but the network was not trained on one"
                 )
-            rows = self.columns.inputs(read_table(path), str(path))
+            rows = self.parts.columns.inputs(read_table(path), str(path))
             return Further(_unlabelled(rows))
         if path.is_dir():
             return self._of_folder(path, what)
@@ -90,7 +77,7 @@ class Reader:
         files = images_below(path)
         if not files:
             raise ValueError(f"{what}: {path} has no images (.jpg, .png, …): check the path")
-        if self.pixels is None or self.shape is None or len(self.shape) != 3:
+        if self.parts.pixels is None or self.shape is None or len(self.shape) != 3:
             shape = "that is not known" if self.shape is None else list(self.shape)
             raise ValueError(
                 f"{what}: {path} is a folder of images, but the network takes inputs of shape "
@@ -99,9 +86,9 @@ class Reader:
         channels, height, width = self.shape
         if channels not in (1, 3):
             raise ValueError(f"{what}: the network takes {channels} channels; expected 1 or 3")
-        view = self.view
+        view = self.parts.view
         if view is None or not view.any_size:
-            view = View(unchanged, self.pixels, channels == 1).of_size(height, width)
+            view = View(unchanged, self.parts.pixels, channels == 1).of_size(height, width)
         wide, high = size_of(files[0])
         notes: tuple[str, ...] = ()
         if (high, wide) != (height, width):
@@ -123,12 +110,12 @@ class Reader:
         if len(x) == 0:
             raise ValueError(f"{what}: {path} has no inputs; expected at least one")
         if x.dtype == torch.uint8 and x.ndim == 4:
-            if self.pixels is None:
+            if self.parts.pixels is None:
                 raise ValueError(
                     f"{what}: {path} holds images of bytes, but how the network's are normalised "
                     "is not known; give --mean and --std"
                 )
-            pixels = self.pixels
+            pixels = self.parts.pixels
         if self.shape is not None and tuple(x.shape[1:]) != self.shape:
             raise ValueError(
                 f"{what}: {path} has inputs of shape {list(x.shape[1:])}, the network takes "

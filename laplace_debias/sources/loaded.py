@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from jaxtyping import UInt8
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Loaded:
         picture: From one input `[C, H, W]` as the network takes it to what a person sees, `[H, W,
             3]`; None where inputs are not images.
         row: From one input to a table's columns by name, in its units; None where there are none.
+        read: From a path and its name in messages to more inputs of the network; None where none
+            can be read.
         target: A table's column that the network predicts.
         input_name: Name of an input, in the singular: `image`, `row` or `example`.
         notes: Notes on network and data, sentences.
@@ -67,6 +70,7 @@ class Loaded:
     classes: tuple[str, ...] | None = None
     picture: Callable[[Tensor], UInt8[Tensor, "height width 3"]] | None = None
     row: Callable[[Tensor], Mapping[str, float]] | None = None
+    read: Callable[[str | Path, str], Any] | None = None
     target: str | None = None
     input_name: str = "example"
     notes: tuple[str, ...] = ()

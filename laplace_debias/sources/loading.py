@@ -1,29 +1,21 @@
 """From settings to a trained network and its data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.sources.changed import (
-    Changed,
-    Corruption,
-    ShuffledPatches,
-    drawn_digits,
-)
+from laplace_debias.sources.changed import Changed, Corruption, ShuffledPatches, drawn_digits
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further import Further, Reader
-from laplace_debias.sources.image_files import View
 from laplace_debias.sources.imports import described
 from laplace_debias.sources.loaded import Loaded, OodData, Task
 from laplace_debias.sources.networks import build
 from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, ood_name
-from laplace_debias.sources.tables import Columns
 
 
 def load(settings: SourceSettings) -> Loaded:
@@ -43,19 +35,12 @@ def load(settings: SourceSettings) -> Loaded:
         ImportError: If a package that reads them is missing.
         OSError: If a file cannot be read.
     """
-    return load_with_reader(settings)[0]
-
-
-def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
-    """As `load`; and what reads further inputs for the network.
-
-    Raises:
-        ValueError, ConnectionError, ImportError, OSError: As `load`.
-    """
     device = _device_from(settings.device)
     # Whatever random weights networks begin with, torch's global generator stays where it is.
     with torch.random.fork_rng(devices=[]):
-        model, parts, view, columns = _found(settings)
+        num_outputs, opened = find_data(settings)
+        model, notes = build(settings, num_outputs)
+        parts = opened(model)
     model = model.eval().to(device)
     train, number = batches_of(parts.train, settings, "train_examples", mixed=True)
     if number is None:
@@ -70,18 +55,23 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
     shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
     if parts.pixels is not None and (shape is None or len(shape) != 3):
         raise ValueError(f"mean and std are of images [C, H, W]; the inputs are of shape {shape}")
-    reader = Reader(shape, parts.pixels, view, columns, _dtype_of(model))
-    validation, test = _held_out(parts, settings)
-    others = _ood(settings, parts, reader)
+    reader = Reader(shape, parts)
+    validation: Batches | None = None
+    if parts.validation is not None:
+        validation, _ = batches_of(parts.validation, settings, "validation_examples")
+    elif settings.validation_examples is not None:
+        raise ValueError(
+            "validation_examples is given, but there is no validation data: add val/, x_val or "
+            "validation to the data, or leave the option out"
+        )
+    test, _ = batches_of(parts.test, settings, "test_examples")
+    others = _ood(settings, reader)
     shifts: dict[int, Batches] = {}
     for severity in sorted(set(settings.corruptions)):
-        pixels = _images(parts.pixels, shape, "corruptions")
+        pixels = _images(reader, "corruptions")
         shifts[severity] = Changed(test, Corruption(pixels, severity, settings.seed))
-    train = reader.cast(train)
-    if isinstance(x, Tensor) and reader.dtype is not None:
-        first = next(iter(train))
     task = task_of_outputs(model, first, parts, settings.task)
-    notes = parts.notes + tuple(note for _, notes in others.values() for note in notes)
+    notes += parts.notes + tuple(note for _, notes in others.values() for note in notes)
     if settings.held_out != SourceSettings.held_out and not parts.was_whole:
         notes += ("held_out is not used: the data comes in parts of its own.",)
     if validation is None:
@@ -89,57 +79,29 @@ def load_with_reader(settings: SourceSettings) -> tuple[Loaded, Reader]:
             "There is no validation data: the prior precision can be tuned by the marginal "
             "likelihood alone, and no temperature can be fitted.",
         )
-    loaded = Loaded(
+    return Loaded(
         model=model,
         task=task,
         train=train,
         num_train=number,
-        validation=None if validation is None else reader.cast(validation),
-        test=reader.cast(test),
-        ood={
-            name: OodData(reader.cast(ood.batches), ood.kind) for name, (ood, _) in others.items()
-        },
-        shifts={severity: reader.cast(batches) for severity, batches in shifts.items()},
+        validation=validation,
+        test=test,
+        ood={name: ood for name, (ood, _) in others.items()},
+        shifts=shifts,
         classes=parts.classes,
         picture=None if parts.pixels is None else parts.pixels.picture,
-        row=None if columns is None else columns.row,
-        target=None if columns is None else columns.target,
+        row=None if parts.columns is None else parts.columns.row,
+        read=reader.read,
+        target=None if parts.columns is None else parts.columns.target,
         input_name="image" if parts.pixels is not None else parts.input_name,
         notes=notes,
     )
-    return loaded, reader
 
 
-def _found(
-    settings: SourceSettings,
-) -> tuple[nn.Module, Parts, View | None, Columns | None]:
-    """Network and data, and how pictures and rows are read."""
-    data = find_data(settings)
-    model, notes = build(settings, data.num_outputs)
-    parts, view, columns = data.open(model)
-    return model, replace(parts, notes=notes + parts.notes), view, columns
-
-
-def _held_out(parts: Parts, settings: SourceSettings) -> tuple[Batches | None, Batches]:
-    """Validation and test examples."""
-    if parts.validation is None and settings.validation_examples is not None:
-        raise ValueError(
-            "validation_examples is given, but there is no validation data: add val/, x_val or "
-            "validation to the data, or leave the option out"
-        )
-    validation = (
-        None
-        if parts.validation is None
-        else batches_of(parts.validation, settings, "validation_examples")[0]
-    )
-    return validation, batches_of(parts.test, settings, "test_examples")[0]
-
-
-def _ood(
-    settings: SourceSettings, parts: Parts, reader: Reader
-) -> Mapping[str, tuple[OodData, tuple[str, ...]]]:
+def _ood(settings: SourceSettings, reader: Reader) -> Mapping[str, tuple[OodData, tuple[str, ...]]]:
     """Out-of-distribution sets by name, each with notes."""
     found: dict[str, tuple[OodData, tuple[str, ...]]] = {}
+    parts = reader.parts
     for name, own in parts.ood.items():
         batches, _ = batches_of(own.batches, settings, "ood_examples")
         found[ood_name(name)[0]] = OodData(batches, own.kind), ()
@@ -148,13 +110,13 @@ def _ood(
         if name in found:
             raise ValueError(f"ood {name} is given twice; give the sets different names")
         if source == "builtin:patches":
-            _images(parts.pixels, reader.shape, f"ood {name}")
+            _images(reader, f"ood {name}")
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
             batches, _ = batches_of(parts.test, settings, limit)
             found[name] = OodData(Changed(batches, ShuffledPatches(settings.seed)), kind), ()
             continue
         if source == "builtin:digits":
-            pixels = _images(parts.pixels, reader.shape, f"ood {name}")
+            pixels = _images(reader, f"ood {name}")
             further = Further(drawn_digits(reader.shape or (), pixels))
         else:
             further = reader.read(source, f"ood {name}")
@@ -163,8 +125,9 @@ def _ood(
     return found
 
 
-def _images(pixels: Pixels | None, shape: tuple[int, ...] | None, what: str) -> Pixels:
+def _images(reader: Reader, what: str) -> Pixels:
     """How images are made of pixels, where inputs are images of one or three channels."""
+    pixels, shape = reader.parts.pixels, reader.shape
     if pixels is None or shape is None:
         raise ValueError(
             f"{what}: these need images, and how they are normalised; for images of loaders of "
@@ -190,12 +153,6 @@ def _device_from(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
     return device
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype | None:
-    """The dtype that floating-point inputs are cast to; None where they are of it already."""
-    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return dtypes[0] if dtypes and dtypes[0] != torch.float32 else None
 
 
 @torch.no_grad()
@@ -248,7 +205,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
         raise ValueError(
             f"the network cannot take inputs of shape {list(x.shape)} and dtype {x.dtype}: "
             f"{described(error)}; for images, give the --image_size that it was trained with, and "
-            "as many numbers in --mean as it has channels"
+            "as many numbers in --mean as it has channels; of another dtype, return model.float()"
         ) from error
     return found if isinstance(found, Tensor) else getattr(found, "logits", None)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.sources.columns import Columns
+from laplace_debias.sources.image_files import View
 from laplace_debias.sources.loaded import OodData, Task
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
@@ -34,6 +36,8 @@ class Parts:
         classes: Names of the classes; None if they have none.
         input_name: Name of an input.
         pixels: How inputs are made of pixels; None where they are no images.
+        view: How a picture becomes an input; None if these are no files.
+        columns: How a table's rows become inputs; None if these are no rows.
         was_whole: Whether validation and test examples were chosen here, by the seed.
         notes: Notes on them, sentences.
     """
@@ -47,6 +51,8 @@ class Parts:
     classes: tuple[str, ...] | None = None
     input_name: str = "example"
     pixels: Pixels | None = None
+    view: View | None = None
+    columns: Columns | None = None
     was_whole: bool = False
     notes: tuple[str, ...] = ()
 

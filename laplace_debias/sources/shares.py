@@ -10,7 +10,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.sources.changed import Cast, Changed
+from laplace_debias.sources.changed import Changed
 from laplace_debias.system.ranks import current
 
 
@@ -30,8 +30,6 @@ def share(batches: Batches, model: nn.Module) -> Batches:
     ranks = current()
     if ranks.size == 1:
         return batches
-    if isinstance(batches, Cast):
-        return Cast(share(batches.source, model), batches.dtype)
     if _is_plain(batches):
         loader: Any = batches
         sampler = ShardedBatches(
@@ -59,7 +57,7 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
 
 def _dealt(batches: Any, read: BatchReader) -> Iterator[tuple[int, int, Any]]:
     ranks = current()
-    if isinstance(batches, Cast | Changed):
+    if isinstance(batches, Changed):
         for number, first, batch in _dealt(batches.source, read):
             yield number, first, batches.made(batch, first)
     elif ranks.size > 1 and _is_plain(batches):

@@ -1,14 +1,12 @@
 """Tables: CSV and Parquet."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.sources.columns import Columns, numbers
 from laplace_debias.sources.loaded import Task
 from laplace_debias.sources.parts import Examples, Parts, parted
 from laplace_debias.sources.settings import SourceSettings, nearest
@@ -17,37 +15,6 @@ from laplace_debias.sources.targets import as_targets
 SUFFIXES = (".csv", ".parquet")
 MOST_CLASSES = 20
 """Whole numbers with at most so many different values are taken for classes."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """How rows become inputs: (value − mean) / std, column by column.
-
-    Attributes:
-        names: The columns, in the order of the network's inputs.
-        mean: Of the training rows, or zeros.
-        std: Of the training rows, 1 where a column is constant; or ones.
-        target: The column that the network predicts.
-    """
-
-    names: tuple[str, ...]
-    mean: np.ndarray
-    std: np.ndarray
-    target: str
-
-    def row(self, x: Float[Tensor, " columns"]) -> dict[str, float]:
-        """An input's columns by name, in the units of the table."""
-        values = x.double().numpy() * self.std + self.mean
-        return dict(zip(self.names, values.tolist(), strict=True))
-
-    def inputs(self, table: Any, where: str) -> Float[Tensor, "rows columns"]:
-        """Rows as inputs, float32.
-
-        Raises:
-            ValueError: If a column is missing, or holds text, NaN or infinities.
-        """
-        values = _numbers(table, self.names, where)
-        return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
 
 
 def table_files(path: Path) -> dict[str, Path] | None:
@@ -83,7 +50,7 @@ def read_table(path: Path) -> Any:
     return table
 
 
-def table_parts(files: dict[str, Path], settings: SourceSettings) -> tuple[Parts, Columns]:
+def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
     """The parts of a table, standardised by its training rows.
 
     Raises:
@@ -108,7 +75,7 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> tuple[Parts
     names = settings.features or tuple(name for name in train.columns if name != target)
     if target in names:
         raise ValueError(f"target {target} is one of the features; leave it out of them")
-    values = _numbers(train, names, str(first))
+    values = numbers(train, names, str(first))
     mean, std = np.zeros(len(names)), np.ones(len(names))
     if settings.standardise:
         mean, spread = values.mean(0), values.std(0)
@@ -131,9 +98,10 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> tuple[Parts
         num_outputs=outputs,
         classes=None if classes is None else tuple(map(str, classes)),
         input_name="row",
+        columns=columns,
         was_whole=whole is not None,
         notes=notes,
-    ), columns
+    )
 
 
 def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSettings) -> str:
@@ -151,31 +119,6 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
                 f"{', '.join(list(table.columns)[:20])}: give another --target"
             )
     return settings.target
-
-
-def _numbers(table: Any, names: tuple[str, ...], where: str) -> np.ndarray:
-    """Columns as float64 `[rows, columns]`."""
-    for name in names:
-        if name not in table.columns:
-            raise ValueError(
-                f"{where} has no column {name}{nearest(name, list(table.columns))}; expected the "
-                f"columns {', '.join(names[:20])}"
-            )
-        if table[name].dtype.kind not in "iufb":
-            raise ValueError(
-                f"column {name} of {where} holds {table[name].dtype}, no numbers; encode it, or "
-                "name the columns that the network takes by --features"
-            )
-    values = table[list(names)].to_numpy(dtype=np.float64)
-    bad = ~np.isfinite(values)
-    if bad.any():
-        row, column = np.argwhere(bad)[0]
-        raise ValueError(
-            f"column {names[column]} of {where} has {int(bad[:, column].sum())} values that are "
-            f"missing or infinite, the first in row {table.index[row]}; fill them in or remove "
-            "these rows"
-        )
-    return values
 
 
 def _meaning(column: Any, task: Task | None, name: str) -> tuple[list[Any] | None, Task]:

@@ -29,6 +29,8 @@ def _short(value: Any) -> str:
         return f"[{len(value)}] {' … '.join(map(_short, ends))}"
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, Mapping):
+        return f"[{', '.join(map(str, value))}]"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Sequence) and not isinstance(value, str):

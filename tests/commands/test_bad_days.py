@@ -110,7 +110,7 @@ def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, cap
     capsys.readouterr()
     for command in ("fit", "tune", "spectrum", "report"):
         monkeypatch.setattr(f"laplace_debias.commands.{command}.load", no_work)
-    monkeypatch.setattr("laplace_debias.commands.predict.load_with_reader", no_work)
+    monkeypatch.setattr("laplace_debias.commands.predict.load", no_work)
     monkeypatch.setattr("laplace_debias.commands.report.write_page", no_work)
     saved = "--posterior=p.safetensors"
     for command in (

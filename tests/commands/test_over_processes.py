@@ -29,9 +29,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 
+class Double(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
 def double(outputs=3):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)
+    return nn.Sequential(Double(), *layers).double()
 
 
 class Bad(TensorDataset):

@@ -315,7 +315,7 @@ def test_number(value, places, text):
 
 def test_numbers_as_people_read_them():
     assert decimals(0.88, 0.92, 0.9) == 3
-    assert decimals(math.nan, math.nan, 0.31) == 3
+    assert [decimals(math.nan, math.nan, x) for x in (0.31, 0.0123, 0.0042)] == [3, 3, 4]
     assert [significant(x) for x in (0, 0.000012345, 3.14159, 123456)] == [
         *("0", "1.23·10⁻⁵", "3.14", "123,456"),
     ]

@@ -286,9 +286,12 @@ def make():
     }
 
 
-class Parts:
-    train = DataLoader(TensorDataset(X, Y), batch_size=7)
-    test = train
+def both(part):
+    return {"train": part, "test": part}
+
+
+def parts():
+    return both(DataLoader(TensorDataset(X, Y), batch_size=7))
 
 
 class Doubling(DataLoader):
@@ -297,12 +300,16 @@ class Doubling(DataLoader):
             yield 2 * x, y
 
 
-class Doubled:
-    train = test = Doubling(TensorDataset(X, Y), batch_size=7)
+def doubled():
+    return both(Doubling(TensorDataset(X, Y), batch_size=7))
 
 
-class Seeding:
-    train = test = DataLoader(TensorDataset(X, Y), worker_init_fn=print)
+def seeding():
+    return both(DataLoader(TensorDataset(X, Y), worker_init_fn=print))
+
+
+def in_double():
+    return both(TensorDataset(X.double(), Y))
 
 
 def iterator():
@@ -343,24 +350,24 @@ def test_loaders_of_ones_own_keep_their_examples_in_one_order(own):
 
 
 def test_batch_size_and_limits_apply_to_loaders_of_data_sets(own):
-    found = loaded(model="nets:rows", data="own:Parts", batch_size=4, train_examples=10)
+    found = loaded(model="nets:rows", data="own:parts", batch_size=4, train_examples=10)
     assert [len(batch) for batch, _ in found.train] == [4, 4, 2]
     with pytest.raises(ValueError, match="test_examples is given, but the test data is batches"):
         loaded(model="nets:rows", data="own:make", test_examples=3)
 
 
 def test_a_loader_with_an_iteration_of_its_own_is_read_by_it(own):
-    found = loaded(model="nets:rows", data="own:Doubled")
+    found = loaded(model="nets:rows", data="own:doubled")
     assert torch.equal(every(found.train)[0], 2 * sys.modules["own"].X)
 
 
 def test_what_prepares_the_workers_of_a_loader_is_kept(own):
-    found = loaded(model="nets:rows", data="own:Seeding")
+    found = loaded(model="nets:rows", data="own:seeding")
     assert found.train.worker_init_fn is print
 
 
 def test_a_network_that_is_one_already(own):
-    found = loaded(model="nets:ready", data="own:Parts")
+    found = loaded(model="nets:ready", data="own:parts")
     assert isinstance(found.model, nn.Sequential)
     assert not found.model.training
     assert "No checkpoint" in found.notes[0]
@@ -370,8 +377,9 @@ def test_a_network_that_is_one_already(own):
     ("name", "message"),
     [
         ("iterator", "train data is an iterator"),
-        ("half", "without test"),
-        ("typo", "with validaton"),
+        ("half", "a dict of train; expected"),
+        ("typo", "a dict of train, test, validaton; expected"),
+        ("Doubling", "without arguments"),
         ("none", "own has no none"),
     ],
 )
@@ -380,10 +388,11 @@ def test_what_a_callable_must_return(own, name, message):
         loaded(model="nets:rows", data=f"own:{name}")
 
 
-def test_inputs_come_in_the_dtype_of_the_network(own):
+def test_inputs_of_another_dtype_than_the_network_are_refused(own):
     (own / "double.py").write_text("import nets\n\ndef build():\n    return nets.rows().double()\n")
-    found = loaded(model="double:build", data="own:Parts")
-    assert every(found.train)[0].dtype == torch.float64
+    with pytest.raises(ValueError, match=r"dtype torch.float32: .* return model.float\(\)"):
+        loaded(model="double:build", data="own:parts")
+    found = loaded(model="double:build", data="own:in_double")
     Laplace(found.model, found.task).fit(found.train, num_data=30)
 
 
@@ -418,7 +427,7 @@ def test_checkpoints_as_people_save_them(here, suffix, prefix, nest):
 
 def test_loaders_work_with_torchs_own(own):
     """A `DataLoader` over what `load` gives, as other libraries make them."""
-    found = loaded(model="nets:rows", data="own:Parts")
+    found = loaded(model="nets:rows", data="own:parts")
     assert isinstance(found.train, DataLoader)
     assert not isinstance(found.train.dataset, TensorDataset)
     assert len(found.train.dataset) == 30

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.sources import shares
-from laplace_debias.sources.changed import Cast
 from laplace_debias.system.ranks import Ranks
 
 X, Y = torch.arange(11.0).view(-1, 1), torch.arange(11)
@@ -34,7 +33,6 @@ SOURCES = {
     "an iteration of its own": Doubling(DATA, batch_size=4),
     "in another order": Backwards(DATA, batch_size=4, drop_last=True),
     "list": [(X[:5], Y[:5]), (X[5:], Y[5:])],
-    "cast": Cast(DataLoader(DATA, batch_size=4), torch.float64),
 }
 
 
